@@ -1,0 +1,66 @@
+# Each target sets up .venv by itself and sets it up again when pyproject.toml has changed.
+# ARGS are passed on:  make serve ARGS="--port 31000 --speculative-algorithm NONE"
+# PYTHON picks the interpreter that makes .venv:  make serve PYTHON=/opt/python3.12/bin/python
+
+SHELL := /bin/bash
+VENV  := .venv
+BIN   := $(VENV)/bin
+ARGS  ?=
+
+.PHONY: help serve test lint bench eval clean
+
+help:
+	@echo "make serve   start the server (needs no model: one is embedded)"
+	@echo "make test    all tests that this machine can run"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   one batch, in this process; see benchmark/ for the others"
+	@echo "make eval    GSM8K-style accuracy of a running server"
+	@echo "make clean   remove .venv, caches and build output"
+	@echo 'ARGS="..." is passed on to the command.'
+
+serve: $(VENV)/.installed
+	$(BIN)/python -m mamba_eagle.launch_server $(ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m mamba_eagle.bench_one_batch $(ARGS)
+
+eval: $(VENV)/.installed
+	$(BIN)/python -m mamba_eagle.eval.few_shot_gsm8k $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find python -name '*.egg-info' -prune -exec rm -rf {} +
+	find python test benchmark -name __pycache__ -prune -exec rm -rf {} +
+
+# The first interpreter that is new enough and can make an environment (Debian keeps ensurepip in
+# python3-venv). The check runs it: a name on the PATH may be a shim with nothing behind it.
+$(BIN)/python:
+	@set -e; \
+	check='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))'; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3.10 python3); do \
+		if "$$python" -c "$$check" >/dev/null 2>&1; then \
+			echo "making $(VENV) with $$($$python --version)"; \
+			exec "$$python" -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "No usable Python among: $(or $(PYTHON),python3.11 python3.12 python3.10 python3)." >&2; \
+	echo "It must be 3.10 or newer and have venv; on Debian and Ubuntu:" >&2; \
+	echo "  apt-get install python3-venv" >&2; \
+	echo "or name another one: make PYTHON=/path/to/python" >&2; \
+	exit 1
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,1 @@
+"""The radix tree and the slot allocators: indices only, no tensors."""

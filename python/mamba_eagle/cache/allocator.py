@@ -1,0 +1,48 @@
+"""Who may use which slot of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SlotError(RuntimeError):
+    """A slot was given back that is not out: a double free, or no slot of this pool."""
+
+
+class SlotAllocator:
+    """Hands out the ids 0 … total - 1 of one pool, each to one owner at a time.
+
+    The owner of a slot is whoever holds its id: the allocator knows only free or not.
+    """
+
+    def __init__(self, total: int, name: str = "slot") -> None:
+        self.total = total
+        self.name = name
+        self._free = list(range(total - 1, -1, -1))  # a stack: the last freed is the next used
+        self._is_free = bytearray(b"\x01") * total
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` ids, now the caller's; None, and nothing is taken, if there are not enough."""
+        if count > len(self._free):
+            return None
+        if count <= 0:
+            return []
+        slots = self._free[-count:]
+        del self._free[-count:]
+        for slot in slots:
+            self._is_free[slot] = 0
+        return slots
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Takes the ids back. Raises: SlotError at the first that is not out."""
+        for slot in slots:
+            if not 0 <= slot < self.total:
+                raise SlotError(f"{self.name} {slot} is not one of the {self.total} there are")
+            if self._is_free[slot]:
+                raise SlotError(f"{self.name} {slot} is given back but is free already")
+            self._is_free[slot] = 1
+            self._free.append(slot)

@@ -1,0 +1,435 @@
+"""Which token prefixes are cached: their KV slots, and the recurrent states along the way.
+
+A node's edge is a run of tokens, and owns one KV slot for each. A node may also own a *checkpoint*
+slot, the whole recurrent state after its last token. Attention can go on from any token, a
+recurrence only from a checkpoint, so a hit is the deepest checkpoint on the matched path:
+
+    prompt   0 ─────────── position ────── length ───────── len(prompt)
+             KV and state   KV matches, but the     not in the tree
+             are reused     state must be rerun
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mamba_eagle.cache.allocator import SlotAllocator
+
+Tokens = NDArray[np.int64]
+
+
+def as_tokens(token_ids: list[int]) -> Tokens:
+    return np.asarray(token_ids, dtype=np.int64)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many first tokens are the same."""
+    size = min(len(a), len(b))
+    if size == 0 or a[0] != b[0]:
+        return 0
+    differ = a[:size] != b[:size]
+    first = int(differ.argmax())
+    return first if differ[first] else size
+
+
+class Node:
+    """Tokens [start, end) of a prefix. The object stands for position ``end``: when its edge is
+    split it keeps the lower part, so a handle to it stays right."""
+
+    __slots__ = (
+        "checkpoint",
+        "children",
+        "end",
+        "hit_at",
+        "kv_slots",
+        "locks",
+        "parent",
+        "spare",
+        "tokens",
+        "used_at",
+        "worth",
+    )
+
+    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: list[int], end: int) -> None:
+        self.parent = parent
+        self.children: dict[int, Node] = {}  # first token of the child's edge -> child
+        self.tokens = tokens
+        self.kv_slots = kv_slots
+        self.end = end
+        self.locks = 0  # requests whose prefix runs through here
+        self.used_at = 0  # the cache's clock when last on a matched path
+        self.checkpoint = -1
+        self.spare = False  # placed on the way, and not hit so far
+        self.hit_at = 0  # the clock when the checkpoint was placed or last hit …
+        self.worth = 0  # … and the cache's ``inflation`` then
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.kv_slots)
+
+    def ancestors(self) -> Iterator[Node]:
+        """This node and those above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class Match(NamedTuple):
+    """What the cache has of a prompt."""
+
+    length: int  # tokens whose KV is cached
+    position: int  # tokens a request need not run: a checkpoint is there; 0 if there is none
+    checkpoint: int  # its slot; -1 if position is 0
+    kv_slots: list[int]  # of [0, position); they stay the cache's
+    node: Node  # ends at ``position``; lock it for as long as these slots are used
+
+
+class Inserted(NamedTuple):
+    """What became of the slots given."""
+
+    taken: int  # the cache now owns the last ``taken`` of them; the others stay the caller's
+    node: Node  # ends after the last token given
+
+
+class PrefixCache(ABC):
+    """The contract between the scheduler and what it reuses.
+
+    The cache owns the slots of its nodes and gives them back to the allocators when it evicts.
+    Plans run in order, so a slot may be evicted as soon as the plan that last uses it is sent;
+    only KV slots which a *running* request reads need a lock.
+    """
+
+    stores: bool  # whether anything inserted is ever found again
+    root: Node
+
+    @abstractmethod
+    def match(self, tokens: Tokens, limit: int) -> Match:
+        """The deepest checkpoint at a position <= ``limit``. Renews recency; owns nothing."""
+
+    @abstractmethod
+    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+        """Adds ``tokens``, which follow the prefix of ``after`` (locked by the caller, or the
+        root), with one KV slot each. The cache takes the slots of tokens that it lacks."""
+
+    @abstractmethod
+    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+        """Gives the cache the state after ``position`` tokens of the prefix of ``node``; edges
+        are split where needed. False: there is one already, the slot stays the caller's.
+        ``spare``: nobody is known to ask for it, so evict it before others until it is hit."""
+
+    @abstractmethod
+    def lock(self, node: Node) -> None:
+        """Keeps the KV of the node's prefix from eviction. Checkpoints may still be evicted."""
+
+    @abstractmethod
+    def unlock(self, node: Node) -> None:
+        """Takes one ``lock`` back."""
+
+    @abstractmethod
+    def evict_kv(self, count: int) -> int:
+        """Frees at least ``count`` KV slots, or all unlocked; returns how many. A leaf goes as a
+        whole, with its checkpoint."""
+
+    @abstractmethod
+    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
+        """Frees up to ``count`` checkpoint slots not in ``keep``; returns how many. KV stays."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Forgets everything; nothing may be locked."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises: RuntimeError with numbers if the books do not balance."""
+
+    num_kv: int  # KV slots owned
+    evictable_kv: int  # of which unlocked
+    num_checkpoints: int  # checkpoint slots owned
+
+
+class RadixCache(PrefixCache):
+    """One tree over token ids, page size 1.
+
+    KV is evicted leaf by leaf: first leaves without a checkpoint, which no hit can use, then the
+    least recently used.
+
+    Checkpoints are evicted by GreedyDual (Young, 1994): the least ``worth + saved`` goes, where
+    ``saved`` is how many tokens a hit there spares over the next shallower checkpoint, and
+    ``worth`` the score of the last one evicted when this one was placed or last hit. So equals
+    leave in order of use, cheap ones earlier, and dear but unused ones in the end as well. Spare
+    ones go before all others.
+    """
+
+    stores = True
+
+    def __init__(self, kv: SlotAllocator, checkpoints: SlotAllocator) -> None:
+        self.kv = kv
+        self.checkpoints = checkpoints
+        self._reset()
+
+    def _reset(self) -> None:
+        self.root = Node(None, as_tokens([]), [], 0)
+        self.num_kv = 0
+        self.evictable_kv = 0
+        self.clock = 0
+        self.inflation = 0
+        self._leaves: set[Node] = set()
+        self._with_checkpoint: set[Node] = set()
+
+    @property
+    def num_checkpoints(self) -> int:  # type: ignore[override]
+        return len(self._with_checkpoint)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────
+
+    def match(self, tokens: Tokens, limit: int) -> Match:
+        self.clock += 1
+        node, length, hit = self.root, 0, self.root
+        while length < len(tokens):
+            child = node.children.get(int(tokens[length]))
+            if child is None:
+                break
+            child.used_at = self.clock
+            shared = common_prefix(child.tokens, tokens[length : length + len(child.tokens)])
+            length += shared
+            if shared < len(child.tokens):
+                break
+            node = child
+            if node.checkpoint >= 0 and node.end <= limit:
+                hit = node
+        kv_slots: list[int] = []
+        for part in reversed(list(hit.ancestors())):
+            kv_slots += part.kv_slots
+        if hit is not self.root:
+            self._renew(hit)
+            hit.spare = False
+        return Match(length, hit.end, hit.checkpoint, kv_slots, hit)
+
+    def _renew(self, node: Node) -> None:
+        node.hit_at = self.clock
+        node.worth = self.inflation
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────
+
+    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+        assert len(tokens) == len(kv_slots)
+        self.clock += 1
+        node, done = after, 0
+        while done < len(tokens):
+            child = node.children.get(int(tokens[done]))
+            if child is None:
+                node = self._add_leaf(node, tokens[done:], kv_slots[done:])
+                return Inserted(len(tokens) - done, node)
+            child.used_at = self.clock
+            shared = common_prefix(child.tokens, tokens[done : done + len(child.tokens)])
+            done += shared
+            node = child if shared == len(child.tokens) else self._split(child, shared)
+        return Inserted(0, node)
+
+    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+        assert 0 < position <= node.end
+        while node.start >= position:
+            assert node.parent is not None
+            node = node.parent
+        if node.end > position:
+            node = self._split(node, position - node.start)
+        if node.checkpoint >= 0:
+            node.spare = node.spare and spare
+            return False
+        self.clock += 1
+        node.checkpoint = slot
+        node.spare = spare
+        self._renew(node)
+        self._with_checkpoint.add(node)
+        return True
+
+    def lock(self, node: Node) -> None:
+        for part in node.ancestors():
+            if part.locks == 0:
+                self.evictable_kv -= len(part.kv_slots)
+            part.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        for part in node.ancestors():
+            if part.locks == 0:
+                raise RuntimeError(f"prefix of {node.end} tokens is unlocked but was not locked")
+            part.locks -= 1
+            if part.locks == 0:
+                self.evictable_kv += len(part.kv_slots)
+
+    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: list[int]) -> Node:
+        leaf = Node(parent, tokens.copy(), list(kv_slots), parent.end + len(tokens))
+        leaf.used_at = self.clock
+        parent.children[int(tokens[0])] = leaf
+        self._leaves.discard(parent)
+        self._leaves.add(leaf)
+        self.num_kv += len(kv_slots)
+        self.evictable_kv += len(kv_slots)
+        return leaf
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cuts the edge after ``at`` tokens. ``node`` stays the lower part; returns the upper."""
+        assert node.parent is not None and 0 < at < len(node.tokens)
+        upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
+        upper.locks = node.locks
+        upper.used_at = node.used_at
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.parent = upper
+        node.tokens = node.tokens[at:]
+        node.kv_slots = node.kv_slots[at:]
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    # ── evicting ─────────────────────────────────────────────────────────────────────────────
+
+    def evict_kv(self, count: int) -> int:
+        def rank(leaf: Node) -> tuple[bool, int, int]:
+            return leaf.checkpoint >= 0, leaf.used_at, leaf.kv_slots[0]
+
+        heap = [(rank(leaf), leaf) for leaf in self._leaves if leaf.locks == 0]
+        heapq.heapify(heap)
+        freed = 0
+        while heap and freed < count:
+            leaf = heapq.heappop(heap)[1]
+            parent = leaf.parent
+            assert parent is not None
+            freed += len(leaf.kv_slots)
+            self._remove_leaf(leaf)
+            if parent in self._leaves and parent.locks == 0:
+                heapq.heappush(heap, (rank(parent), parent))
+        return freed
+
+    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
+        for freed in range(count):
+            nodes = [node for node in self._with_checkpoint if node.checkpoint not in keep]
+            if not nodes:
+                return freed
+            node = min(nodes, key=self._checkpoint_rank)
+            if not node.spare:
+                self.inflation = max(self.inflation, node.worth + self._saved(node))
+            self._drop_checkpoint(node)
+        return max(count, 0)
+
+    def _checkpoint_rank(self, node: Node) -> tuple[bool, int, int, int]:
+        score = node.hit_at if node.spare else node.worth + self._saved(node)
+        return not node.spare, score, node.hit_at, node.end
+
+    @staticmethod
+    def _saved(node: Node) -> int:
+        """Tokens a hit here spares over the next shallower checkpoint."""
+        for part in node.ancestors():
+            if part is not node and part.checkpoint >= 0 and not part.spare:
+                return node.end - part.end
+        return node.end
+
+    def _drop_checkpoint(self, node: Node) -> None:
+        self.checkpoints.free([node.checkpoint])
+        node.checkpoint = -1
+        node.spare = False
+        self._with_checkpoint.remove(node)
+
+    def _remove_leaf(self, leaf: Node) -> None:
+        assert leaf.parent is not None and not leaf.children and leaf.locks == 0
+        if leaf.checkpoint >= 0:
+            self._drop_checkpoint(leaf)
+        self.kv.free(leaf.kv_slots)
+        self.num_kv -= len(leaf.kv_slots)
+        self.evictable_kv -= len(leaf.kv_slots)
+        del leaf.parent.children[int(leaf.tokens[0])]
+        self._leaves.remove(leaf)
+        if not leaf.parent.children and leaf.parent is not self.root:
+            self._leaves.add(leaf.parent)
+
+    def flush(self) -> None:
+        if self.evictable_kv != self.num_kv:
+            locked = self.num_kv - self.evictable_kv
+            raise RuntimeError(f"cannot flush: {locked} of {self.num_kv} cached tokens are in use")
+        for node in list(self._nodes()):
+            self.kv.free(node.kv_slots)
+            if node.checkpoint >= 0:
+                self.checkpoints.free([node.checkpoint])
+        self._reset()
+
+    # ── checking ─────────────────────────────────────────────────────────────────────────────
+
+    def _nodes(self) -> Iterator[Node]:
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def check_integrity(self) -> None:
+        num_kv = evictable = 0
+        leaves, with_checkpoint = set(), set()
+        for node in self._nodes():
+            assert node.parent is not None
+            right = (
+                len(node.tokens) == len(node.kv_slots) > 0
+                and node.start == node.parent.end
+                and node.parent.children.get(int(node.tokens[0])) is node
+                and node.locks >= sum(child.locks for child in node.children.values())
+            )
+            if not right:
+                raise RuntimeError(
+                    f"radix node [{node.start}, {node.end}): {len(node.tokens)} tokens, "
+                    f"{len(node.kv_slots)} KV slots, {node.locks} locks, parent ends at "
+                    f"{node.parent.end}"
+                )
+            num_kv += len(node.kv_slots)
+            evictable += len(node.kv_slots) if node.locks == 0 else 0
+            if not node.children:
+                leaves.add(node)
+            if node.checkpoint >= 0:
+                with_checkpoint.add(node)
+        found = (num_kv, evictable, len(leaves), len(with_checkpoint))
+        books = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._with_checkpoint))
+        if found != books or leaves != self._leaves or with_checkpoint != self._with_checkpoint:
+            raise RuntimeError(
+                "radix cache: (KV slots, of them evictable, leaves, checkpoints) are "
+                f"{found} in the tree but {books} in the books"
+            )
+
+
+class NoCache(PrefixCache):
+    """Reuses nothing (--disable-radix-cache): every slot stays the caller's."""
+
+    stores = False
+
+    def __init__(self) -> None:
+        self.root = Node(None, as_tokens([]), [], 0)
+        self.num_kv = self.evictable_kv = self.num_checkpoints = 0
+
+    def match(self, tokens: Tokens, limit: int) -> Match:
+        return Match(0, 0, -1, [], self.root)
+
+    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+        return Inserted(0, self.root)
+
+    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+        return False
+
+    def lock(self, node: Node) -> None:
+        pass
+
+    def unlock(self, node: Node) -> None:
+        pass
+
+    def evict_kv(self, count: int) -> int:
+        return 0
+
+    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
+        return 0
+
+    def flush(self) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        pass

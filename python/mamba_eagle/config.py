@@ -1,0 +1,187 @@
+"""The server's settings: one frozen dataclass, from which the command line is made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mamba_eagle.core import TreeShape
+
+ASSETS = Path(__file__).parent / "assets"
+EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
+EMBEDDED_HEAD = ASSETS / "mamba2-math-6m-eagle"
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work; ``problems`` lists every one with its remedy."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the scheduler and the runner need to know."""
+
+    model_path: str = setting("", "checkpoint folder; empty: the embedded model")
+    tokenizer_path: str = setting("", "tokenizer folder; empty: the model's")
+    load_format: str = setting(
+        "auto", "where weights come from; dummy: random ones", ("auto", "safetensors", "dummy")
+    )
+    device: str = setting("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "auto",
+        "weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    context_length: int = setting(0, "longest prompt plus output; 0: the model's own limit")
+    random_seed: int = setting(0, "seeds dummy weights")
+    cpu_threads: int = setting(0, "threads of the model runner on a CPU; 0: all cores")
+
+    max_running_requests: int = setting(32, "requests decoded at the same time")
+    max_total_tokens: int = setting(0, "KV slots; 0: from the memory there is")
+    max_mamba_cache_size: int = setting(
+        0, "checkpoint slots, running and cached; 0: from the memory there is"
+    )
+    mem_fraction_static: float = setting(0.85, "share of GPU memory for weights and pools")
+    chunked_prefill_size: int = setting(1024, "most prompt tokens in one step")
+    schedule_policy: str = setting(
+        "fcfs", "order of waiting requests: arrival, or longest cached prefix", ("fcfs", "lpm")
+    )
+    disable_radix_cache: bool = setting(False, "do not reuse prefixes")
+    disable_overlap_schedule: bool = setting(False, "wait for each step before planning the next")
+    mamba_ssm_dtype: str = setting("float32", "dtype of checkpoints", ("float32", "bfloat16"))
+    mamba_verify_mode: str = setting(
+        "deferred",
+        "deferred: rows and folds; snapshot: one state a tree node",
+        ("deferred", "snapshot"),
+    )
+    mamba_rows: int = setting(0, "row buffer of a request, in tokens; 0: from the tree")
+    mamba_checkpoint_interval: int = setting(
+        64, "tokens between checkpoints inside a prompt, where slots are free; 0: none"
+    )
+
+    speculative_algorithm: str = setting(
+        "auto",
+        "drafter; auto: EAGLE where a head is at hand, else NONE",
+        ("auto", "EAGLE", "NONE"),
+    )
+    speculative_draft_model_path: str = setting("", "the drafter's folder")
+    speculative_num_steps: int = setting(4, "depth of the draft tree")
+    speculative_eagle_topk: int = setting(4, "lanes of the draft tree; 1: a chain")
+    speculative_num_draft_tokens: int = setting(12, "nodes verified in a step, the root included")
+
+    log_level: str = setting("info", "what is logged", ("debug", "info", "warning", "error"))
+
+    def resolved(self) -> EngineConfig:
+        """The same settings with model, drafter and defaults that depend on others filled in.
+
+        Raises: ConfigError with every problem found.
+        """
+        values: dict[str, Any] = {}
+        embedded = self.model_path in ("", "embedded", str(EMBEDDED_MODEL))
+        values["model_path"] = str(EMBEDDED_MODEL) if embedded else self.model_path
+        values["tokenizer_path"] = self.tokenizer_path or values["model_path"]
+        draft = self.speculative_draft_model_path
+        if embedded and not draft and self.speculative_algorithm != "NONE":
+            draft = str(EMBEDDED_HEAD)
+        algorithm = self.speculative_algorithm
+        if algorithm == "auto":
+            algorithm = "EAGLE" if draft else "NONE"
+        values["speculative_algorithm"] = algorithm
+        values["speculative_draft_model_path"] = draft
+        config = dataclasses.replace(self, **values)
+        problems = config.problems()
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    def problems(self) -> list[str]:
+        """Every setting that cannot work, with its value and what to change."""
+        wrong = []
+        for name in ("max_running_requests", "chunked_prefill_size"):
+            if getattr(self, name) < 1:
+                wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")
+        for name in (
+            "max_total_tokens",
+            "max_mamba_cache_size",
+            "context_length",
+            "mamba_rows",
+            "mamba_checkpoint_interval",
+            "cpu_threads",
+        ):
+            if getattr(self, name) < 0:
+                wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
+        if not 0 < self.mem_fraction_static <= 1:
+            wrong.append(f"--mem-fraction-static {self.mem_fraction_static}: must be in (0, 1]")
+        if self.speculative_algorithm == "EAGLE":
+            wrong += self.tree_shape.problems()
+            if not self.speculative_draft_model_path:
+                wrong.append(
+                    "--speculative-algorithm EAGLE needs --speculative-draft-model-path, the "
+                    f"folder of a head trained for {self.model_path}"
+                )
+        return wrong
+
+    @property
+    def tree_shape(self) -> TreeShape:
+        """The tree of a verify step; a single node without a drafter."""
+        if self.speculative_algorithm == "NONE":
+            return TreeShape()
+        return TreeShape(
+            topk=self.speculative_eagle_topk,
+            steps=self.speculative_num_steps,
+            nodes=self.speculative_num_draft_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class ServerConfig(EngineConfig):
+    """The engine's settings and those of the HTTP side."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(30000, "port to listen on")
+    served_model_name: str = setting("", "name in replies; empty: the model path")
+    api_key: str = setting("", "clients must send it as a bearer token; empty: none")
+    skip_tokenizer_init: bool = setting(False, "serve token ids only")
+    max_queued_requests: int = setting(4096, "requests waiting before 503 is answered")
+    stream_interval: int = setting(1, "tokens between two streamed pieces, at least")
+    log_requests: bool = setting(False, "log each request's metadata")
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
+    """One ``--flag`` a field; the field's default and help are the flag's."""
+    hints = typing.get_type_hints(config)
+    for spec in dataclasses.fields(config):
+        flag = "--" + spec.name.replace("_", "-")
+        help_text = spec.metadata["help"]
+        if spec.default != "":
+            help_text += f" (default: {spec.default})"
+        kind = hints[spec.name]
+        assert not isinstance(kind, types.UnionType)
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=help_text)
+        else:
+            parser.add_argument(
+                flag,
+                type=kind,
+                default=spec.default,
+                choices=spec.metadata["choices"],
+                help=help_text,
+            )
+
+
+def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
+    """The dataclass from parsed flags; other flags of the parser are left alone."""
+    names = {spec.name for spec in dataclasses.fields(config)}
+    return config(**{name: value for name, value in vars(arguments).items() if name in names})

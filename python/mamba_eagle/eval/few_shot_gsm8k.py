@@ -1,0 +1,188 @@
+"""Few-shot GSM8K accuracy of a running server; flags and output lines as SGLang's script.
+
+    python -m mamba_eagle.eval.few_shot_gsm8k --num-questions 200
+
+Without --data-path it asks the 200 held-out problems that come with the embedded model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from mamba_eagle.eval import gsm8k
+
+
+class Reply(NamedTuple):
+    text: str
+    completion_tokens: int
+    verify_steps: int  # 0 without speculation
+
+
+class Score(NamedTuple):
+    """Shares of all questions, seconds, tokens a second, tokens a verify step (0: none)."""
+
+    accuracy: float
+    invalid: float
+    latency: float
+    output_throughput: float
+    accept_length: float
+
+    def lines(self) -> list[str]:
+        """What is printed; other tools parse the first four."""
+        text = [
+            f"Accuracy: {self.accuracy:.3f}",
+            f"Invalid: {self.invalid:.3f}",
+            f"Latency: {self.latency:.3f} s",
+            f"Output throughput: {self.output_throughput:.3f} token/s",
+        ]
+        if self.accept_length:
+            text.append(f"Acceptance length: {self.accept_length:.3f} token/step")
+        return text
+
+
+class Outcome(NamedTuple):
+    replies: list[Reply]  # in the order of the questions
+    score: Score
+
+
+class ServerError(RuntimeError):
+    """The server cannot be reached, or refused a request."""
+
+
+async def ask(
+    base_url: str,
+    prompts: list[str],
+    sampling: dict[str, Any],
+    parallel: int = 128,
+    api_key: str = "",
+    timeout: float = 600.0,
+) -> list[Reply]:
+    """POST each prompt to /generate, at most ``parallel`` at a time; replies in prompt order.
+
+    Raises: ServerError at the first request that fails.
+    """
+    gate = asyncio.Semaphore(parallel)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # trust_env: a proxy of the environment is not meant for a model server.
+    async with httpx.AsyncClient(
+        base_url=base_url,
+        headers=headers,
+        timeout=timeout,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=parallel),
+    ) as client:
+
+        async def one(prompt: str) -> Reply:
+            async with gate:
+                body = {"text": prompt, "sampling_params": sampling}
+                try:
+                    response = await client.post("/generate", json=body)
+                except httpx.HTTPError as error:
+                    raise ServerError(f"no answer from {base_url}: {error!r}") from None
+            if response.status_code != 200:
+                raise ServerError(f"{base_url} answered {response.status_code}: {response.text}")
+            reply = response.json()
+            meta = reply["meta_info"]
+            return Reply(reply["text"], meta["completion_tokens"], meta.get("spec_verify_ct") or 0)
+
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def score(questions: list[gsm8k.Example], replies: list[Reply], latency: float) -> Score:
+    """``latency``: seconds from the first request to the last reply."""
+    labels = [gsm8k.answer_value(question.answer) for question in questions]
+    values = [gsm8k.answer_value(reply.text) for reply in replies]
+    right = sum(value is not None and value == label for value, label in zip(values, labels))
+    tokens = sum(reply.completion_tokens for reply in replies)
+    steps = sum(reply.verify_steps for reply in replies)
+    return Score(
+        accuracy=right / len(questions),
+        invalid=values.count(None) / len(questions),
+        latency=latency,
+        output_throughput=tokens / latency,
+        accept_length=tokens / steps if steps else 0.0,
+    )
+
+
+def save_texts(path: str | Path, questions: list[gsm8k.Example], replies: list[Reply]) -> None:
+    """One JSON object a line, so that two runs can be compared with ``diff``."""
+    with open(path, "w", encoding="utf-8") as file:
+        for question, reply in zip(questions, replies):
+            record = {
+                "question": question.question,
+                "text": reply.text,
+                "value": gsm8k.answer_value(reply.text),
+                "label": gsm8k.answer_value(question.answer),
+            }
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def measure(
+    base_url: str,
+    task: gsm8k.Task,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    parallel: int = 128,
+    api_key: str = "",
+) -> Outcome:
+    """Ask every question of ``task`` and score the answers."""
+    prompts = [gsm8k.make_prompt(task.shots, problem.question) for problem in task.questions]
+    sampling = {
+        "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
+        "stop": gsm8k.STOP,
+    }
+    begin = time.perf_counter()
+    replies = asyncio.run(ask(base_url, prompts, sampling, parallel, api_key))
+    return Outcome(replies, score(task.questions, replies, time.perf_counter() - begin))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--num-shots", type=int, default=5, help="solved examples in each prompt")
+    parser.add_argument(
+        "--data-path",
+        default=str(gsm8k.EMBEDDED_PROBLEMS),
+        help="GSM8K's jsonl; default: the problems held out from the embedded model",
+    )
+    parser.add_argument("--num-questions", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--parallel", type=int, default=128, help="requests at the same time")
+    parser.add_argument("--host", default="http://127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--save-texts", default="", metavar="FILE", help="write every text to FILE")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    host = args.host if "://" in args.host else f"http://{args.host}"
+    try:
+        task = gsm8k.load_task(args.data_path, args.num_shots, args.num_questions)
+        outcome = measure(
+            f"{host}:{args.port}",
+            task,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            parallel=args.parallel,
+            api_key=args.api_key,
+        )
+        if args.save_texts:
+            save_texts(args.save_texts, task.questions, outcome.replies)
+    except (ServerError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print("\n".join(outcome.score.lines()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The noise of naive.py in one pass: one kernel writes [n, V] and reads two integers a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.sampling_noise import naive
+
+GAMMA = tl.constexpr(naive.GAMMA)
+MULTIPLIER_1 = tl.constexpr(naive.MULTIPLIER_1)
+MULTIPLIER_2 = tl.constexpr(naive.MULTIPLIER_2)
+SHIFT = tl.constexpr(64 - naive.BITS)
+SCALE = tl.constexpr(2.0**-naive.BITS)
+LARGEST = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def _xor_shifted(x, shift):
+    return x ^ (x.to(tl.uint64) >> shift).to(tl.int64)
+
+
+@triton.jit
+def _finalize(x):
+    x = _xor_shifted(x, 30) * MULTIPLIER_1
+    return _xor_shifted(x, 27) * MULTIPLIER_2
+
+
+@triton.jit
+def _gumbel_kernel(
+    seed,  # [n] int64
+    position,  # [n] int64
+    out,  # [n, V] float32; bits, int64, if ONLY_BITS
+    V,
+    ONLY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    key = _xor_shifted(_finalize(tl.load(seed + row) + GAMMA), 31)
+    key = _xor_shifted(_finalize((key ^ tl.load(position + row)) + GAMMA), 31)
+    x = _finalize(key + (column + 1).to(tl.int64) * GAMMA)
+    bits = (x.to(tl.uint64) >> SHIFT).to(tl.int64)
+    if ONLY_BITS:
+        tl.store(out + row * V + column, bits, mask=column < V)
+    else:
+        complement = (bits.to(tl.float32) + 0.5) * SCALE  # 1 - u
+        complement = tl.minimum(complement, LARGEST)
+        # -log(1 - c) loses a small c in the subtraction: its series there
+        tail = 1.0 / 3 + complement * 0.25
+        series = complement * (1.0 + complement * (0.5 + complement * tail))
+        exponential = tl.where(complement < 0.03, series, -tl.log(1.0 - complement))
+        tl.store(out + row * V + column, -tl.log(exponential), mask=column < V)
+
+
+def _launch(seed: Tensor, position: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(len(seed), vocab_size, dtype=dtype, device=seed.device)
+    block = min(1024, triton.next_power_of_2(vocab_size))
+    grid = (len(seed), triton.cdiv(vocab_size, block))
+    _gumbel_kernel[grid](
+        seed.contiguous(),
+        position.contiguous(),
+        out,
+        vocab_size,
+        ONLY_BITS=dtype == torch.int64,
+        BLOCK=block,
+    )
+    return out
+
+
+def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """As naive.gumbel: seed, position [n] int64 -> [n, V] float32."""
+    return _launch(seed, position, vocab_size, torch.float32)
+
+
+def hash_bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """As naive.hash_bits, bit for bit: seed, position [n] int64 -> [n, V] int64."""
+    return _launch(seed, position, vocab_size, torch.int64)

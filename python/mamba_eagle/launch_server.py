@@ -1,0 +1,38 @@
+"""``python -m mamba_eagle.launch_server``: the server, with SGLang's flags where both have them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+
+
+def _stop_before_start(number: int, frame: FrameType | None) -> None:
+    # Nothing was started yet, and an import may be under way: leave without a traceback.
+    os._exit(0)
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Serves until told to stop; gives the exit code."""
+    parser = argparse.ArgumentParser(prog=program, description="Serve a model over HTTP.")
+    add_arguments(parser, ServerConfig)
+    config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(argv))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_before_start)
+    from mamba_eagle.server.launch import launch  # slow to import, and --help is not to wait
+
+    try:
+        return launch(config)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Grouped-query attention without position encoding; keys and values belong to the context."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.models.config import AttentionConfig
+
+
+class Attention(nn.Module):
+    """``index`` is its place among the attention layers, that is, in the KV pool."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.scale = config.head_dim**-0.5
+        self.q_proj = Linear(hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size)
+        self._qkv: list[Linear] = []  # in a list: a module of its own would add checkpoint names
+
+    def prepare(self) -> None:
+        """Join the three input products into one, once, after the weights are there."""
+        qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
+        qkv.pack()
+        self._qkv = [qkv]
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        c = self.config
+        heads, kv_heads = c.num_heads, c.num_kv_heads
+        if self._qkv:
+            packed = self._qkv[0](hidden).unflatten(-1, (-1, c.head_dim))
+            q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
+        else:
+            q, k, v = (
+                projection(hidden).unflatten(-1, (-1, c.head_dim))
+                for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
+        return self.o_proj(ctx.attention(self, q, k, v).flatten(1))

@@ -1,0 +1,54 @@
+"""One residual layer: norm, mixer, add. Each mixer kind is named as in ModelConfig.blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.models.config import ModelConfig
+
+
+class Block(nn.Module):
+    """``hidden + mixer(norm(hidden))``; ``kind`` is mamba, attention or mlp."""
+
+    def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer: nn.Module
+        if kind == "mamba":
+            assert config.mamba is not None
+            self.mixer = Mamba2Mixer(config.mamba, config.hidden_size, config.norm_eps, index)
+        elif kind == "attention":
+            assert config.attention is not None
+            self.mixer = Attention(config.attention, config.hidden_size, index)
+        else:
+            self.mixer = ReluSquaredMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        return hidden + self.mixer(self.norm(hidden), ctx)
+
+
+def make_blocks(config: ModelConfig) -> nn.ModuleList:
+    """The layers of ``config.blocks``, each with its index among the layers of its kind."""
+    seen: dict[str, int] = {}
+    blocks = []
+    for kind in config.blocks:
+        index = seen.get(kind, 0)
+        seen[kind] = index + 1
+        blocks.append(Block(kind, config, index))
+    return nn.ModuleList(blocks)
+
+
+def prepare_for_inference(model: nn.Module) -> None:
+    """Pack weights and derive constants, once, after loading; results stay the same."""
+    for module in model.modules():
+        if isinstance(module, Attention | Mamba2Mixer):
+            module.prepare()
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()

@@ -1,0 +1,71 @@
+"""The Mamba2 mixer: projections and norm; convolution and recurrence belong to the context."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import GatedGroupRMSNorm
+from mamba_eagle.models.config import Mamba2Config
+
+
+class Conv1dWeight(nn.Module):
+    """Depthwise convolution weights under their published names: weight [C, 1, K], bias [C]."""
+
+    def __init__(self, channels: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+
+class Mamba2Mixer(nn.Module):
+    """Dao and Gu 2024 (arXiv 2405.21060). ``index`` is its place among the Mamba2 layers."""
+
+    def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        inner, heads = config.inner_size, config.num_heads
+        self.in_proj = Linear(hidden_size, inner + config.conv_dim + heads)
+        self.conv1d = Conv1dWeight(config.conv_dim, config.conv_kernel, config.conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = GatedGroupRMSNorm(inner, config.num_groups, norm_eps)
+        self.out_proj = Linear(inner, hidden_size)
+        self._decay_rate: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Derive what inference reads at each step, once, after the weights are there."""
+        self._decay_rate = -torch.exp(self.A_log.detach().float())
+
+    def decay_rate(self) -> Tensor:
+        """A [H], float32, negative."""
+        return -torch.exp(self.A_log.float()) if self._decay_rate is None else self._decay_rate
+
+    def step_size(self, dt: Tensor) -> Tensor:
+        """``clamp(softplus(dt + dt_bias))``: dt [..., H] raw -> float32."""
+        dt = F.softplus(dt.float() + self.dt_bias.float())
+        low, high = self.config.time_step_limit
+        return dt if low <= 0.0 and high == float("inf") else dt.clamp(low, high)
+
+    def split_xbc(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., conv_dim] -> x [..., H, P], B [..., G, N], C [..., G, N]."""
+        c = self.config
+        x, B, C = xbc.split(
+            [c.inner_size, c.num_groups * c.state_size, c.num_groups * c.state_size], dim=-1
+        )
+        return (
+            x.unflatten(-1, (c.num_heads, c.head_dim)),
+            B.unflatten(-1, (c.num_groups, c.state_size)),
+            C.unflatten(-1, (c.num_groups, c.state_size)),
+        )
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        c = self.config
+        gate, xbc, dt = self.in_proj(hidden).split([c.inner_size, c.conv_dim, c.num_heads], dim=-1)
+        y = ctx.mamba(self, xbc, dt)
+        return self.out_proj(self.norm(y, gate))

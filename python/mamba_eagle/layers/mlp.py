@@ -1,0 +1,21 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.linear import Linear
+
+
+class ReluSquaredMLP(nn.Module):
+    """``down(relu(up(x))²)``, no gate (Nemotron-H)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(hidden)).square())

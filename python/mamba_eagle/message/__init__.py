@@ -1,0 +1,235 @@
+"""The whole protocol between the processes.
+
+    tokenizer ── Generate, Abort, StopAt, FlushCache, GetState ──▶ scheduler
+    tokenizer ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
+    scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
+    scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
+
+Two rules make slots safe without locks. Plans run in the order in which they were sent, so an
+index may be given away again as soon as the plan that last uses it has been sent. And what a plan
+in flight will accept is not known, so its request keeps its slots until its result is back.
+
+Positions count tokens of prompt and output from 0. A request has *run* a token when the target
+model has processed it; the last token of a request is never run: ``run = total - 1``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mamba_eagle.core import FinishReason, SamplingParams, TreeShape
+
+
+class Struct(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+    """Base of every message; the class name travels as its tag."""
+
+
+# ── tokenizer → scheduler ────────────────────────────────────────────────────────────────────
+
+
+class Generate(Struct):
+    """One sample of one prompt (n > 1 arrives as n messages)."""
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    return_logprob: bool = False
+    logprob_start: int = -1  # first prompt position whose logprob is wanted; -1: none
+    top_logprobs: int = 0
+    arrival_time: float = 0.0  # time.time() at the HTTP side
+
+
+class Abort(Struct):
+    """End one request, by its exact id, or all of them (rid None)."""
+
+    rid: str | None = None
+
+
+class StopAt(Struct):
+    """A stop string is complete: the request's output is its first ``num_tokens`` tokens."""
+
+    rid: str
+    num_tokens: int
+    matched: str
+
+
+class FlushCache(Struct):
+    call_id: int
+
+
+class GetState(Struct):
+    call_id: int
+
+
+# ── scheduler → tokenizer ────────────────────────────────────────────────────────────────────
+
+
+class Ready(Struct):
+    """The engine can take requests; what it can hold."""
+
+    max_kv_slots: int
+    max_checkpoints: int
+    max_running_requests: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    scheduler_pid: int
+    runner_pid: int
+    details: dict[str, str | int | float] = {}  # model facts and sizes, for /server_info
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """One position: the token's own logprob and the best ones, both before any filter."""
+
+    token_id: int
+    logprob: float | None  # None: the first token of a prompt has none
+    top: list[tuple[float, int]] = []
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What came since the last one for this request."""
+
+    rid: str
+    token_ids: list[int] = []
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    verify_steps: int = 0  # spec_verify_ct; 0 without speculation
+    accepted_drafts: int = 0  # drafted tokens that were accepted, of …
+    proposed_drafts: int = 0  # … verify_steps * steps at most
+    retractions: int = 0
+    queue_time: float = 0.0  # seconds between arrival and first prefill
+    logprobs: list[TokenLogprob] = []  # one a token of token_ids, if asked for
+    input_logprobs: list[TokenLogprob] = []  # once, with the first output
+
+
+class Outputs(Struct):
+    outputs: list[RequestOutput]
+
+
+class FlushReply(Struct):
+    call_id: int
+    ok: bool
+    message: str = ""
+
+
+class StateReply(Struct):
+    """Gauges and counters of the scheduler, for /server_info, /get_load and /metrics."""
+
+    call_id: int
+    state: dict[str, float]
+
+
+# ── scheduler → runner ───────────────────────────────────────────────────────────────────────
+
+
+class CheckpointSave(msgspec.Struct, array_like=True):
+    """Write the state after the first ``position`` tokens of the request into a slot."""
+
+    position: int
+    checkpoint: int
+
+
+class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Run prompt tokens [start, start + len(token_ids)) of the request in ``slot``."""
+
+    slot: int  # request slot: row buffer, slot table, sampling state
+    checkpoint: int  # the request's own checkpoint slot, S0; holds its state at ``start`` after
+    # the first chunk
+    start: int
+    token_ids: list[int]
+    kv_slots: list[int]  # one a token
+    saves: list[CheckpointSave] = []  # positions in (start, start + len], increasing
+    is_first: bool = True
+    is_last: bool = True  # sample the first output token after this chunk
+    # of the first chunk only:
+    load_from: int = -1  # checkpoint slot with the state at ``start``; -1: start is 0
+    prefix_kv_slots: list[int] = []  # KV slots of [0, start)
+    sampling: SamplingParams | None = None
+    output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
+    # (a retracted request prefills its own output again)
+    history: list[int] = []  # all tokens of [0, start), if sampling.needs_history
+    # of every chunk:
+    logprob_start: int = -1  # absolute position of the first wanted logprob in this chunk; -1: none
+    top_logprobs: int = 0
+    return_logprob: bool = False
+
+
+class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Draft, verify and accept one tree for each request. Row i of kv_slots: node i's slot."""
+
+    shape: TreeShape
+    slots: list[int]
+    kv_slots: list[list[int]]  # [requests][nodes]
+
+
+class Release(msgspec.Struct, array_like=True):
+    """The request in ``slot`` has left. ``fold_to`` >= 0: first bring its checkpoint to that
+    position (from then on it belongs to the cache); -1: its state is not wanted."""
+
+    slot: int
+    fold_to: int = -1
+
+
+class Plan(Struct):
+    """One step: releases first, then prefill, then decode."""
+
+    step: int
+    releases: list[Release] = []
+    prefill: list[PrefillItem] = []
+    decode: DecodeBatch | None = None
+
+
+class Shutdown(Struct):
+    pass
+
+
+# ── runner → scheduler ───────────────────────────────────────────────────────────────────────
+
+
+class RunnerReady(Struct):
+    max_kv_slots: int
+    max_checkpoints: int
+    max_running_requests: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    pid: int
+    details: dict[str, str | int | float] = {}
+
+
+class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """``token`` is the first output token, -1 unless the chunk was the last."""
+
+    token: int = -1
+    logprob: TokenLogprob | None = None
+    input_logprobs: list[TokenLogprob] = []  # positions logprob_start … end of the chunk
+
+
+class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A walk from the root: ``nodes`` were accepted, ``tokens`` are new; as many of each.
+
+    Both are already cut after a stop token and at max_new_tokens. Both are empty for a request
+    that had ended in the step before.
+    """
+
+    tokens: list[int] = []
+    nodes: list[int] = []  # tree nodes on the accepted path, the root (0) first
+    folded: int = 0  # position of the request's checkpoint after this step
+    logprobs: list[TokenLogprob] = []
+
+
+class StepResult(Struct):
+    """Answers a Plan; lists are in the plan's order."""
+
+    step: int
+    prefill: list[PrefillResult] = []
+    decode: list[DecodeResult] = []
+    seconds: float = 0.0  # the runner's time for the step
+
+
+ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
+ToTokenizer = Ready | Outputs | FlushReply | StateReply
+ToRunner = Plan | Shutdown
+FromRunner = RunnerReady | StepResult

@@ -1,0 +1,157 @@
+"""What is measured, under the names that SGLang's dashboards know (prefix ``mamba_eagle:``).
+
+Counters and histograms are fed by the outputs that pass through the tokenizer process; gauges are
+the scheduler's, asked for when somebody reads /metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+
+PREFIX = "mamba_eagle:"
+request_log = logging.getLogger("mamba_eagle.requests")
+
+GAUGES = {
+    "num_running_reqs": "requests that are prefilled or decoded",
+    "num_queue_reqs": "requests that wait",
+    "num_used_tokens": "KV slots or tokens in use by running requests",
+    "token_usage": "share of the KV slots in use",
+    "gen_throughput": "output tokens a second, lately",
+    "cache_hit_rate": "share of prompt tokens found in the cache",
+    "spec_accept_length": "output tokens a verify step",
+    "num_retracted_reqs": "requests sent back to the queue for want of memory",
+}
+FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class _Gauges(Collector):
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.values: dict[str, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help_text in GAUGES.items():
+            if name in self.values:
+                gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+                gauge.add_metric([self.model], self.values[name])
+                yield gauge
+
+
+class Recorder:
+    """Called for each event of a request; each call costs microseconds."""
+
+    def __init__(self, model: str, log_requests: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        self.log_requests = log_requests
+        self._gauges = _Gauges(model)
+        self.registry.register(self._gauges)
+
+        def counter(name: str, help_text: str) -> Counter:
+            family = Counter(PREFIX + name, help_text, ["model_name"], registry=self.registry)
+            return family.labels(model)
+
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(
+                PREFIX + name, help_text, ["model_name"], buckets=buckets, registry=self.registry
+            )
+            return family.labels(model)
+
+        self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
+        self.generation_tokens = counter("generation_tokens", "output tokens")
+        self.cached_tokens = counter("cached_tokens", "prompt tokens found in the cache")
+        self.requests = counter("num_requests", "samples that have ended, aborted ones included")
+        self.aborted = counter("num_aborted_requests", "samples that were aborted or failed")
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "from arrival to the first output token", SLOW
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "between output tokens of a request", FAST
+        )
+        self.latency = histogram(
+            "e2e_request_latency_seconds", "from arrival to the last token", SLOW
+        )
+        self.queue_time = histogram(
+            "queue_time_seconds", "from arrival to the first prefill step", SLOW
+        )
+        self.reset_averages()
+
+    def reset_averages(self) -> None:
+        """Forgets what averages are made of; benchmarks do this with /flush_cache."""
+        self._tokens = 0
+        self._verify_steps = 0
+        self._prompt = 0
+        self._cached = 0
+
+    @property
+    def accept_length(self) -> float | None:
+        """Output tokens a verify step, over finished requests; None without speculation."""
+        return self._tokens / self._verify_steps if self._verify_steps else None
+
+    def started(self, live: LiveRequest) -> None:
+        if self.log_requests:
+            for sample in live.samples:
+                request_log.info(
+                    "start %s: %d prompt tokens, %s",
+                    sample.rid,
+                    len(sample.prompt.token_ids),
+                    sample.prompt.sampling,
+                )
+
+    def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
+        """``new_tokens`` came at time ``now``."""
+        if not new_tokens:
+            return
+        self.generation_tokens.inc(new_tokens)
+        if sample.last_token_time:
+            gap = (now - sample.last_token_time) / new_tokens
+            for _ in range(new_tokens):
+                self.inter_token.observe(gap)
+        else:
+            self.first_token.observe(now - sample.request.arrival)
+            self.queue_time.observe(sample.last.queue_time)
+        sample.last_token_time = now
+
+    def finished(self, sample: Sample) -> None:
+        assert sample.finish is not None
+        prompt_tokens = len(sample.prompt.token_ids)
+        seconds = sample.finish_time - sample.request.arrival
+        self.requests.inc()
+        self.prompt_tokens.inc(prompt_tokens)
+        self.cached_tokens.inc(sample.last.cached_tokens)
+        if sample.finish.kind == "abort":
+            self.aborted.inc()
+        else:
+            self.latency.observe(seconds)
+        if sample.last.verify_steps:
+            self._tokens += len(sample.output_ids)
+            self._verify_steps += sample.last.verify_steps
+        self._prompt += prompt_tokens
+        self._cached += sample.last.cached_tokens
+        if self.log_requests:
+            request_log.info(
+                "end %s: %d tokens in %.3f s, %s",
+                sample.rid,
+                len(sample.output_ids),
+                seconds,
+                sample.finish.as_dict(),
+            )
+
+    def exposition(self, state: dict[str, float]) -> bytes:
+        """The text of /metrics; ``state`` has the scheduler's gauges, its own names winning."""
+        values: dict[str, float] = {}
+        if self._prompt:
+            values["cache_hit_rate"] = self._cached / self._prompt
+        if self.accept_length is not None:
+            values["spec_accept_length"] = self.accept_length
+        self._gauges.values = values | {k: v for k, v in state.items() if k in GAUGES}
+        return generate_latest(self.registry)

@@ -1,0 +1,177 @@
+"""Where the earlier tokens are while serving: KV slots, checkpoints and rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.causal_conv.naive import causal_conv
+from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.runner.pools import CheckpointPool, KVPool
+from mamba_eagle.runner.verify import VerifyScheme
+
+
+class PagedAttention:
+    """Attention of T new tokens of each of b requests over slots of a KV pool.
+
+    Args:
+        write_slots: [b*T] where the new keys and values go.
+        read_slots: [b, S], the slots each request's tokens look at; the new ones among them.
+        mask_bias: [b, T, S], 0 where a token may look, -inf elsewhere.
+    """
+
+    def __init__(
+        self, pool: KVPool, write_slots: Tensor, read_slots: Tensor, mask_bias: Tensor
+    ) -> None:
+        self.pool, self.write_slots, self.read_slots = pool, write_slots, read_slots
+        self.mask_bias = mask_bias
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
+        self.pool.write(layer.index, self.write_slots, k, v)
+        keys, values = self.pool.read(layer.index, self.read_slots)
+        shape = self.mask_bias.shape[:2]
+        out = masked_attention(
+            q.unflatten(0, shape), keys, values, self.mask_bias.to(q.dtype), layer.scale
+        )
+        return out.flatten(0, 1)
+
+
+def causal_attention(
+    pool: KVPool, slot_table: Tensor, start: int, length: int, slots: Tensor
+) -> PagedAttention:
+    """For ``length`` prompt tokens at ``start`` of one request; slot_table [positions]."""
+    end = start + length
+    mask = torch.full((1, length, end), float("-inf"), device=slots.device).triu_(start + 1)
+    return PagedAttention(pool, slots, slot_table[None, :end], mask)
+
+
+@dataclass
+class PrefillPart:
+    """One request's chunk in a prefill batch: tokens [first, first + length) of the flat input."""
+
+    item: PrefillItem
+    first: int
+    length: int
+    attention: PagedAttention
+
+
+class PrefillContext:
+    """Prompt chunks of several requests, one after the other in the flat input.
+
+    Reads each request's checkpoint, writes it after the chunk, and writes the checkpoints that
+    the plan wants at positions in between.
+    """
+
+    def __init__(self, parts: list[PrefillPart], pool: CheckpointPool) -> None:
+        self.parts, self.pool = parts, pool
+
+    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outputs = []
+        for part in self.parts:
+            span = slice(part.first, part.first + part.length)
+            outputs.append(part.attention.attend(layer, q[span], k[span], v[span]))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        dt = layer.step_size(dt)
+        outputs = []
+        for part in self.parts:
+            span = slice(part.first, part.first + part.length)
+            outputs.append(self._mamba_one(part, layer, xbc[span], dt[span]))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _mamba_one(self, part: PrefillPart, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
+        before = conv[item.checkpoint]
+        width = before.shape[0]
+        convolved = causal_conv(
+            xbc[None], layer.conv1d.weight[:, 0], layer.conv1d.bias, before[None]
+        )
+        x, B, C = layer.split_xbc(convolved)
+        inputs = torch.cat([before.to(xbc.dtype), xbc])  # raw convolution inputs, history first
+        state = ssm[item.checkpoint][None]
+        outputs = []
+        for begin, end, saves in segments(item, part.length, layer.config.chunk_size):
+            span = slice(begin, end)
+            scan = ssd_chunked(
+                x[:, span],
+                dt[None, span],
+                layer.decay_rate(),
+                B[:, span],
+                C[:, span],
+                layer.D,
+                layer.config.chunk_size,
+                state,
+            )
+            outputs.append(scan.y)
+            state = scan.final_state
+            for offset, boundary, checkpoint in saves:
+                saved = state if boundary is None else scan.boundary_states[:, boundary]
+                ssm[checkpoint] = saved[0].to(ssm.dtype)
+                conv[checkpoint] = inputs[offset : offset + width]
+        ssm[item.checkpoint] = state[0].to(ssm.dtype)
+        conv[item.checkpoint] = inputs[part.length :]
+        return torch.cat(outputs, dim=1)[0].flatten(1)
+
+
+def segments(
+    item: PrefillItem, length: int, chunk: int
+) -> list[tuple[int, int, list[tuple[int, int | None, int]]]]:
+    """Cut a prompt chunk so that each wanted checkpoint lies on a boundary the scan passes.
+
+    The scan of a segment has the states at multiples of ``chunk`` from the segment's begin for
+    nothing; any other wanted position ends the segment.
+
+    Returns: [(begin, end, [(offset, boundary or None for the end, checkpoint slot)])], offsets
+        from the chunk's first token.
+    """
+    cuts = []
+    begin = 0
+    saves: list[tuple[int, int | None, int]] = []
+    for save in item.saves:
+        offset = save.position - item.start
+        if offset < length and (offset - begin) % chunk == 0:
+            saves.append((offset, (offset - begin) // chunk, save.checkpoint))
+            continue
+        saves.append((offset, None, save.checkpoint))
+        cuts.append((begin, offset, saves))
+        begin, saves = offset, []
+    if begin < length:
+        cuts.append((begin, length, saves))
+    return cuts
+
+
+class VerifyContext:
+    """The nodes of b trees: attention under the tree mask, recurrence by the verify scheme."""
+
+    def __init__(self, scheme: VerifyScheme, attention: PagedAttention | None) -> None:
+        self.scheme, self.paged = scheme, attention
+
+    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self.paged is not None
+        return self.paged.attend(layer, q, k, v)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        return self.scheme.verify(layer, xbc, dt)
+
+
+def tree_attention(
+    pool: KVPool, slot_table: Tensor, run: Tensor, kv_slots: Tensor, ancestors: Tensor
+) -> PagedAttention:
+    """Tree nodes look at the tokens run before them and at their ancestors and themselves.
+
+    Args: slot_table [b, positions]; run [b]; kv_slots, the nodes' [b, T]; ancestors [b, T, T].
+    """
+    longest = int(run.max())
+    prefix = torch.arange(longest, device=run.device) < run[:, None]  # [b, longest]
+    visible = torch.cat([prefix[:, None].expand(-1, ancestors.shape[1], -1), ancestors], dim=2)
+    bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
+    read = torch.cat([slot_table[:, :longest], kv_slots], dim=1)
+    return PagedAttention(pool, kv_slots.reshape(-1), read, bias)

@@ -1,0 +1,392 @@
+"""Executes plans: weights, pools, drafter, and one step at a time. No policy."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.message import (
+    DecodeBatch,
+    DecodeResult,
+    Plan,
+    PrefillItem,
+    PrefillResult,
+    Release,
+    RunnerReady,
+    StepResult,
+    TokenLogprob,
+)
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.loader import CheckpointError, load_weights, random_weights
+from mamba_eagle.models.registry import model_class
+from mamba_eagle.runner.contexts import (
+    PrefillContext,
+    PrefillPart,
+    VerifyContext,
+    causal_attention,
+    tree_attention,
+)
+from mamba_eagle.runner.memory import plan_memory
+from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
+from mamba_eagle.runner.sampler import SamplingState, sample, token_logprobs
+from mamba_eagle.runner.verify import VERIFY_SCHEMES
+from mamba_eagle.spec.accept import Truncated, accept, truncate
+from mamba_eagle.spec.drafters.base import Drafter, NoDrafter
+from mamba_eagle.spec.drafters.eagle import EagleDrafter
+
+
+class ModelRunner:
+    """Owns every tensor. Slots, rows and checkpoints are the scheduler's numbers.
+
+    A step: releases, then prompt chunks, then one tree for each decoding request: draft, verify,
+    accept. Results are Python lists; on the CPU reading them costs nothing.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError."""
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.model_config = ModelConfig.from_pretrained(config.model_path)
+        self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        if self.model_config.mamba is None:
+            raise UnsupportedModel(f"{config.model_path} has no Mamba2 layer")
+        self.context_length = self._context_length()
+        self.shape = config.tree_shape
+        self.max_depth = self.shape.steps + 1
+
+        self.model = model_class(self.model_config)(self.model_config)
+        self._load(self.model, config.model_path)
+        head, draft_config = self._load_head()
+        self.memory = plan_memory(
+            config, self.model_config, draft_config, self.dtype, self.device
+        )
+        self._make_pools()
+        self.drafter: Drafter = NoDrafter(self.table.last_token)
+        if head is not None:
+            self.drafter = EagleDrafter(
+                head,
+                self.model,
+                self.memory.kv_slots,
+                self.max_depth,
+                self.table,
+                self.dtype,
+                self.device,
+            )
+        self.ready = self._describe()
+
+    # ── one step ──
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """Run a plan. Results stand in the plan's order."""
+        began = time.perf_counter()
+        for release in plan.releases:
+            self._release(release)
+        prefill = self._prefill(plan.prefill) if plan.prefill else []
+        decode = self._decode(plan.decode) if plan.decode is not None else []
+        seconds = time.perf_counter() - began
+        return StepResult(step=plan.step, prefill=prefill, decode=decode, seconds=seconds)
+
+    def _release(self, release: Release) -> None:
+        slot = release.slot
+        if release.fold_to >= 0:
+            self.drafter.finish(slot)
+            slots = torch.tensor([slot], device=self.device)
+            keep = release.fold_to - int(self.scheme.folded(slots))
+            self.scheme.finish(slot, int(self.table.checkpoint[slot]), keep)
+        self.table.remaining[slot] = 0
+        self.sampling.release(slot)
+
+    # ── prefill ──
+
+    def _prefill(self, items: list[PrefillItem]) -> list[PrefillResult]:
+        parts, first = [], 0
+        befores = []
+        for item in items:
+            self._admit(item)
+            length = len(item.token_ids)
+            # copied: the pass below overwrites the checkpoint's feature
+            befores.append(self.pool.feature[item.checkpoint].clone())
+            attention = causal_attention(
+                self.kv,
+                self.table.kv_slots[item.slot],
+                item.start,
+                length,
+                self.table.kv_slots[item.slot, item.start : item.start + length],
+            )
+            parts.append(PrefillPart(item, first, length, attention))
+            first += length
+        tokens = torch.tensor([t for item in items for t in item.token_ids], device=self.device)
+        hidden = self.model(tokens, PrefillContext(parts, self.pool))
+        results = []
+        for part, before in zip(parts, befores, strict=True):
+            span = slice(part.first, part.first + part.length)
+            results.append(self._after_chunk(part.item, tokens[span], hidden[span], before))
+        return results
+
+    def _admit(self, item: PrefillItem) -> None:
+        """The request's slot table, and at its first chunk everything else about it."""
+        table, slot, end = self.table, item.slot, item.start + len(item.token_ids)
+        table.kv_slots[slot, item.start : end] = torch.tensor(item.kv_slots, device=self.device)
+        if not item.is_first:
+            return
+        params = item.sampling
+        assert params is not None
+        table.kv_slots[slot, : item.start] = torch.tensor(
+            item.prefix_kv_slots, dtype=torch.int64, device=self.device
+        )
+        table.checkpoint[slot] = item.checkpoint
+        table.set_stop_tokens(slot, params.stop_tokens(self.model_config.eos_token_ids))
+        table.wants_logprobs[slot] = item.return_logprob
+        table.top_logprobs[slot] = item.top_logprobs
+        self.sampling.set(slot, params, item.output_start, item.history)
+        if item.load_from < 0:
+            self.pool.clear(item.checkpoint)
+        else:
+            self.pool.copy(item.load_from, item.checkpoint)
+
+    def _after_chunk(
+        self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor
+    ) -> PrefillResult:
+        """Features, logprobs, the drafter's entries; and the first token after the last chunk."""
+        slot, end = item.slot, item.start + len(item.token_ids)
+        for save in item.saves:
+            self.pool.feature[save.checkpoint] = hidden[save.position - item.start - 1]
+        self.pool.feature[item.checkpoint] = hidden[-1]
+        self.table.run[slot] = end
+        self.sampling.observe(slot, tokens, item.start)
+        self.drafter.observe_prefill(item, tokens, hidden, before)
+        result = PrefillResult()
+        if item.logprob_start >= 0:
+            result.input_logprobs = self._input_logprobs(item, tokens, hidden, before)
+        if not item.is_last:
+            return result
+        self.scheme.start(slot, item.checkpoint)
+        logits = self.model.compute_logits(hidden[-1:])
+        position = torch.tensor([[end]], device=self.device)
+        token = sample(self.sampling, [slot], logits[:, None], position, None)[0]  # [1]
+        slots = torch.tensor([slot], device=self.device)
+        self.sampling.observe_accepted(slots, token[:, None], torch.ones_like(slots))
+        self.table.last_token[slot] = token[0]
+        is_stop = (self.table.stop_tokens[slot] == token[0]).any()
+        left = self._output_budget(slot, item, end) - 1
+        self.table.remaining[slot] = torch.where(is_stop, 0, max(left, 0))
+        self.drafter.observe_first_token(slot, token[0], hidden[-1])
+        result.token = int(token[0])
+        if item.return_logprob:
+            result.logprob = self._logprobs(logits, token, item.top_logprobs)[0]
+        return result
+
+    def _output_budget(self, slot: int, item: PrefillItem, end: int) -> int:
+        """Output tokens the request may still make; a retracted one has made some before."""
+        if item.sampling is not None:
+            self.budget_end[slot] = item.output_start + item.sampling.max_new_tokens
+        return self.budget_end[slot] - end
+
+    def _input_logprobs(
+        self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor
+    ) -> list[TokenLogprob]:
+        """Logprobs of the chunk's tokens from position logprob_start on; that of token q comes
+        from the hidden state at q-1, and the very first token has none."""
+        first = max(item.logprob_start, item.start)
+        offset = first - item.start
+        sources = torch.cat([before[None].to(hidden.dtype), hidden[:-1]])[offset:]
+        wanted = tokens[offset:]
+        out = self._logprobs(self.model.compute_logits(sources), wanted, item.top_logprobs)
+        if first == 0 and out:
+            out[0] = TokenLogprob(out[0].token_id, None)
+        return out
+
+    # ── draft, verify, accept ──
+
+    def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
+        table = self.table
+        slots = torch.tensor(batch.slots, device=self.device)
+        kv_slots = torch.tensor(batch.kv_slots, device=self.device)  # [b, T]
+        run = table.run[slots]
+        table.kv_slots[slots, run] = kv_slots[:, 0]
+
+        tree = self.drafter.propose(slots, batch.shape)
+        attention = None
+        if self.kv.k.shape[0]:
+            attention = tree_attention(
+                self.kv, table.kv_slots[slots], run, kv_slots, tree.ancestors
+            )
+        self.scheme.begin(slots, tree)
+        hidden = self.model(tree.tokens.reshape(-1), VerifyContext(self.scheme, attention))
+        logits = self.model.compute_logits(hidden).unflatten(0, tree.tokens.shape)
+        positions = run[:, None] + tree.depths + 1
+        target = sample(self.sampling, batch.slots, logits, positions, tree)
+
+        accepted = truncate(
+            accept(tree, target, batch.shape.steps),
+            table.stop_tokens[slots],
+            table.remaining[slots],
+        )
+        self._commit(slots, kv_slots, accepted, hidden.unflatten(0, tree.tokens.shape))
+        return self._decode_results(batch, slots, accepted, logits)
+
+    def _commit(self, slots: Tensor, kv_slots: Tensor, accepted: Truncated, hidden: Tensor) -> None:
+        """The accepted nodes become part of the sequence: indices only, in every table."""
+        table, count = self.table, accepted.count
+        self.scheme.accept(accepted, hidden)
+        offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)
+        table.kv_slots[slots[:, None], table.run[slots][:, None] + offsets] = kv_slots.gather(
+            1, accepted.nodes
+        )
+        table.run[slots] += count
+        last = accepted.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        table.last_token[slots] = torch.where(count > 0, last, table.last_token[slots])
+        table.remaining[slots] = torch.where(accepted.finished, 0, table.remaining[slots] - count)
+        self.sampling.observe_accepted(slots, accepted.tokens, count)
+        self.drafter.observe_accepted(slots, accepted, hidden)
+
+    def _decode_results(
+        self, batch: DecodeBatch, slots: Tensor, accepted: Truncated, logits: Tensor
+    ) -> list[DecodeResult]:
+        counts = accepted.count.tolist()
+        tokens, nodes = accepted.tokens.tolist(), accepted.nodes.tolist()
+        folded = self.scheme.folded(slots).tolist()
+        results = []
+        for i, slot in enumerate(batch.slots):
+            n = counts[i]
+            result = DecodeResult(tokens=tokens[i][:n], nodes=nodes[i][:n], folded=folded[i])
+            if n and self.table.wants_logprobs[slot]:
+                result.logprobs = self._logprobs(
+                    logits[i, accepted.nodes[i, :n]],
+                    accepted.tokens[i, :n],
+                    self.table.top_logprobs[slot],
+                )
+            results.append(result)
+        return results
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
+        """logits [n, V], tokens [n] -> their logprobs and the ``top`` best ones each."""
+        own, values, ids = (part.tolist() for part in token_logprobs(logits, tokens, top))
+        return [
+            TokenLogprob(token, logprob, list(zip(best, which, strict=True)))
+            for token, logprob, best, which in zip(tokens.tolist(), own, values, ids, strict=True)
+        ]
+
+    # ── start-up ──
+
+    def _context_length(self) -> int:
+        limit = self.model_config.max_position_embeddings
+        wanted = self.config.context_length
+        if wanted > limit:
+            raise ConfigError(
+                [f"--context-length {wanted}: the model was made for {limit} tokens at most"]
+            )
+        return wanted or limit
+
+    def _load(self, model: torch.nn.Module, path: str) -> None:
+        if self.config.load_format == "dummy":
+            random_weights(model, self.config.random_seed)
+        else:
+            load_weights(model, path)
+        model.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
+        prepare_for_inference(model)
+
+    def _load_head(self) -> tuple[EagleHead | None, ModelConfig | None]:
+        if self.config.speculative_algorithm == "NONE":
+            return None, None
+        path = self.config.speculative_draft_model_path
+        config = ModelConfig.from_pretrained(path)
+        wrong = []
+        if config.vocab_size != self.model_config.vocab_size:
+            wrong.append(
+                f"draft head {path} has vocab_size {config.vocab_size}, the target "
+                f"{self.model_config.vocab_size}: use a head trained for this target"
+            )
+        if config.num_mamba_layers:
+            wrong.append(f"draft head {path} has Mamba2 layers: only attention and MLP are served")
+        if config.hidden_size != self.model_config.hidden_size:
+            wrong.append(
+                f"draft head {path} has hidden_size {config.hidden_size}, the target "
+                f"{self.model_config.hidden_size}: use a head trained for this target"
+            )
+        if wrong:
+            raise ConfigError(wrong)
+        head = EagleHead(config, self.model_config)
+        self._load(head, path)
+        return head, config
+
+    def _make_pools(self) -> None:
+        config, model, memory = self.config, self.model_config, self.memory
+        assert model.mamba is not None
+        running = config.max_running_requests
+        self.table = RequestTable(running, self.context_length, self.device)
+        self.budget_end = [0] * running
+        self.kv = KVPool(
+            model.num_attention_layers, memory.kv_slots, model.attention, self.dtype, self.device
+        )
+        self.pool = CheckpointPool(
+            model.num_mamba_layers,
+            memory.checkpoints,
+            model.mamba,
+            model.hidden_size,
+            getattr(torch, config.mamba_ssm_dtype),
+            self.dtype,
+            self.device,
+        )
+        self.scheme = VERIFY_SCHEMES[config.mamba_verify_mode](
+            model.mamba,
+            model.num_mamba_layers,
+            model.hidden_size,
+            memory.rows,
+            self.max_depth,
+            self.table,
+            self.pool,
+        )
+        self.sampling = SamplingState(
+            running, model.vocab_size, model.eos_token_ids, self.device
+        )
+
+    def _describe(self) -> RunnerReady:
+        memory, weights = self.memory, sum(p.nbytes for p in self.model.parameters())
+        return RunnerReady(
+            max_kv_slots=memory.kv_slots,
+            max_checkpoints=memory.checkpoints,
+            max_running_requests=self.config.max_running_requests,
+            context_length=self.context_length,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=list(self.model_config.eos_token_ids),
+            pid=os.getpid(),
+            details={
+                "architecture": self.model_config.architecture,
+                "model_type": self.model_config.model_type,
+                "device": str(self.device),
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "weight_bytes": weights,
+                "kv_bytes": self.kv.num_bytes,
+                "checkpoint_bytes": self.pool.num_bytes,
+                "verify_bytes": self.scheme.num_bytes,
+                "draft_bytes": self.drafter.num_bytes,
+                "rows_per_request": memory.rows,
+            },
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises: ConfigError when cuda is asked for and not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["--device cuda: torch sees no CUDA device; use --device cpu"])
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """``auto`` is float32 on a CPU and the checkpoint's own dtype on a GPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model.dtype
+    return getattr(torch, name)
+
+
+START_ERRORS = (ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError)

@@ -1,0 +1,334 @@
+"""From logits to tokens.
+
+The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, position))``, and
+``argmax(logits')`` at temperature 0, where logits' has the penalties, the bias and the ban of
+stop tokens applied. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
+is the same and needs no case for temperature 0.
+
+A request's tokens do not depend on its batch: all operations are row by row, those that a row
+does not ask for leave it bit for bit as it was, and sums that decide something are sums of
+integers, which no order of addition can change.
+
+Shapes: b requests, T tree nodes, V vocabulary, R request slots. What a batch needs is known on the
+host, from its slots; nothing in ``sample`` waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.kernels.sampling_noise import gumbel
+from mamba_eagle.spec.tree import Tree
+
+MASS = 2.0**40  # the mass of a row's best token, in the integer sums of top-p
+LOW_BITS = 2**32 - 1
+FIRST_TRY = 256  # tokens that are put in order for a top-p, on the CPU, before all of them are
+
+
+class _Needs(NamedTuple):
+    """What a slot's parameters ask for beyond the best token."""
+
+    noise: bool = False
+    order: bool = False  # top-k or top-p: a sort
+    min_p: bool = False
+    history: bool = False
+    bias: bool = False
+    ban: bool = False
+    top_k: int = 0  # 0: no limit
+
+
+_GREEDY = _Needs()
+
+
+class SamplingState:
+    """Sampling parameters and token counts of each request slot, on the device.
+
+    Counts cover every token the request has, the root of its next tree among them: a step's
+    accepted tokens, bonus included, go to ``observe_accepted``, and so does the first output token
+    that prefill samples.
+
+    The tables of R x V are made when the first request asks for one.
+    """
+
+    def __init__(
+        self,
+        max_running: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device | str,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.device = torch.device(device)
+        self._max_running = max_running
+        self._needs = [_GREEDY] * max_running
+        self._prompt_len = [0] * max_running
+        self._with_history: set[int] = set()
+        # temperature, top_p, min_p, repetition, frequency, presence
+        self.numbers = torch.zeros(max_running, 6, device=self.device)
+        # seed, top_k, first position where a stop token may be sampled
+        self.integers = torch.zeros(max_running, 3, dtype=torch.int64, device=self.device)
+        self._tables: dict[str, Tensor] = {}
+
+    def _table(self, name: str, dtype: torch.dtype) -> Tensor:
+        """[R, V] of zeros, made once."""
+        if name not in self._tables:
+            # ordinary tensors even if the first use is in inference mode
+            with torch.inference_mode(False):
+                self._tables[name] = torch.zeros(
+                    self._max_running, self.vocab_size, dtype=dtype, device=self.device
+                )
+        return self._tables[name]
+
+    @property
+    def prompt_seen(self) -> Tensor:
+        """[R, V] bool: the token occurs in the prompt."""
+        return self._table("prompt_seen", torch.bool)
+
+    @property
+    def output_counts(self) -> Tensor:
+        """[R, V] int32: how often the token occurs in the output."""
+        return self._table("output_counts", torch.int32)
+
+    @property
+    def bias(self) -> Tensor:
+        """[R, V] float32: logit_bias."""
+        return self._table("bias", torch.float32)
+
+    @property
+    def stops(self) -> Tensor:
+        """[R, V] bool: the token ends the request."""
+        return self._table("stops", torch.bool)
+
+    def set(self, slot: int, params: SamplingParams, prompt_len: int, history: list[int]) -> None:
+        """Take a request in, at its first prefill chunk; whatever the slot held is forgotten.
+
+        prompt_len: absolute position of the first output token. history: the tokens in front of
+        the chunk, from position 0, if ``params.needs_history``; else it is not read.
+        """
+        noise = not params.greedy
+        stop_tokens = sorted(t for t in params.stop_tokens(self.eos_token_ids) if self._valid(t))
+        limited = noise and 0 < params.top_k < self.vocab_size
+        needs = _Needs(
+            noise=noise,
+            order=limited or (noise and params.top_p < 1.0),
+            min_p=noise and params.min_p > 0.0,
+            history=params.needs_history,
+            bias=bool(params.logit_bias),
+            ban=params.min_new_tokens > 0 and bool(stop_tokens),
+            top_k=params.top_k if limited else 0,
+        )
+        self._needs[slot] = needs
+        self._prompt_len[slot] = prompt_len
+        self.numbers[slot] = self._copied(
+            [
+                params.temperature if noise else 0.0,
+                params.top_p if params.top_p < 1.0 else 2.0,  # above any sum: keeps all
+                params.min_p if noise else 0.0,
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            ],
+            torch.float32,
+        )
+        self.integers[slot] = self._copied(
+            [params.seed, needs.top_k or self.vocab_size, prompt_len + params.min_new_tokens]
+        )
+        if "bias" in self._tables:
+            self.bias[slot] = 0.0
+        if needs.bias:
+            values = self._copied(list(params.logit_bias.values()), torch.float32)
+            self.bias[slot].scatter_(0, self._copied(list(params.logit_bias)), values)
+        if "stops" in self._tables:
+            self.stops[slot] = False
+        if needs.ban:
+            self.stops[slot].scatter_(0, self._copied(stop_tokens), True)
+        self._with_history.discard(slot)
+        if needs.history:
+            self._with_history.add(slot)
+            self.prompt_seen[slot] = False
+            self.output_counts[slot] = 0
+            if history:
+                self.observe(slot, self._copied(history), start=0)
+
+    def release(self, slot: int) -> None:
+        """The request has left. Optional: saves work, ``set`` forgets a slot's past by itself."""
+        self._needs[slot] = _GREEDY
+        self._with_history.discard(slot)
+
+    def observe(self, slot: int, tokens: Tensor, start: int) -> None:
+        """Count tokens [n] int64 at positions start …, those of a prefill chunk.
+
+        Tokens from prompt_len on are output (a retracted request prefills its own).
+        """
+        if slot not in self._with_history:
+            return
+        split = max(0, self._prompt_len[slot] - start)
+        tokens = tokens.to(self.device, non_blocking=True)
+        self.prompt_seen[slot].index_fill_(0, tokens[:split], True)
+        output = tokens[split:]
+        ones = torch.ones_like(output, dtype=torch.int32)
+        self.output_counts[slot].scatter_add_(0, output, ones)
+
+    def observe_accepted(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Count the first count[r] of tokens[r] as output of the request in slots[r].
+
+        slots: [b] int64, tokens: [b, D] int64, count: [b] int64. Costs nothing while no request
+        has a penalty.
+        """
+        if not self._with_history:
+            return
+        valid = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
+        cells = slots.unsqueeze(1) * self.vocab_size + torch.where(valid, tokens, 0)
+        self.output_counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
+
+    def _copied(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return _to_device(values, dtype, self.device)
+
+    def _valid(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size
+
+    def needs(self, slots: list[int]) -> list[_Needs]:
+        """What each request of a batch asks for."""
+        return [self._needs[slot] for slot in slots]
+
+
+def _to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A list as a tensor on the device; from memory that is not pinned, the copy would wait."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def sample(
+    state: SamplingState,
+    slots: list[int],
+    logits: Tensor,
+    positions: Tensor,
+    tree: Tree | None,
+) -> Tensor:
+    """The target's token at every node.
+
+    logits: [b, T, V]. positions: [b, T] int64, the absolute position of the token that is sampled,
+    the node's own + 1. tree: None if T is 1 and the node is the last token counted.
+    Returns [b, T] int64.
+    """
+    needs = state.needs(slots)
+    if all(need == _GREEDY for need in needs):
+        return logits.argmax(dim=-1)
+
+    rows = _to_device(slots, torch.int64, logits.device)
+    numbers = state.numbers[rows].unsqueeze(2)  # [b, 6, 1]
+    temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
+    seed, top_k, ban_until = state.integers[rows].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
+    logits = logits.float()
+
+    if any(need.history for need in needs):
+        counts = _output_counts(state.output_counts[rows], tree, logits.shape[1])
+        seen = (counts > 0) | state.prompt_seen[rows].unsqueeze(1)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - frequency * counts - presence * (counts > 0)
+    if any(need.bias for need in needs):
+        logits = logits + state.bias[rows].unsqueeze(1)
+    if any(need.ban for need in needs):
+        early = positions.unsqueeze(2) < ban_until
+        logits = logits.masked_fill(early & state.stops[rows].unsqueeze(1), -torch.inf)
+    if not any(need.noise for need in needs):
+        return logits.argmax(dim=-1)
+
+    kept = logits
+    ordered = [row for row, need in enumerate(needs) if need.order]
+    if ordered:
+        width = max(needs[row].top_k or logits.shape[2] for row in ordered)
+        if len(ordered) == len(needs):
+            kept = _keep_best(logits, temperature, top_k, top_p, width)
+        else:
+            select = _to_device(ordered, torch.int64, logits.device)
+            limits = (temperature[select], top_k[select], top_p[select])
+            kept = logits.index_copy(0, select, _keep_best(logits[select], *limits, width))
+    if any(need.min_p for need in needs):
+        # p >= min_p * max(p), in logits; the filters before this one keep the best token
+        floor = logits.amax(dim=-1, keepdim=True) + temperature * min_p.log()
+        kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
+    seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
+    noise = gumbel(seeds, positions.reshape(-1), logits.shape[2])
+    return torch.addcmul(kept, noise.view_as(kept), temperature).argmax(dim=-1)
+
+
+def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:
+    """The output as each node sees it: [b, V] counted so far -> [b, T, V].
+
+    A node adds its ancestors and itself, but for the root, which has been counted.
+    """
+    counts = counted.unsqueeze(1).repeat(1, nodes, 1)
+    if tree is None or nodes == 1:
+        return counts
+    index = tree.tokens.unsqueeze(1).expand_as(tree.ancestors)[:, :, 1:]
+    return counts.scatter_add_(2, index, tree.ancestors[:, :, 1:].int())
+
+
+def _keep_best(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, width: int
+) -> Tensor:
+    """Top-k, then top-p of what is left; -inf elsewhere. [b, T, V] -> [b, T, V].
+
+    Of equal logits the lower token ids rank first. Top-p keeps a token if those before it have
+    less than top_p of the mass. temperature, top_k, top_p: [b, 1, 1]; every row has a limit in
+    one of the two. width: the largest top_k, V if a row has none.
+    """
+    vocab_size = logits.shape[-1]
+    keys = _ranking_keys(logits)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+    mass = scaled.exp_().mul_(MASS).long()  # [b, T, V]
+    whole = mass.sum(dim=-1, keepdim=True)
+
+    # Only the best ``width`` are put in order. How many a top-p alone may take, only the device
+    # knows: a GPU orders all of them, the CPU tries with a few. The result is the same.
+    first_try = min(width, FIRST_TRY) if logits.device.type == "cpu" else width
+    for tried in (first_try, width):
+        best = keys.topk(tried, dim=-1).values if tried < vocab_size else _falling(keys)
+        ranked = mass.gather(-1, vocab_size - 1 - (best & LOW_BITS))  # [b, T, tried]
+        ranked.masked_fill_(torch.arange(tried, device=logits.device) >= top_k, 0)
+        through = ranked.cumsum(dim=-1)
+        total = torch.where(top_k <= tried, through[..., -1:], whole)
+        limit = (total.double() * top_p).long().clamp(min=1)  # top_p above 1: out of reach
+        if tried == width:
+            break
+        complete = (top_k == vocab_size) & (through[..., -1:] >= limit)
+        if bool(((top_k <= tried) | complete).all()):
+            break
+    kept = torch.minimum(((through - ranked) < limit).sum(dim=-1, keepdim=True), top_k)
+    return logits.masked_fill(keys < best.gather(-1, kept - 1), -torch.inf)
+
+
+def _ranking_keys(logits: Tensor) -> Tensor:
+    """int64 that order tokens by logit, then by id: no two are equal. float32 [..., V]."""
+    vocab_size = logits.shape[-1]
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    return (rising.long() << 32).bitwise_or_(ids)
+
+
+def _falling(keys: Tensor) -> Tensor:
+    return keys.sort(dim=-1, descending=True).values
+
+
+class TokenLogprobs(NamedTuple):
+    logprob: Tensor  # [n] float32
+    top_values: Tensor  # [n, top] float32, best first
+    top_ids: Tensor  # [n, top] int64
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+    """Log-probabilities of tokens [n] and of the ``top`` best, from raw logits [n, V]."""
+    logits = logits.float()
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    values, ids = logits.topk(top, dim=-1)
+    return TokenLogprobs(
+        logits.gather(1, tokens.unsqueeze(1))[:, 0] - total[:, 0], values - total, ids
+    )

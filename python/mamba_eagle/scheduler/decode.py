@@ -1,0 +1,43 @@
+"""Which running requests take a decode step, and who steps back when KV slots run out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mamba_eagle.cache.pools import Pools
+from mamba_eagle.core import TreeShape
+from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.step import Row, Step
+
+
+class DecodeManager:
+    """Reserves one tree of KV slots a request; the oldest are served first."""
+
+    def __init__(self, shape: TreeShape, pools: Pools) -> None:
+        self.shape = shape
+        self.pools = pools
+
+    def schedule(
+        self, step: Step, running: list[Request], in_flight: Sequence[Step]
+    ) -> Request | None:
+        """Adds a row to ``step`` for each request that can go on.
+
+        One without KV slots skips the step. If nothing on its way will free any, returns the
+        youngest running request, to be retracted; it has no row.
+        """
+        short = False
+        for request in sorted(running, key=lambda request: request.order):
+            if not request.decodable:
+                continue
+            kv_slots = self.pools.take_kv(self.shape.nodes)
+            if kv_slots is None:
+                short = True
+                break
+            step.rows.append(Row(request, kv_slots))
+        if short and not self._slots_are_coming(running, in_flight):
+            return max(running, key=lambda request: request.order)
+        return None
+
+    def _slots_are_coming(self, running: list[Request], in_flight: Sequence[Step]) -> bool:
+        rejects = self.shape.nodes > 1 and any(step.rows for step in in_flight)
+        return rejects or any(request.leaving or request.all_planned for request in running)

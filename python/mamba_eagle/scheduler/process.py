@@ -1,0 +1,194 @@
+"""The scheduler process: sockets around the ``Scheduler``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import zmq
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.message import (
+    Abort,
+    FlushCache,
+    FlushReply,
+    FromRunner,
+    Generate,
+    GetState,
+    Outputs,
+    Ready,
+    RequestOutput,
+    RunnerReady,
+    Shutdown,
+    StateReply,
+    StepResult,
+    StopAt,
+    ToRunner,
+    ToScheduler,
+    ToTokenizer,
+)
+from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.message.lifetime import die_with_parent
+from mamba_eagle.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("mamba_eagle.scheduler")
+CHECK_SECONDS = 1.0  # least time between two integrity checks
+GOODBYE_MS = 500  # for Shutdown to reach the runner
+
+
+class SchedulerProcess:
+    """Three kinds of events: requests, room for a plan, results."""
+
+    def __init__(self, config: EngineConfig, context: zmq.Context[Any], socket_dir: str) -> None:
+        self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
+        self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
+        self.plans: Sender[ToRunner] = Sender(context, socket_dir, "to_runner")
+        self.outputs: Sender[ToTokenizer] = Sender(context, socket_dir, "to_tokenizer")
+        self.config = config
+        self.scheduler: Scheduler
+        self.flushes: list[int] = []  # calls that wait for the last plans to come back
+        self.changed = False  # since the last integrity check
+        self.checked_at = 0.0
+        self.poller = zmq.Poller()
+        self.poller.register(self.requests.socket, zmq.POLLIN)
+        self.poller.register(self.results.socket, zmq.POLLIN)
+
+    def start(self) -> None:
+        """Waits for the runner, and tells the tokenizer what there is room for."""
+        ready = self.results.receive()
+        assert isinstance(ready, RunnerReady)
+        self.scheduler = Scheduler(self.config, ready)
+        self.outputs.send(
+            Ready(
+                max_kv_slots=ready.max_kv_slots,
+                max_checkpoints=ready.max_checkpoints,
+                max_running_requests=ready.max_running_requests,
+                context_length=ready.context_length,
+                vocab_size=ready.vocab_size,
+                eos_token_ids=ready.eos_token_ids,
+                scheduler_pid=os.getpid(),
+                runner_pid=ready.pid,
+                details=ready.details,
+            )
+        )
+
+    def run(self) -> None:
+        """Serves until a signal ends the process."""
+        while True:
+            self.wait()
+            self.receive_requests()
+            self.send_plans()
+            self.receive_results()  # last: the runner is busy with the plan just sent
+            self.send_plans()
+            self.when_idle()
+
+    def wait(self) -> None:
+        """Sleeps until a message comes; an unchecked idle state is looked at soon after."""
+        unchecked = self.changed and self.scheduler.idle
+        self.poller.poll(int(CHECK_SECONDS * 1000) if unchecked else None)
+
+    def receive_requests(self) -> None:
+        outputs: list[RequestOutput] = []
+        while (message := self.requests.receive(timeout_ms=0)) is not None:
+            self.changed = True
+            match message:
+                case Generate():
+                    outputs += self.scheduler.add(message)
+                case Abort():
+                    outputs += self.scheduler.abort(message.rid)
+                case StopAt():
+                    outputs += self.scheduler.stop_at(
+                        message.rid, message.num_tokens, message.matched
+                    )
+                case FlushCache():
+                    self.flushes.append(message.call_id)
+                    self.answer_flushes()
+                case GetState():
+                    state = self.scheduler.state()
+                    self.outputs.send(StateReply(call_id=message.call_id, state=state))
+        self.send_outputs(outputs)
+
+    def send_plans(self) -> None:
+        while (plan := self.scheduler.plan()) is not None:
+            self.plans.send(plan)
+
+    def receive_results(self) -> None:
+        result = self.results.receive(timeout_ms=0)
+        if result is not None:
+            assert isinstance(result, StepResult)
+            self.send_outputs(self.scheduler.process(result))
+
+    def send_outputs(self, outputs: list[RequestOutput]) -> None:
+        if outputs:
+            self.outputs.send(Outputs(outputs=outputs))
+
+    def when_idle(self) -> None:
+        self.answer_flushes()
+        now = time.monotonic()
+        if self.changed and self.scheduler.idle and now - self.checked_at >= CHECK_SECONDS:
+            self.scheduler.check_integrity()
+            self.changed = False
+            self.checked_at = now
+
+    def answer_flushes(self) -> None:
+        """Refused while requests run or wait. One that only waits for a last plan to come back
+        is not what a client would call running: then the answer waits, too."""
+        if self.scheduler.busy:
+            state = self.scheduler.state()
+            running, waiting = int(state["num_running_reqs"]), int(state["num_queue_reqs"])
+            text = f"{running} requests run and {waiting} wait: flush when there are none"
+            for call_id in self.flushes:
+                self.outputs.send(FlushReply(call_id=call_id, ok=False, message=text))
+            self.flushes.clear()
+        elif self.scheduler.idle and self.flushes:
+            self.scheduler.flush()
+            for call_id in self.flushes:
+                self.outputs.send(FlushReply(call_id=call_id, ok=True, message="cache flushed"))
+            self.flushes.clear()
+
+    def close(self) -> None:
+        """Tells the runner to end, too."""
+        self.plans.socket.setsockopt(zmq.LINGER, GOODBYE_MS)
+        self.plans.send(Shutdown())
+        for pipe in (self.requests, self.results, self.plans, self.outputs):
+            pipe.close()
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket-dir", required=True)
+    parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
+    arguments = parser.parse_args()
+    # Ctrl-C reaches the whole process group; the launcher decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    die_with_parent()
+    config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="[%(asctime)s scheduler] %(levelname)s: %(message)s",
+    )
+    context = zmq.Context()
+    process = SchedulerProcess(config, context, arguments.socket_dir)
+    try:
+        process.start()
+        process.run()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        process.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""One plan while it is built, and while its result is awaited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mamba_eagle.core import TreeShape
+from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release
+from mamba_eagle.scheduler.request import Request
+
+
+class Chunk(NamedTuple):
+    request: Request
+    item: PrefillItem
+    spare_saves: frozenset[int]  # positions of saves that nobody is known to ask for
+
+
+class Row(NamedTuple):
+    request: Request
+    kv_slots: list[int]  # one a tree node; in flight they are the step's
+
+
+@dataclass
+class Step:
+    """Whose each part of the plan is; results come in the same order."""
+
+    number: int
+    releases: list[Release] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    reads: set[int] = field(default_factory=set)  # checkpoints that its prefill starts from
+
+    @property
+    def empty(self) -> bool:
+        return not (self.releases or self.chunks or self.rows)
+
+    def plan(self, shape: TreeShape) -> Plan:
+        decode = None
+        if self.rows:
+            decode = DecodeBatch(
+                shape=shape,
+                slots=[row.request.slot for row in self.rows],
+                kv_slots=[row.kv_slots for row in self.rows],
+            )
+        return Plan(
+            step=self.number,
+            releases=self.releases,
+            prefill=[chunk.item for chunk in self.chunks],
+            decode=decode,
+        )

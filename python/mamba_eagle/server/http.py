@@ -1,0 +1,307 @@
+"""The FastAPI application: every route but /generate and /v1/completions, which have own files."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mamba_eagle import __version__
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.server import generate, openai
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.fields import Fields, read_fields, shown
+from mamba_eagle.server.sse import sample_error, wait_until_done
+from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.tokenizer.manager import EngineDead
+from mamba_eagle.tokenizer.sample import PromptRequest
+
+HEALTH_TIMEOUT = 20.0
+log = logging.getLogger("mamba_eagle.server")
+router = APIRouter()
+
+
+class BearerAuth:
+    """Lets through what carries the key, and /health. Plain ASGI: streams pass untouched."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app = app
+        self.expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+            return
+        message = "the server was started with --api-key: send 'Authorization: Bearer KEY'"
+        await RequestError(message, 401).response()(scope, receive, send)
+
+
+def make_app(state: ServerState) -> FastAPI:
+    app = FastAPI(title="mamba-eagle", version=__version__, docs_url=None, redoc_url=None)
+    app.state.server = state
+    for part in (router, generate.router, openai.router):
+        app.include_router(part)
+    app.add_exception_handler(RequestError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse_route)
+    app.add_exception_handler(Exception, _apologize)
+    if state.config.api_key:
+        app.add_middleware(BearerAuth, api_key=state.config.api_key)
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error.response()
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return RequestError(message, error.status_code).response()
+
+
+async def _apologize(request: Request, error: Exception) -> Response:
+    return RequestError("the server failed; its log says more", 500).response()
+
+
+# ── health and facts ─────────────────────────────────────────────────────────────────────────
+
+
+@router.get("/", include_in_schema=False)
+async def playground() -> Response:
+    return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    dead = server_state(request).manager.dead
+    if dead is not None:
+        raise RequestError(dead, 503)
+    return Response()
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """One token through the whole engine."""
+    state = server_state(request)
+    token = min([*state.manager.engine.eos_token_ids, state.vocab_size - 1])
+    rid = f"health-{uuid.uuid4().hex}"
+    prompt = PromptRequest(
+        rid=rid,
+        token_ids=[token],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        seed=0,
+        sample_rids=[rid],
+    )
+    live = state.submit(rid, [prompt])
+    try:
+        await asyncio.wait_for(wait_until_done(request, state.manager, live), HEALTH_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise RequestError(f"no token came within {HEALTH_TIMEOUT:.0f} s", 503) from None
+    if sample_error(live.samples[0]) is not None:
+        raise RequestError("the engine could not make a token", 503)
+    return Response()
+
+
+@router.get("/get_model_info")
+@router.get("/model_info")
+async def model_info(request: Request) -> Response:
+    state = server_state(request)
+    model = state.model_config()
+    return json_response(
+        {
+            "model_path": state.config.model_path,
+            "tokenizer_path": state.config.tokenizer_path,
+            "served_model_name": state.model_name,
+            "is_generation": True,
+            "model_type": model.get("model_type"),
+            "architectures": model.get("architectures"),
+            "weight_version": "default",
+            "load_format": state.config.load_format,
+            "max_model_len": state.context_length,
+        }
+    )
+
+
+@router.get("/get_server_info")
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    state = server_state(request)
+    engine = state.manager.engine
+    arguments = dataclasses.asdict(state.config)
+    arguments["api_key"] = "***" if state.config.api_key else ""
+    scheduler = await _scheduler_state(state)
+    averages = {
+        "avg_spec_accept_length": state.recorder.accept_length,
+        "last_gen_throughput": scheduler.get("gen_throughput", 0.0),
+    }
+    return json_response(
+        {
+            **engine.details,
+            **arguments,
+            "served_model_name": state.model_name,
+            "version": __version__,
+            "uptime": time.time() - state.started,
+            "internal_states": [{**scheduler, **averages}],
+            "max_total_num_tokens": engine.max_kv_slots,
+            "max_checkpoints": engine.max_checkpoints,
+            "max_running_requests": engine.max_running_requests,
+            "context_length": state.context_length,
+            "vocab_size": engine.vocab_size,
+            "max_req_input_len": state.max_prompt,
+            "tp_size": 1,
+            "dp_size": 1,
+        }
+    )
+
+
+async def _scheduler_state(state: ServerState) -> dict[str, float]:
+    try:
+        return await state.manager.state()
+    except (EngineDead, asyncio.TimeoutError) as error:
+        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    state = server_state(request)
+    model = {
+        "id": state.model_name,
+        "object": "model",
+        "created": int(state.started),
+        "owned_by": "mamba-eagle",
+        "root": state.config.model_path,
+        "max_model_len": state.context_length,
+    }
+    return json_response({"object": "list", "data": [model]})
+
+
+async def _load(state: ServerState) -> dict[str, Any]:
+    values = await _scheduler_state(state)
+    running = int(values.get("num_running_reqs", 0))
+    waiting = int(values.get("num_queue_reqs", 0))
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_reqs": running + waiting,
+        "num_tokens": int(values.get("num_used_tokens", 0)),
+        "token_usage": values.get("token_usage", 0.0),
+        "gen_throughput": values.get("gen_throughput", 0.0),
+    }
+
+
+@router.get("/get_load")
+async def get_load(request: Request) -> Response:
+    return json_response([await _load(server_state(request))])
+
+
+@router.get("/v1/loads")
+async def loads(request: Request) -> Response:
+    load = await _load(server_state(request))
+    return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    state = server_state(request)
+    try:
+        values = await state.manager.state(timeout=1.0)
+    except (EngineDead, asyncio.TimeoutError):
+        values = {}  # what this process counts is still worth reading
+    content = state.recorder.exposition(values)
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+# ── control ──────────────────────────────────────────────────────────────────────────────────
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"])
+async def flush_cache(request: Request) -> Response:
+    """Empties the prefix cache; ``?timeout=`` waits that many seconds for the server to be idle."""
+    given = request.query_params.get("timeout", "0")
+    try:
+        timeout = float(given)
+        if not 0 <= timeout <= 3600:
+            raise ValueError
+    except ValueError:
+        raise RequestError(f"timeout = {shown(given)}: must be 0 to 3600 seconds") from None
+    try:
+        reply = await server_state(request).manager.flush_cache(timeout)
+    except (EngineDead, asyncio.TimeoutError) as error:
+        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    if not reply.ok:
+        raise RequestError(f"the cache was not flushed: {reply.message or 'requests are running'}")
+    return PlainTextResponse("Cache flushed.\n")
+
+
+@router.post("/abort_request")
+async def abort_request(request: Request) -> Response:
+    """Ends the request of exactly this ``rid`` with all its samples, or all requests."""
+    fields = await read_fields(request)
+    manager = server_state(request).manager
+    if fields.flag("abort_all"):
+        count = manager.abort(None)
+    else:
+        rid = fields.text("rid")
+        if not rid:
+            raise fields.wrong("rid", 'must be a request\'s name; or send {"abort_all": true}')
+        count = manager.abort(rid)
+    return json_response({"aborted": count})
+
+
+# ── the tokenizer alone ──────────────────────────────────────────────────────────────────────
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """``prompt`` (or ``text``), a string or a list of strings, to token ids."""
+    state = server_state(request)
+    fields = await read_fields(request)
+    name = "prompt" if fields.raw("prompt") is not None else "text"
+    texts = fields.texts(name)
+    value = fields.raw(name)
+    if value is None:
+        raise RequestError("prompt is needed: a string or a list of strings", param="prompt")
+    special = fields.flag("add_special_tokens", True)
+    ids = [await state.encode(text, name, special) for text in texts]
+    single = isinstance(value, str)
+    return json_response(
+        {
+            "tokens": ids[0] if single else ids,
+            "count": len(ids[0]) if single else [len(one) for one in ids],
+            "max_model_len": state.context_length,
+        }
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """``tokens``, a list of ids or a list of such lists, to text."""
+    state = server_state(request)
+    fields = await read_fields(request)
+    tokenizer = state.need_tokenizer("/detokenize")
+    skip = fields.flag("skip_special_tokens", True)
+    value = fields.raw("tokens")
+    lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    texts = []
+    for one in lists:
+        ids = Fields({"tokens": one}).integers("tokens")
+        if one is None or not all(0 <= token < state.vocab_size for token in ids):
+            raise fields.wrong("tokens", f"must be token ids between 0 and {state.vocab_size - 1}")
+        texts.append(tokenizer.decode(ids, skip))
+    return json_response({"text": texts if lists is value else texts[0]})

@@ -1,0 +1,107 @@
+"""POST /v1/completions and /v1/chat/completions: OpenAI's replies from the same engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.server.errors import json_response
+from mamba_eagle.server.fields import read_fields
+from mamba_eagle.server.openai_body import OpenAIJob, parse_chat, parse_completion
+from mamba_eagle.server.openai_choice import ChatChoice, Choice, CompletionChoice
+from mamba_eagle.server.sse import (
+    DONE,
+    EventStream,
+    event,
+    sample_error,
+    updates,
+    wait_until_done,
+)
+from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.tokenizer.sample import LiveRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    state = server_state(request)
+    job = await parse_completion(await read_fields(request), state)
+    return await _serve(request, state, job, CompletionChoice)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    state = server_state(request)
+    job = await parse_chat(await read_fields(request), state)
+    return await _serve(request, state, job, ChatChoice)
+
+
+async def _serve(
+    request: Request, state: ServerState, job: OpenAIJob, kind: type[Choice]
+) -> Response:
+    live = state.submit(job.rid, job.prompts)
+    tokenizer = state.need_tokenizer(request.url.path)
+    choices = [kind(sample, tokenizer, job) for sample in live.samples]
+    head = {"id": job.rid, "created": int(time.time()), "model": job.model}
+    if job.stream:
+        events = _stream(state, job, live, choices, head)
+        return EventStream(events, lambda: state.manager.release(live))
+    if not await wait_until_done(request, state.manager, live):
+        return Response(status_code=499)  # nobody reads it
+    for sample in live.samples:
+        if (error := sample_error(sample)) is not None:
+            raise error
+    return json_response(
+        {
+            **head,
+            "object": kind.object_name,
+            "choices": [choice.whole() for choice in choices],
+            "usage": usage(live),
+        }
+    )
+
+
+async def _stream(
+    state: ServerState,
+    job: OpenAIJob,
+    live: LiveRequest,
+    choices: list[Choice],
+    head: dict[str, Any],
+) -> AsyncGenerator[bytes, None]:
+    head = {**head, "object": choices[0].chunk_name}
+    begun = False
+    async for sample in updates(live, state.config.stream_interval):
+        error = sample_error(sample)
+        if error is not None:
+            if not begun:
+                raise error
+            yield event(error.body())
+            continue
+        choice = choices[sample.index]
+        for piece in choice.pieces():
+            begun = True
+            chunk = {**head, "choices": [piece]}
+            if job.include_usage:
+                chunk["usage"] = None
+            yield event(chunk)
+    if job.include_usage:
+        yield event({**head, "choices": [], "usage": usage(live)})
+    yield DONE
+
+
+def usage(live: LiveRequest) -> dict[str, Any]:
+    """Prompts count once, however many samples each has."""
+    prompts = {id(sample.prompt): len(sample.prompt.token_ids) for sample in live.samples}
+    cached = {id(sample.prompt): sample.last.cached_tokens for sample in reversed(live.samples)}
+    prompt_tokens = sum(prompts.values())
+    completion_tokens = sum(len(sample.output_ids) for sample in live.samples)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }

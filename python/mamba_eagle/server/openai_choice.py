@@ -1,0 +1,142 @@
+"""Choices of the OpenAI replies, whole and in pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from mamba_eagle.message import TokenLogprob
+from mamba_eagle.server.openai_body import OpenAIJob
+from mamba_eagle.tokenizer.sample import Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+
+class Choice(ABC):
+    """One sample; remembers what of it was streamed."""
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
+        self.sample = sample
+        self.tokenizer = tokenizer
+        self.job = job
+        self._sent = 0  # characters
+        self._sent_logprobs = 0
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The choice of a reply that is not streamed."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks that say what is new; the last one has the finish reason."""
+
+    def _new_text(self) -> str:
+        text = self.sample.visible_text()[self._sent :]
+        self._sent += len(text)
+        return text
+
+    def _new_logprobs(self) -> list[TokenLogprob]:
+        new = self.sample.logprobs[self._sent_logprobs :]
+        self._sent_logprobs += len(new)
+        return new
+
+    def _choice(self, **content: Any) -> dict[str, Any]:
+        finish = self.sample.finish
+        choice = {
+            "index": self.sample.index,
+            **content,
+            "finish_reason": finish.kind if finish is not None else None,
+        }
+        if finish is not None and finish.kind == "stop":
+            choice["matched_stop"] = finish.matched
+        return choice
+
+
+class CompletionChoice(Choice):
+    object_name = chunk_name = "text_completion"
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
+        super().__init__(sample, tokenizer, job)
+        place = next(i for i, prompt in enumerate(job.prompts) if prompt is sample.prompt)
+        self._echo = job.echoes[place] if job.echoes else ""
+        self._offset = 0
+
+    def whole(self) -> dict[str, Any]:
+        return self._piece()
+
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        piece = self._piece()
+        if piece["text"] or piece["logprobs"] or piece["finish_reason"]:
+            yield piece
+
+    def _piece(self) -> dict[str, Any]:
+        items = self._new_logprobs()
+        if self._echo and self.sample.input_logprobs:
+            items = self.sample.input_logprobs + items
+        echo, self._echo = self._echo, ""
+        text = echo + self._new_text()
+        wanted = self.job.logprobs is not None and bool(items)
+        return self._choice(text=text, logprobs=self._logprobs(items) if wanted else None)
+
+    def _logprobs(self, items: list[TokenLogprob]) -> dict[str, Any]:
+        name = self.tokenizer.token_text
+        tokens = [name(item.token_id) for item in items]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [item.logprob for item in items],
+            "top_logprobs": [
+                {name(token_id): logprob for logprob, token_id in item.top}
+                if self.job.logprobs and item.logprob is not None
+                else None
+                for item in items
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatChoice(Choice):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    _begun = False
+
+    def whole(self) -> dict[str, Any]:
+        message = {"role": "assistant", "content": self._new_text()}
+        return self._choice(message=message, logprobs=self._logprobs())
+
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        if not self._begun:
+            self._begun = True
+            first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
+            yield {**first, "finish_reason": None}
+        text = self._new_text()
+        logprobs = self._logprobs()
+        if text or logprobs:
+            piece = self._choice(delta={"content": text}, logprobs=logprobs)
+            yield {**piece, "finish_reason": None}
+        if self.sample.finish is not None:
+            yield self._choice(delta={}, logprobs=None)
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        items = self._new_logprobs()
+        if self.job.logprobs is None or not items:
+            return None
+        return {"content": [self._entry(item) for item in items]}
+
+    def _entry(self, item: TokenLogprob) -> dict[str, Any]:
+        entry = self._token(item.token_id, item.logprob)
+        entry["top_logprobs"] = [self._token(token, logprob) for logprob, token in item.top]
+        return entry
+
+    def _token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": self.tokenizer.token_text(token_id),
+            "logprob": logprob,
+            "bytes": list(self.tokenizer.token_bytes(token_id)),
+        }

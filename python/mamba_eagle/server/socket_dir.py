@@ -1,0 +1,46 @@
+"""The private folder of the pipes, and those that a killed server left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from mamba_eagle.config import ConfigError
+from mamba_eagle.message.channel import PIPES, make_socket_dir, remove_socket_dir
+
+PID_FILE = "server.pid"
+LONGEST_ADDRESS = 107  # of a Unix socket, in bytes
+
+
+def new_socket_dir() -> str:
+    """A folder that names this process as its owner.
+
+    Raises: ConfigError when its path is too long for a socket.
+    """
+    remove_stale_dirs()
+    path = make_socket_dir()
+    longest = max(len(os.fsencode(os.path.join(path, pipe))) for pipe in PIPES)
+    if longest > LONGEST_ADDRESS:
+        remove_socket_dir(path)
+        raise ConfigError(
+            [
+                f"TMPDIR = {tempfile.gettempdir()!r}: sockets in it have paths of {longest} bytes, "
+                f"{LONGEST_ADDRESS} is the limit; set TMPDIR to a folder with a shorter path"
+            ]
+        )
+    Path(path, PID_FILE).write_text(str(os.getpid()))
+    return path
+
+
+def remove_stale_dirs() -> None:
+    """Removes this user's folders whose server has died without a chance to do it."""
+    for path in Path(tempfile.gettempdir()).glob("mamba-eagle-*"):
+        try:
+            if path.stat().st_uid != os.getuid() or path.is_symlink():
+                continue
+            os.kill(int((path / PID_FILE).read_text()), 0)
+        except ProcessLookupError:
+            remove_socket_dir(str(path))
+        except (OSError, ValueError):
+            continue  # not ours to judge: no pid file yet, or somebody else's process

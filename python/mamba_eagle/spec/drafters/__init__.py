@@ -1,0 +1,1 @@
+"""Drafters, by the name that ``--speculative-algorithm`` takes."""

@@ -1,0 +1,276 @@
+"""The tokenizer process's end of the engine: requests go out, outputs find who waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import secrets
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from mamba_eagle.config import ServerConfig
+from mamba_eagle.core import FinishReason
+from mamba_eagle.message import (
+    Abort,
+    FlushCache,
+    FlushReply,
+    Generate,
+    GetState,
+    Outputs,
+    Ready,
+    RequestOutput,
+    StateReply,
+    ToScheduler,
+    ToTokenizer,
+)
+from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.metrics import Recorder
+from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+log = logging.getLogger("mamba_eagle.tokenizer")
+
+
+class EngineDead(RuntimeError):
+    """The engine is gone, or the server is being stopped."""
+
+
+class QueueFull(RuntimeError):
+    """More requests than the server holds at a time."""
+
+
+class DuplicateRid(ValueError):
+    """A live request has this name already."""
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a request's sample; the first keeps the request's own."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class TokenizerManager:
+    """Owns the live requests. Everything runs on the event loop; nothing here blocks."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        context: zmq.Context[Any],
+        socket_dir: str,
+        recorder: Recorder,
+    ) -> None:
+        self.config = config
+        self.recorder = recorder
+        self.tokenizer: TextTokenizer | None = None  # set when loaded; None: token ids only
+        self.dead: str | None = None  # why no request can be served any more
+        self._receiver: Receiver[ToTokenizer] = Receiver(context, socket_dir, "to_tokenizer")
+        self._sender: Sender[ToScheduler] = Sender(context, socket_dir, "to_scheduler")
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._samples: dict[str, Sample] = {}  # by engine rid; only those that have not ended
+        self._names: dict[str, list[Sample]] = {}  # what a client may call them
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        # The file descriptor tells of a change, not of a state: each wake must read all there is.
+        self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
+        self._loop.call_soon(self._receive_all)
+
+    @property
+    def engine(self) -> Ready:
+        return self.ready.result()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._samples)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._receiver.socket.FD)
+        self._receiver.close()
+        self._sender.close()
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────
+
+    def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
+        """Sends every sample of every prompt to the scheduler.
+
+        Raises: EngineDead, QueueFull, DuplicateRid; then nothing was sent.
+        """
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        wanted = sum(prompt.n for prompt in prompts)
+        most = self.engine.max_running_requests + self.config.max_queued_requests
+        if self.num_live + wanted > most:
+            raise QueueFull(
+                f"{self.num_live} requests are running or waiting and {wanted} more would exceed "
+                f"the limit of {most}: try again later"
+            )
+        names = {rid}
+        for prompt in prompts:
+            names.update((prompt.rid, *prompt.sample_rids))
+        for name in sorted(names):
+            if name in self._names:
+                raise DuplicateRid(
+                    f"rid = {name!r}: a request of this name is running; give another or none"
+                )
+
+        live = LiveRequest(rid)
+        live.names = list(names)
+        for prompt in prompts:
+            seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
+            for i in range(prompt.n):
+                self._start(live, prompt, i, sample_seed(seed, i))
+        self.recorder.started(live)
+        return live
+
+    def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> None:
+        rid = prompt.sample_rids[i]
+        # Clients may use a name again as soon as they have their answer, when the scheduler may
+        # still have something to say about the first holder.
+        engine_rid = f"{rid}#{next(self._numbers)}"
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = self.tokenizer.detokenizer(
+                prompt.token_ids, prompt.sampling.skip_special_tokens
+            )
+        sample = Sample(live, prompt, rid, engine_rid, len(live.samples), detokenizer)
+        live.samples.append(sample)
+        live.open += 1
+        self._samples[engine_rid] = sample
+        for name in {live.rid, prompt.rid, rid}:
+            self._names.setdefault(name, []).append(sample)
+        self._sender.send(
+            Generate(
+                rid=engine_rid,
+                token_ids=prompt.token_ids,
+                sampling=msgspec.structs.replace(prompt.sampling, seed=seed),
+                return_logprob=prompt.return_logprob,
+                logprob_start=prompt.logprob_start,
+                top_logprobs=prompt.top_logprobs,
+                arrival_time=live.arrival,
+            )
+        )
+
+    def abort(self, rid: str | None, message: str = "aborted by /abort_request") -> int:
+        """Ends the samples of exactly this name, or all (None); how many there were."""
+        samples = list(self._samples.values()) if rid is None else self._names.get(rid, [])
+        reason = FinishReason(kind="abort", message=message)
+        return sum(self._abort(sample, reason) for sample in list(samples))
+
+    def release(self, live: LiveRequest) -> None:
+        """Nobody waits for the request any more: what still runs of it is ended."""
+        if live.open:
+            reason = FinishReason(kind="abort", message="the client has gone")
+            for sample in live.samples:
+                self._abort(sample, reason)
+
+    def _abort(self, sample: Sample, reason: FinishReason) -> bool:
+        if sample.finish is not None:
+            return False
+        if self.dead is None:
+            self._sender.send(Abort(rid=sample.engine_rid))
+        sample.end(reason)
+        self._ended(sample)
+        return True
+
+    def fail(self, message: str, status_code: int = 500) -> None:
+        """The engine is gone: whoever waits gets an error, and so does whoever comes."""
+        if self.dead is not None:
+            return
+        self.dead = message
+        reason = FinishReason(kind="abort", message=message, status_code=status_code)
+        for sample in list(self._samples.values()):
+            self._abort(sample, reason)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(EngineDead(message))
+
+    # ── outputs ──────────────────────────────────────────────────────────────────────────────
+
+    def _receive_all(self) -> None:
+        while (item := self._receiver.receive(timeout_ms=0)) is not None:
+            if isinstance(item, Outputs):
+                now = time.time()
+                for output in item.outputs:
+                    sample = self._samples.get(output.rid)
+                    if sample is not None:  # else it came after the end
+                        self._take(sample, output, now)
+            elif isinstance(item, Ready):
+                if not self.ready.done():
+                    self.ready.set_result(item)
+            else:
+                call = self._calls.get(item.call_id)
+                if call is not None and not call.done():
+                    call.set_result(item)
+
+    def _take(self, sample: Sample, output: RequestOutput, now: float) -> None:
+        try:
+            self._dispatch(sample, output, now)
+        except Exception:  # one request's trouble must not stop the others' outputs
+            log.exception("request %s failed in the tokenizer process", sample.rid)
+            message = "the server failed to decode this request's output; its log says more"
+            self._abort(sample, FinishReason(kind="abort", message=message, status_code=500))
+
+    def _dispatch(self, sample: Sample, output: RequestOutput, now: float) -> None:
+        before = len(sample.output_ids)
+        stop = sample.take(output)
+        if stop is not None and output.finish is None:
+            self._sender.send(stop)
+        self.recorder.progressed(sample, len(sample.output_ids) - before, now)
+        sample.request.changed.set()
+        if sample.finish is not None:
+            self._ended(sample)
+
+    def _ended(self, sample: Sample) -> None:
+        del self._samples[sample.engine_rid]
+        live = sample.request
+        live.open -= 1
+        live.changed.set()
+        self.recorder.finished(sample)
+        if live.open == 0:
+            for name in live.names:
+                self._names.pop(name, None)
+            live.done.set()
+
+    # ── questions to the scheduler ───────────────────────────────────────────────────────────
+
+    async def state(self, timeout: float = 5.0) -> dict[str, float]:
+        """The scheduler's gauges and counters.
+
+        Raises: EngineDead, TimeoutError
+        """
+        reply = await self._call(GetState(call_id=next(self._numbers)), timeout)
+        assert isinstance(reply, StateReply)
+        return reply.state
+
+    async def flush_cache(self, timeout: float = 0.0) -> FlushReply:
+        """Empties the cache; a busy engine refuses, and is asked again until ``timeout`` s.
+
+        Raises: EngineDead, TimeoutError
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            reply = await self._call(FlushCache(call_id=next(self._numbers)), 30.0)
+            assert isinstance(reply, FlushReply)
+            if reply.ok:
+                self.recorder.reset_averages()
+            if reply.ok or time.monotonic() >= deadline:
+                return reply
+            await asyncio.sleep(0.05)
+
+    async def _call(self, item: FlushCache | GetState, timeout: float) -> FlushReply | StateReply:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        call: asyncio.Future[Any] = self._loop.create_future()
+        self._calls[item.call_id] = call
+        try:
+            self._sender.send(item)
+            return await asyncio.wait_for(call, timeout)
+        finally:
+            del self._calls[item.call_id]

@@ -1,0 +1,139 @@
+"""What the tokenizer process knows of a request: its samples, their text and where they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from mamba_eagle.core import FinishReason, SamplingParams
+from mamba_eagle.message import RequestOutput, StopAt, TokenLogprob
+from mamba_eagle.tokenizer.detokenize import Detokenizer
+from mamba_eagle.tokenizer.stop import StopFinder
+
+
+class PromptRequest(msgspec.Struct, kw_only=True):
+    """One prompt as the HTTP side hands it over: checked and tokenized."""
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int | None = None  # None: a random one
+    n: int = 1
+    return_logprob: bool = False
+    logprob_start: int = -1
+    top_logprobs: int = 0
+    sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
+
+
+class Sample:
+    """One output of one prompt. Tokens go in, visible text and counts come out.
+
+    Tokens are taken one by one even where a message brings several, so text, ids and counts do
+    not depend on speculation. What comes after the end is dropped.
+    """
+
+    def __init__(
+        self,
+        request: LiveRequest,
+        prompt: PromptRequest,
+        rid: str,
+        engine_rid: str,
+        index: int,
+        detokenizer: Detokenizer | None,
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.rid = rid  # the name that clients see
+        self.engine_rid = engine_rid  # never used twice, unlike a client's rid
+        self.index = index
+        self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.input_logprobs: list[TokenLogprob] = []
+        self.finish: FinishReason | None = None
+        self.finish_time = 0.0
+        self.last = RequestOutput(rid=engine_rid)  # the latest counters
+        self.last_token_time = 0.0
+        self.told = 0  # tokens that a stream has sent
+        self.text = ""
+        self._detokenizer = detokenizer
+        self._stops = StopFinder(prompt.sampling.stop)
+
+    def take(self, output: RequestOutput) -> StopAt | None:
+        """Adds an output; gives the message for the scheduler if a stop string became complete."""
+        self.last = output
+        if output.input_logprobs:
+            self.input_logprobs.extend(output.input_logprobs)
+        finish = output.finish
+        final = len(output.token_ids) - 1 if finish is not None and finish.kind == "stop" else -1
+        for position, token in enumerate(output.token_ids):
+            self.output_ids.append(token)
+            if output.logprobs:
+                self.logprobs.append(output.logprobs[position])
+            if position == final and not self.prompt.sampling.no_stop_trim:
+                break  # a stop token is counted, but is no part of the text
+            if self._detokenizer is not None and self._add_text(self._detokenizer.push(token)):
+                assert self.finish is not None and isinstance(self.finish.matched, str)
+                return StopAt(
+                    rid=self.engine_rid,
+                    num_tokens=len(self.output_ids),
+                    matched=self.finish.matched,
+                )
+        if finish is not None:
+            self.end(finish)
+        return None
+
+    def _add_text(self, piece: str) -> bool:
+        """Whether a stop string has become complete; then the text is cut and the sample ends."""
+        if not piece:
+            return False
+        seen = len(self.text)
+        self.text += piece
+        sampling = self.prompt.sampling
+        if not self._stops or len(self.output_ids) < sampling.min_new_tokens:
+            return False
+        match = self._stops.find(self.text, seen)
+        if match is None:
+            return False
+        self.text = self.text[: match.end if sampling.no_stop_trim else match.start]
+        self._detokenizer = None
+        self.end(FinishReason(kind="stop", matched=match.string))
+        return True
+
+    def end(self, reason: FinishReason) -> None:
+        """The last thing that happens to a sample; a second end is ignored."""
+        if self.finish is not None:
+            return
+        if self._detokenizer is not None:
+            self.text += self._detokenizer.flush()
+        self.finish = reason
+        self.finish_time = time.time()
+
+    def visible_text(self) -> str:
+        """The text that can no longer change: without what may begin a stop string."""
+        if self.finish is not None or not self._stops:
+            return self.text
+        held = self._stops.held_back(self.text)
+        return self.text[: len(self.text) - held] if held else self.text
+
+    @property
+    def error(self) -> FinishReason | None:
+        """The finish reason, if it is one that clients must see as an error."""
+        finish = self.finish
+        failed = finish is not None and finish.kind == "abort" and finish.status_code >= 400
+        return finish if failed else None
+
+
+class LiveRequest:
+    """One HTTP request: all samples of all its prompts, and who waits for them."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.samples: list[Sample] = []
+        self.open = 0  # samples that have not ended
+        self.arrival = time.time()
+        self.names: list[str] = []  # all rids by which it or a part of it can be ended
+        # A stream waits for each change, a plain reply only for the end.
+        self.changed = asyncio.Event()
+        self.done = asyncio.Event()

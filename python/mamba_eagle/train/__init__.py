@@ -1,0 +1,1 @@
+"""The recipe of the embedded model and of its draft head: text, tokenizer, training."""

@@ -1,0 +1,120 @@
+"""The folder that training leaves: what ``transformers`` and our own loader read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mamba_eagle.train.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+_PATTERN = "M-M*M-M-M*M-"
+_BLOCK_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+
+# Time_step_min is 0 because transformers clamps dt to it in its chunked scan and not in decode;
+# time_step_limit is left at its default, [0, inf], which plain JSON cannot say.
+MODEL_CONFIG: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": False,
+    "hidden_size": 256,
+    "num_hidden_layers": len(_PATTERN),
+    "hybrid_override_pattern": _PATTERN,
+    "layers_block_type": [_BLOCK_NAMES[letter] for letter in _PATTERN],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+    "expand": 2,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "chunk_size": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "time_step_min": 1e-9,
+    "time_step_max": 0.1,
+    "time_step_floor": 1e-4,
+    "intermediate_size": 768,
+    "mlp_hidden_act": "relu2",
+    "mlp_bias": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "residual_in_fp32": False,
+    "rescale_prenorm_residual": True,
+    "initializer_range": 0.02,
+    "hidden_dropout": 0.0,
+    "max_position_embeddings": 8192,
+    "num_logits_to_keep": 1,
+    "use_cache": True,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+}
+
+EAGLE_CONFIG: dict[str, Any] = {
+    "architectures": ["EagleHead"],
+    "model_type": "eagle",
+    "torch_dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": MODEL_CONFIG["hidden_size"],
+    "num_hidden_layers": 2,
+    "hybrid_override_pattern": "*-",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": MODEL_CONFIG["max_position_embeddings"],
+    "eos_token_id": EOS_ID,
+}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def save_weights(model: nn.Module, folder: Path, config: dict[str, Any]) -> None:
+    """Writes config.json and model.safetensors (bfloat16); a reader never sees half a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    partial = folder / "model.safetensors.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    os.replace(partial, folder / "model.safetensors")
+    _write_json(folder / "config.json", config)
+
+
+def save_model(model: nn.Module, folder: Path, tokenizer_folder: Path) -> None:
+    """A complete checkpoint of the language model: weights, configs and tokenizer."""
+    save_weights(model, folder, MODEL_CONFIG)
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    _write_json(folder / "generation_config.json", {**generation, "do_sample": False})
+    for name in TOKENIZER_FILES:
+        if folder.resolve() != tokenizer_folder.resolve():
+            shutil.copyfile(tokenizer_folder / name, folder / name)
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copies a folder's weights into the model, in the model's own dtype and device."""
+    weights = load_file(str(folder / "model.safetensors"))
+    model.load_state_dict(weights, strict=True)

@@ -1,0 +1,137 @@
+"""What both training scripts share: the schedule, the clock, the stop signal, the device."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+DEFAULT_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "mamba2-math-6m"
+WARM_UP = 0.02  # of the run
+LR_FLOOR = 0.005  # of the peak, at the end
+
+
+def add_arguments(parser: argparse.ArgumentParser, minutes: float, lr: float) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--minutes", type=float, default=minutes, help="length of the run")
+    parser.add_argument("--steps", type=int, help="length of the run in steps instead of minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=lr, help="peak learning rate of AdamW")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--batch-rows", type=int, help="rows of a step (GPU 64, CPU 2)")
+    parser.add_argument("--workers", type=int, help="processes that make the data")
+    parser.add_argument("--extra-data", type=Path, help="a GSM8K train.jsonl to mix in (optional)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--log-every", type=int, default=50, help="steps between lines")
+    parser.add_argument("--eval-seconds", type=float, default=60.0)
+    parser.add_argument("--save-seconds", type=float, default=120.0)
+    parser.add_argument("--eval-count", type=int, default=100, help="validation problems")
+
+
+def fill_defaults(args: argparse.Namespace) -> None:
+    """The defaults that depend on the machine."""
+    cores = len(os.sched_getaffinity(0))
+    if args.workers is None:
+        args.workers = max(1, min(12, cores - 2))
+    if args.batch_rows is None:
+        args.batch_rows = 64 if args.device.startswith("cuda") else 2
+
+
+def set_precision() -> None:
+    """Products of float32 matrices, the recurrence's, in TF32 where the GPU has it."""
+    torch.set_float32_matmul_precision("high")
+
+
+def autocast(device: str) -> torch.autocast:
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+
+
+class Progress:
+    """How far a run is, from 0 to 1: by steps when given, else by elapsed time."""
+
+    def __init__(self, minutes: float, steps: int | None) -> None:
+        self._seconds, self._steps = minutes * 60, steps
+        self._start = time.monotonic()
+        self.step = 0
+        self._stopped = False
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        print("stopping: SIGTERM", flush=True)
+        self._stopped = True
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def fraction(self) -> float:
+        done = self.step / self._steps if self._steps else self.elapsed / self._seconds
+        return min(done, 1.0)
+
+    @property
+    def done(self) -> bool:
+        return self._stopped or self.fraction >= 1.0
+
+    def restart_clock(self) -> None:
+        """The first step compiles and allocates; time counts from after it."""
+        self._start = time.monotonic()
+
+
+class Every:
+    """True once per ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+def learning_rate(peak: float, fraction: float) -> float:
+    """Linear warm-up, then linear decay to nearly nothing (arXiv 2502.15938)."""
+    if fraction < WARM_UP:
+        return peak * max(fraction, 1e-4) / WARM_UP
+    return peak * max(LR_FLOOR, (1 - fraction) / (1 - WARM_UP))
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """Weight decay on matrices only: not on norms, biases, A, D and the convolutions."""
+    decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+
+class Rescue:
+    """A copy of the weights to fall back on when the loss stops being a number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.lr_scale = 1.0
+        self.keep()
+
+    def keep(self) -> None:
+        self._copy = {k: v.detach().clone() for k, v in self._model.state_dict().items()}
+
+    def restore_if_broken(self, loss: float, optimizer: torch.optim.Optimizer) -> bool:
+        if math.isfinite(loss):
+            return False
+        self._model.load_state_dict(self._copy)
+        optimizer.state.clear()
+        self.lr_scale *= 0.5
+        print(f"loss is {loss}: back to the last good weights, lr halved", flush=True)
+        return True

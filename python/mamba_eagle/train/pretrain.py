@@ -1,0 +1,197 @@
+"""Trains the embedded 6M hybrid from nothing.
+
+``python -m mamba_eagle.train.pretrain --output DIR``: eight minutes on one H100 by default. The
+text is generated (see ``problems.py``); a GSM8K file can be mixed in with ``--extra-data``. Weights
+stay float32 with bfloat16 products on a GPU, and are rounded to bfloat16 at the end; the last lines
+printed are measured after rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.train import loop
+from mamba_eagle.train.checkpoint import MODEL_CONFIG, load_weights, save_model
+from mamba_eagle.train.context import TrainingContext
+from mamba_eagle.train.data import VALIDATION_STREAM, ProblemEncoder, Rows, RowStream
+from mamba_eagle.train.evaluate import accuracy, exact_match, make_questions
+from mamba_eagle.train.init import initialize
+from mamba_eagle.train.problems import Problem, held_out, stream
+
+QUESTION_WEIGHT = 0.2  # an answer token weighs 1: questions are mostly chance
+SHOTS = 5
+
+
+def to_device(rows: Rows, device: str) -> tuple[Tensor, Tensor]:
+    """tokens int64 and is_answer bool, both [rows, length]."""
+    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
+    marks = torch.from_numpy(rows.is_answer)
+    if device.startswith("cuda"):
+        tokens, marks = tokens.pin_memory(), marks.pin_memory()
+    return tokens.to(device, non_blocking=True), marks.to(device, non_blocking=True).bool()
+
+
+def language_loss(model: NemotronHForCausalLM, tokens: Tensor, is_answer: Tensor) -> Tensor:
+    """Weighted mean cross entropy of the next token; a token is weighted by what it belongs to."""
+    rows, length = tokens.shape
+    hidden = model(tokens.flatten(), TrainingContext(rows, length))
+    logits = model.compute_logits(hidden).view(rows, length, -1)[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    weight = QUESTION_WEIGHT + (1 - QUESTION_WEIGHT) * is_answer[:, 1:].flatten().float()
+    return (loss * weight).sum() / weight.sum()
+
+
+def compiled(function: Callable, enabled: bool) -> Callable:
+    """``torch.compile(function)``, or the function itself where compiling fails."""
+    if not enabled:
+        return function
+    fast, chosen = torch.compile(function, dynamic=False), None
+
+    def call(*args):
+        nonlocal chosen
+        if chosen is None:
+            try:
+                result = fast(*args)
+                chosen = fast
+                return result
+            except Exception as error:  # a compiler may fail in any way; the run must not
+                print(f"torch.compile failed, running without: {error!r}"[:500], flush=True)
+                chosen = function
+        return chosen(*args)
+
+    return call
+
+
+def validation_problems(seed: int, count: int) -> list[Problem]:
+    return list(itertools.islice(stream(10_000_019 * VALIDATION_STREAM + seed), count))
+
+
+def evaluate(
+    model: NemotronHForCausalLM, encoder: ProblemEncoder, problems: list[Problem], device: str
+) -> str:
+    shots = validation_problems(1, SHOTS)
+    with loop.autocast(device):
+        zero = exact_match(model, make_questions(problems, encoder))
+        few = exact_match(model, make_questions(problems, encoder, shots))
+    return f"exact match {zero:.3f}, with {SHOTS} examples {few:.3f}"
+
+
+def train(args: argparse.Namespace) -> NemotronHForCausalLM:
+    rows_ahead = min(128, max(4, args.batch_rows))
+    data = RowStream(
+        args.tokenizer, args.seed, args.length, args.workers, rows_ahead, args.extra_data
+    )
+    try:
+        return _train(args, data)
+    finally:
+        data.close()
+
+
+def _train(args: argparse.Namespace, data: RowStream) -> NemotronHForCausalLM:
+    loop.set_precision()
+    device = args.device
+    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    initialize(model, args.seed)
+    if args.init_from is not None:
+        load_weights(model, args.init_from)
+    model.to(device)
+    count = sum(p.numel() for p in model.parameters())
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    print(f"{count / 1e6:.2f} M parameters, {name}, {args.workers} data workers", flush=True)
+
+    optimizer = loop.make_optimizer(model, args.lr)
+    loss_function = compiled(language_loss, args.compile)
+    encoder = ProblemEncoder(args.tokenizer)
+    problems = validation_problems(0, args.eval_count)
+    progress = loop.Progress(args.minutes, args.steps)
+    rescue = loop.Rescue(model)
+    time_to_evaluate, time_to_save = loop.Every(args.eval_seconds), loop.Every(args.save_seconds)
+    logged_at, logged_step = time.monotonic(), 0
+
+    while not progress.done:
+        lr = loop.learning_rate(args.lr, progress.fraction) * rescue.lr_scale
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        tokens, is_answer = to_device(data.batch(args.batch_rows), device)
+        with loop.autocast(device):
+            loss = loss_function(model, tokens, is_answer)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        if progress.step == 1:
+            first = loss.item()
+            print(f"step 1 loss {first:.3f}, {progress.elapsed:.1f} s", flush=True)
+            progress.restart_clock()
+            logged_at, logged_step = time.monotonic(), 1
+        elif progress.step % args.log_every == 0:
+            value = loss.item()
+            rescue.restore_if_broken(value, optimizer)
+            now = time.monotonic()
+            steps = progress.step - logged_step
+            speed = steps * args.batch_rows * args.length / (now - logged_at)
+            print(
+                f"step {progress.step} {progress.elapsed:.0f} s loss {value:.4f} lr {lr:.2e} "
+                f"{speed / 1e3:.0f} k tok/s, waited for data {data.waited}",
+                flush=True,
+            )
+            logged_at, logged_step = now, progress.step
+            if time_to_evaluate():
+                print("validation:", evaluate(model, encoder, problems, device), flush=True)
+                rescue.keep()
+                logged_at = time.monotonic()
+            if time_to_save():
+                save_model(model, args.output, args.tokenizer)
+    return model
+
+
+def report(model: NemotronHForCausalLM, args: argparse.Namespace) -> None:
+    """Prints what the rounded model does on the held-out problems."""
+    encoder = ProblemEncoder(args.tokenizer)
+    problems = list(held_out())[: args.final_count]
+    if not problems:
+        return
+    print("held out:", evaluate(model, encoder, problems, args.device), flush=True)
+    with loop.autocast(args.device):
+        for name, shots in (("0 examples", 0), (f"{SHOTS} examples", SHOTS)):
+            start = time.monotonic()
+            questions = make_questions(problems, encoder, validation_problems(1, shots))
+            share = accuracy(model, questions, encoder)
+            seconds = time.monotonic() - start
+            print(f"held out: greedy accuracy {share:.3f}, {name}, {seconds:.0f} s", flush=True)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    loop.add_arguments(parser, minutes=8.0, lr=3e-3)
+    parser.add_argument("--tokenizer", type=Path, default=loop.DEFAULT_TOKENIZER)
+    parser.add_argument("--init-from", type=Path, help="go on from this checkpoint's weights")
+    parser.add_argument("--final-count", type=int, default=200, help="held-out problems to report")
+    args = parser.parse_args(argv)
+    loop.fill_defaults(args)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    model = train(args)
+    save_model(model, args.output, args.tokenizer)
+    load_weights(model, args.output)  # what is measured now is what was saved
+    print(f"saved {args.output}", flush=True)
+    report(model, args)
+
+
+if __name__ == "__main__":
+    main()

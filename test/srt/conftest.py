@@ -1,0 +1,27 @@
+"""Markers and limits for all tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before torch is imported. The models in tests are small: more threads would only make the
+# test process, the server it starts and pytest's neighbours wait for each other.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+# No test may look for a model or a tokenizer on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device")
+        for item in gpu_tests:
+            item.add_marker(skip)

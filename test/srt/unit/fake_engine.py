@@ -1,0 +1,160 @@
+"""The scheduler's side of the pipes in a thread: scripted tokens instead of a model.
+
+``script(request)`` gives the tokens of a request and its finish reason; ``chunk`` tokens go into
+each message. A request whose script is None stays silent until it is aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from mamba_eagle.core import FinishReason
+from mamba_eagle.message import (
+    Abort,
+    FlushCache,
+    FlushReply,
+    Generate,
+    GetState,
+    Outputs,
+    Ready,
+    RequestOutput,
+    StateReply,
+    StopAt,
+    TokenLogprob,
+)
+from mamba_eagle.message.channel import Receiver, Sender
+
+Script = Callable[[Generate], "tuple[list[int], FinishReason] | None"]
+
+
+def length_of(tokens: list[int]) -> FinishReason:
+    return FinishReason(kind="length", length=len(tokens))
+
+
+class FakeEngine:
+    def __init__(
+        self, socket_dir: str, script: Script, chunk: int = 1, vocab_size: int = 300, **ready: Any
+    ) -> None:
+        self.script = script
+        self.chunk = chunk
+        self.pause = 0.0  # seconds between messages
+        self.received: list[Any] = []
+        self._told: set[str] = set()  # whose input logprobs were sent
+        self._live: dict[str, tuple[Generate, list[int], FinishReason] | None] = {}
+        self._context = zmq.Context()
+        self._in: Receiver[Any] = Receiver(self._context, socket_dir, "to_scheduler")
+        self._out: Sender[Any] = Sender(self._context, socket_dir, "to_tokenizer")
+        self._stop = threading.Event()
+        values: dict[str, Any] = {
+            "max_kv_slots": 1000,
+            "max_checkpoints": 100,
+            "max_running_requests": 8,
+            "context_length": 64,
+            "vocab_size": vocab_size,
+            "eos_token_ids": [2],
+            "scheduler_pid": 1,
+            "runner_pid": 2,
+        }
+        self._out.send(Ready(**{**values, **ready}))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._in.close()
+        self._out.close()
+        self._context.destroy(linger=0)
+
+    def of(self, kind: type) -> list[Any]:
+        return [item for item in self.received if isinstance(item, kind)]
+
+    def wait_for(self, kind: type, count: int = 1, seconds: float = 5.0) -> list[Any]:
+        deadline = time.monotonic() + seconds
+        while len(self.of(kind)) < count and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.of(kind)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            busy = any(entry is not None for entry in self._live.values())
+            while (item := self._in.receive(timeout_ms=0 if busy else 5)) is not None:
+                self.received.append(item)
+                self._handle(item)
+                busy = True
+            if busy:
+                self._step()
+
+    def _handle(self, item: Any) -> None:
+        if isinstance(item, Generate):
+            scripted = self.script(item)
+            self._live[item.rid] = None
+            if scripted is not None:
+                tokens, finish = scripted
+                self._live[item.rid] = (item, list(tokens), finish)
+        elif isinstance(item, Abort):
+            if item.rid is None:
+                self._live.clear()
+            self._live.pop(item.rid or "", None)
+        elif isinstance(item, StopAt):
+            self._live.pop(item.rid, None)
+        elif isinstance(item, FlushCache):
+            self._out.send(FlushReply(call_id=item.call_id, ok=not self._live, message="busy"))
+        elif isinstance(item, GetState):
+            state = {"num_running_reqs": float(len(self._live)), "gen_throughput": 12.5}
+            self._out.send(StateReply(call_id=item.call_id, state=state))
+
+    def _step(self) -> None:
+        outputs = []
+        for rid, entry in list(self._live.items()):
+            if entry is None:
+                continue
+            request, tokens, finish = entry
+            now, rest = tokens[: self.chunk], tokens[self.chunk :]
+            outputs.append(
+                RequestOutput(
+                    rid=rid,
+                    token_ids=now,
+                    finish=None if rest else finish,
+                    prompt_tokens=len(request.token_ids),
+                    cached_tokens=1,
+                    verify_steps=1,
+                    accepted_drafts=len(now) - 1 if now else 0,
+                    proposed_drafts=4,
+                    queue_time=0.001,
+                    logprobs=[self._logprob(token, request) for token in now]
+                    if request.return_logprob
+                    else [],
+                    input_logprobs=self._input_logprobs(request),
+                )
+            )
+            self._live[rid] = (request, rest, finish)
+            if not rest:
+                del self._live[rid]
+        if outputs:
+            self._out.send(Outputs(outputs=outputs))
+            if self.pause:
+                time.sleep(self.pause)
+
+    def _logprob(self, token: int, request: Generate) -> TokenLogprob:
+        top = [(-0.5, token), (-1.5, 3)][: request.top_logprobs]
+        return TokenLogprob(token_id=token, logprob=-0.5, top=top)
+
+    def _input_logprobs(self, request: Generate) -> list[TokenLogprob]:
+        start = request.logprob_start
+        if start < 0 or not request.return_logprob or request.rid in self._told:
+            return []
+        self._told.add(request.rid)
+        return [
+            TokenLogprob(token_id=token, logprob=None)
+            if position == 0
+            else self._logprob(token, request)
+            for position, token in enumerate(request.token_ids)
+            if position >= start
+        ]
+

@@ -1,0 +1,294 @@
+"""A runner without a model: it executes plans on pools that remember what was written in them.
+
+It is the oracle for the scheduler and the cache. A KV slot remembers which token at which position
+was written to it, a checkpoint slot which tokens its state stands for; before anything is read,
+it is compared with what the request needs. Its "model" is a hash of the token prefix, so a text
+depends on the prompt and the seed alone; any use of a wrong slot shows as an AssertionError.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import (
+    DecodeBatch,
+    DecodeResult,
+    Generate,
+    Plan,
+    PrefillItem,
+    PrefillResult,
+    RequestOutput,
+    RunnerReady,
+    StepResult,
+    TokenLogprob,
+)
+from mamba_eagle.scheduler.scheduler import Scheduler
+
+VOCAB = 50
+EOS = 7
+
+
+def noise(*values: object) -> int:
+    return crc32(repr(values).encode())
+
+
+def next_token(prefix: tuple[int, ...], sampling: SamplingParams, num_output: int) -> int:
+    """The model: depends on prefix and seed only. Before min_new_tokens it never stops."""
+    token = noise(prefix, sampling.seed) % VOCAB
+    stops = sampling.stop_tokens((EOS,))
+    while num_output < sampling.min_new_tokens and token in stops:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_text(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """What a request gives that is served alone, a token at a time, without any cache."""
+    tokens: list[int] = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_new_tokens:
+        tokens.append(next_token(tuple(tokens), sampling, len(tokens) - len(prompt)))
+        if tokens[-1] in sampling.stop_tokens((EOS,)):
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Slot:
+    """A request as the runner sees it."""
+
+    checkpoint: int
+    sampling: SamplingParams
+    output_start: int
+    tokens: list[int]  # known tokens; the last is not run once prefill is over
+    table: list[int] = field(default_factory=list)  # KV slots of run tokens
+    folded: int = 0
+    decoding: bool = False
+    ended: bool = False
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.output_start
+
+
+class FakeRunner:
+    """``rows``: tokens a request can run before its checkpoint must follow (a fold)."""
+
+    def __init__(self, kv_slots: int, checkpoints: int, requests: int, context: int, rows: int = 9):
+        self.ready = RunnerReady(
+            max_kv_slots=kv_slots,
+            max_checkpoints=checkpoints,
+            max_running_requests=requests,
+            context_length=context,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+            pid=0,
+        )
+        self.rows = rows
+        self.kv: list[tuple[int, int] | None] = [None] * kv_slots  # (token, position)
+        self.checkpoints: list[tuple[int, ...] | None] = [None] * checkpoints
+        self.slots: dict[int, Slot] = {}
+        self.last_step = 0
+        self.prefilled_tokens = 0
+
+    # ── one step ─────────────────────────────────────────────────────────────────────────────
+
+    def execute(self, plan: Plan) -> StepResult:
+        assert plan.step == self.last_step + 1, "plans must be numbered in order"
+        self.last_step = plan.step
+        assert plan.releases or plan.prefill or plan.decode, "an empty plan"
+        for release in plan.releases:
+            self._release(release.slot, release.fold_to)
+        written: list[int] = []
+        for item in plan.prefill:
+            written += item.kv_slots + [item.checkpoint] * 0
+        if plan.decode is not None:
+            written += [kv for nodes in plan.decode.kv_slots for kv in nodes]
+        assert len(written) == len(set(written)), "a KV slot is written twice in one step"
+        saved = [save.checkpoint for item in plan.prefill for save in item.saves]
+        saved += [slot.checkpoint for slot in self.slots.values()]
+        saved += [item.checkpoint for item in plan.prefill if item.is_first]
+        assert len(saved) == len(set(saved)), "a checkpoint slot has two writers"
+        read = {item.load_from for item in plan.prefill if item.is_first}
+        assert not read & set(saved), "a checkpoint is read and written in one step"
+        # A real runner runs all prompts of a step as one pass: none may build on another's.
+        fresh = set(written)
+        for item in plan.prefill:
+            assert not fresh & set(item.prefix_kv_slots), "prefix KV is written in the same step"
+        prefill = [self._prefill(item) for item in plan.prefill]
+        decode = self._decode(plan.decode) if plan.decode is not None else []
+        return StepResult(step=plan.step, prefill=prefill, decode=decode)
+
+    def _release(self, slot_id: int, fold_to: int) -> None:
+        slot = self.slots.pop(slot_id)
+        if fold_to >= 0:
+            assert slot.decoding, "only a request that has finished its prompt can be folded"
+            self._check(slot)
+            assert slot.folded <= fold_to <= len(slot.table)
+            self.checkpoints[slot.checkpoint] = tuple(slot.tokens[:fold_to])
+
+    def _check(self, slot: Slot) -> None:
+        """All that the request stands on is still there."""
+        for position, kv in enumerate(slot.table):
+            assert self.kv[kv] == (slot.tokens[position], position), (
+                f"KV slot {kv} should hold token {slot.tokens[position]} of position {position}, "
+                f"but holds {self.kv[kv]}"
+            )
+        state = self.checkpoints[slot.checkpoint]
+        assert state == tuple(slot.tokens[: slot.folded]), "S0 is not the request's own"
+
+    def _prefill(self, item: PrefillItem) -> PrefillResult:
+        assert len(item.token_ids) == len(item.kv_slots) > 0
+        if item.is_first:
+            slot = self._start(item)
+        else:
+            slot = self.slots[item.slot]
+            assert slot.checkpoint == item.checkpoint and not slot.decoding
+        assert item.start == len(slot.table) == len(slot.tokens)
+        self._check(slot)
+        for token, kv in zip(item.token_ids, item.kv_slots):
+            self.kv[kv] = (token, len(slot.tokens))
+            slot.tokens.append(token)
+            slot.table.append(kv)
+        self.prefilled_tokens += len(item.token_ids)
+        end, before = len(slot.tokens), item.start
+        for save in item.saves:
+            assert before < save.position <= end, "saves must increase within the chunk"
+            before = save.position
+            self.checkpoints[save.checkpoint] = tuple(slot.tokens[: save.position])
+        slot.folded = end
+        self.checkpoints[slot.checkpoint] = tuple(slot.tokens)
+        result = PrefillResult()
+        if item.logprob_start >= 0:
+            assert item.start <= item.logprob_start < end
+            result.input_logprobs = [
+                TokenLogprob(slot.tokens[position], -float(position))
+                for position in range(item.logprob_start, end)
+            ]
+        if item.is_last:
+            slot.decoding = True
+            if slot.sampling.max_new_tokens > 0:
+                self._emit(slot)
+                result.token = slot.tokens[-1]
+            else:
+                slot.ended = True
+                result.token = 3
+        return result
+
+    def _start(self, item: PrefillItem) -> Slot:
+        assert item.slot not in self.slots, f"request slot {item.slot} is taken"
+        assert item.sampling is not None
+        prefix: tuple[int, ...] = ()
+        if item.load_from >= 0:
+            state = self.checkpoints[item.load_from]
+            assert state is not None and len(state) == item.start
+            prefix = state
+        assert len(item.prefix_kv_slots) == item.start == len(prefix)
+        slot = Slot(
+            checkpoint=item.checkpoint,
+            sampling=item.sampling,
+            output_start=item.output_start,
+            tokens=list(prefix),
+            table=list(item.prefix_kv_slots),
+            folded=item.start,
+        )
+        if item.sampling.needs_history:
+            assert item.history == slot.tokens
+        self.checkpoints[item.checkpoint] = prefix
+        self.slots[item.slot] = slot
+        return slot
+
+    # ── decode ───────────────────────────────────────────────────────────────────────────────
+
+    def _emit(self, slot: Slot) -> None:
+        token = next_token(tuple(slot.tokens), slot.sampling, slot.num_output)
+        slot.tokens.append(token)
+        is_stop = token in slot.sampling.stop_tokens((EOS,))
+        slot.ended = is_stop or slot.num_output >= slot.sampling.max_new_tokens
+
+    def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
+        assert len(batch.slots) == len(set(batch.slots)) == len(batch.kv_slots)
+        return [
+            self._walk(self.slots[slot], batch, kv)
+            for slot, kv in zip(batch.slots, batch.kv_slots)
+        ]
+
+    def _walk(self, slot: Slot, batch: DecodeBatch, kv_slots: list[int]) -> DecodeResult:
+        """Accepts some path of the tree: which one depends on the prefix alone."""
+        assert slot.decoding and len(kv_slots) == batch.shape.nodes
+        for kv in kv_slots:
+            self.kv[kv] = None  # rejected drafts are garbage
+        self._check(slot)
+        if slot.ended:
+            return DecodeResult(folded=slot.folded)
+        luck = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
+        drafts = luck.randint(0, min(batch.shape.steps, batch.shape.nodes - 1))
+        path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
+        tokens, nodes = [], []
+        for node in path:
+            self.kv[kv_slots[node]] = (slot.tokens[-1], len(slot.table))
+            slot.table.append(kv_slots[node])
+            nodes.append(node)
+            self._emit(slot)
+            tokens.append(slot.tokens[-1])
+            if slot.ended:
+                break
+        if len(slot.table) - slot.folded > self.rows:
+            slot.folded = len(slot.table)
+            self.checkpoints[slot.checkpoint] = tuple(slot.tokens[: slot.folded])
+        return DecodeResult(tokens=tokens, nodes=nodes, folded=slot.folded)
+
+
+class Server:
+    """Scheduler and fake runner with results as late as the overlap allows; checks the books
+    after every step."""
+
+    def __init__(self, config, runner: FakeRunner, luck: random.Random | None = None) -> None:
+        self.scheduler = Scheduler(config, runner.ready)
+        self.runner = runner
+        self.luck = luck
+        self.plans: deque[Plan] = deque()
+        self.texts: dict[str, list[int]] = {}
+        self.last: dict[str, RequestOutput] = {}
+        self.input_logprobs: dict[str, list[TokenLogprob]] = {}
+
+    def take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            before = self.last.get(output.rid)
+            assert before is None or before.finish is None, "an output after the end"
+            self.texts.setdefault(output.rid, []).extend(output.token_ids)
+            self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+            self.last[output.rid] = output
+
+    def add(self, rid: str, prompt: list[int], sampling: SamplingParams, **rest) -> None:
+        generate = Generate(rid=rid, token_ids=prompt, sampling=sampling, **rest)
+        self.take(self.scheduler.add(generate))
+
+    def step(self) -> None:
+        """Plans all that may be planned, then takes one result."""
+        while (plan := self.scheduler.plan()) is not None:
+            self.plans.append(plan)
+            self.scheduler.check_integrity()
+            if self.luck is not None and self.luck.random() < 0.3:
+                break
+        if self.plans:
+            result = self.runner.execute(self.plans.popleft())
+            self.take(self.scheduler.process(result))
+            self.scheduler.check_integrity()
+
+    def finish(self, most_steps: int = 20000) -> None:
+        """Serves until nothing is left to do, then checks that nothing is held."""
+        for _ in range(most_steps):
+            if self.scheduler.idle:
+                break
+            self.step()
+        assert self.scheduler.idle, "requests are stuck: " + repr(self.scheduler.state())
+        self.scheduler.check_integrity()
+        pools, cache = self.scheduler.pools, self.scheduler.pools.cache
+        assert pools.kv.num_free + cache.num_kv == pools.kv.total
+        assert cache.evictable_kv == cache.num_kv
+        assert pools.checkpoints.num_free + cache.num_checkpoints == pools.checkpoints.total
+        assert pools.requests.num_free == pools.requests.total
+        assert not self.runner.slots

@@ -1,0 +1,107 @@
+"""The HTTP application over the fake engine, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+import zmq
+from fake_engine import FakeEngine, Script, length_of
+from fastapi import FastAPI
+from tiny_tokenizer import byte_level, spell
+
+from mamba_eagle.config import ServerConfig
+from mamba_eagle.message import Generate
+from mamba_eagle.message.channel import make_socket_dir, remove_socket_dir
+from mamba_eagle.metrics import Recorder
+from mamba_eagle.server.http import make_app
+from mamba_eagle.server.state import ServerState
+from mamba_eagle.tokenizer.manager import TokenizerManager
+
+TOKENIZER = byte_level()
+
+
+def says(text: str) -> Script:
+    """Each request gets this text, cut at its max_new_tokens."""
+
+    def script(request: Generate) -> Any:
+        tokens = spell(text)[: request.sampling.max_new_tokens]
+        return tokens, length_of(tokens)
+
+    return script
+
+
+def silent(request: Generate) -> None:
+    return None
+
+
+@dataclass
+class Harness:
+    app: FastAPI
+    client: httpx.AsyncClient
+    engine: FakeEngine
+    manager: TokenizerManager
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The stream's objects; the last line must be [DONE]."""
+        response = await self.client.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = response.text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script, chunk: int = 1, tokenizer: Any = TOKENIZER, **settings: Any
+) -> AsyncIterator[Harness]:
+    config = ServerConfig(model_path="tiny", **settings)
+    socket_dir = make_socket_dir()
+    context = zmq.Context()
+    recorder = Recorder("tiny")
+    manager = TokenizerManager(config, context, socket_dir, recorder)
+    manager.tokenizer = tokenizer
+    engine = FakeEngine(socket_dir, script, chunk)
+    await asyncio.wait_for(manager.ready, 5)
+    app = make_app(ServerState(config, manager, recorder))
+    transport = httpx.ASGITransport(app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield Harness(app, client, engine, manager)
+    finally:
+        engine.close()
+        manager.close()
+        context.destroy(linger=0)
+        remove_socket_dir(socket_dir)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """The application behind real connections, for what a client sees of them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        task = asyncio.ensure_future(server._serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            async with httpx.AsyncClient(base_url=url) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            await task
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))

@@ -1,0 +1,205 @@
+"""The in-process driver and bench_one_batch's lines, with a runner that makes up its tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from mamba_eagle import bench_one_batch
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
+from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
+
+
+class CountingRunner:
+    """Request i's output is 1000 i, 1000 i + 1, …; with a tree, it accepts 1, 2, … nodes in turn.
+
+    Checks the protocol: which slots may be written, and that no two requests share one.
+    """
+
+    def __init__(self, config: EngineConfig, max_kv_slots: int = 0, eos: int = -1) -> None:
+        self.config = config
+        self.ready = RunnerReady(
+            max_kv_slots=max_kv_slots or config.max_total_tokens,
+            max_checkpoints=config.max_mamba_cache_size,
+            max_running_requests=config.max_running_requests,
+            context_length=4096,
+            vocab_size=100,
+            eos_token_ids=[eos],
+            pid=0,
+        )
+        self.plans: list[Plan] = []
+        self.made: dict[int, int] = {}  # request slot: tokens so far
+        self.limit: dict[int, int] = {}
+        self.prompt: dict[int, list[int]] = {}
+        self.held: dict[int, set[int]] = {}  # request slot: its KV slots
+
+    def execute(self, plan: Plan) -> StepResult:
+        self.plans.append(plan)
+        for release in plan.releases:
+            assert self.made.pop(release.slot) == self.limit[release.slot]
+            del self.held[release.slot]
+        return StepResult(
+            step=plan.step,
+            prefill=[self.prefill(item) for item in plan.prefill],
+            decode=self.decode(plan.decode) if plan.decode else [],
+        )
+
+    def take(self, slot: int, kv_slots: list[int]) -> None:
+        new = set(kv_slots)
+        assert len(new) == len(kv_slots) and max(new) < self.ready.max_kv_slots
+        assert not any(new & held for held in self.held.values())
+        self.held.setdefault(slot, set()).update(new)
+
+    def prefill(self, item) -> PrefillResult:
+        if item.is_first:
+            assert item.start == 0 and item.load_from == -1 and item.slot not in self.made
+            self.prompt[item.slot] = []
+            self.limit[item.slot] = item.sampling.max_new_tokens
+            if not item.sampling.ignore_eos:  # the only other thing that ends a request here
+                self.limit[item.slot] = self.ready.eos_token_ids[0] - 1000 * item.slot + 1
+        assert item.start == len(self.prompt[item.slot])
+        self.prompt[item.slot] += item.token_ids
+        assert len(item.kv_slots) == len(item.token_ids)
+        self.take(item.slot, item.kv_slots)
+        if not item.is_last:
+            return PrefillResult()
+        self.made[item.slot] = 1
+        return PrefillResult(token=1000 * item.slot)
+
+    def decode(self, batch) -> list[DecodeResult]:
+        results = []
+        for slot, kv_slots in zip(batch.slots, batch.kv_slots):
+            assert len(kv_slots) == batch.shape.nodes
+            self.take(slot, kv_slots)
+            accepted = 1 + len(self.plans) % batch.shape.nodes
+            accepted = min(accepted, self.limit[slot] - self.made[slot])
+            nodes = [0, *range(batch.shape.nodes - accepted + 1, batch.shape.nodes)]
+            self.held[slot] -= {kv_slots[n] for n in range(batch.shape.nodes) if n not in nodes}
+            first = 1000 * slot + self.made[slot]
+            self.made[slot] += accepted
+            results.append(DecodeResult(tokens=list(range(first, first + accepted)), nodes=nodes))
+        return results
+
+
+PLAIN = EngineConfig(speculative_algorithm="NONE", load_format="dummy")
+TREE = EngineConfig(
+    speculative_algorithm="EAGLE",
+    load_format="dummy",
+    speculative_num_steps=3,
+    speculative_eagle_topk=2,
+    speculative_num_draft_tokens=6,
+)
+
+
+@pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
+def test_driver_makes_each_request_its_tokens(config: EngineConfig) -> None:
+    config = sized_for(config, batch_size=3, total_tokens=9 + 20)
+    runner = CountingRunner(config)
+    driver = InProcessDriver(runner, config)
+    prompts = [[1, 2, 3], [4] * 9, [5]]
+    for _ in range(2):  # a second batch finds every slot free again
+        made = driver.generate(prompts, greedy(20))
+        assert made.tokens == [[1000 * slot + k for k in range(20)] for slot in range(3)]
+        assert runner.prompt == dict(enumerate(prompts))
+        assert runner.made == {} and runner.held == {}  # all were released
+    assert made.prompt_tokens == 13 and made.output_tokens == 60
+    assert sum(made.step_tokens) == 57  # the first token of each comes from prefill
+    assert sum(n * count for n, count in made.accept_lengths.items()) == 57
+    assert [plan.step for plan in runner.plans] == list(range(1, len(runner.plans) + 1))
+    if config.tree_shape == TreeShape():
+        assert made.accept_length == 1.0 and made.step_requests == [3] * 19
+    else:
+        assert made.accept_length > 2
+
+
+def test_driver_cuts_prompts_into_chunks() -> None:
+    config = sized_for(EngineConfig(speculative_algorithm="NONE", chunked_prefill_size=4), 2, 20)
+    runner = CountingRunner(config)
+    InProcessDriver(runner, config).generate([list(range(6)), list(range(5))], greedy(1))
+    chunks = [
+        [(item.slot, item.start, item.token_ids, item.is_first, item.is_last) for item in p.prefill]
+        for p in runner.plans
+    ]
+    assert chunks == [
+        [(0, 0, [0, 1, 2, 3], True, False)],
+        [(0, 4, [4, 5], False, True), (1, 0, [0, 1], True, False)],
+        [(1, 2, [2, 3, 4], False, True)],
+        [],  # both are released
+    ]
+    assert all(item.sampling is None for p in runner.plans for item in p.prefill if item.start)
+
+
+def test_driver_stops_at_stop_tokens() -> None:
+    config = sized_for(PLAIN, 1, 30)
+    runner = CountingRunner(config, eos=4)
+    driver = InProcessDriver(runner, config)
+    stopping = SamplingParams(max_new_tokens=8, temperature=0.0)
+    assert driver.generate([[1]], stopping).tokens == [[0, 1, 2, 3, 4]]
+    assert runner.made == {}
+    assert driver.generate([[1]], greedy(8)).tokens == [list(range(8))]  # ignores it
+
+
+def test_driver_refuses_what_does_not_fit() -> None:
+    config = sized_for(PLAIN, batch_size=2, total_tokens=10)
+    driver = InProcessDriver(CountingRunner(config), config)
+    with pytest.raises(ValueError, match="3 prompts: the runner holds 2"):
+        driver.generate([[1]] * 3, greedy(1))
+    with pytest.raises(ValueError, match="empty prompt"):
+        driver.generate([[1], []], greedy(1))
+    with pytest.raises(ValueError, match="needs 28 KV slots, the runner has 22"):
+        driver.generate([[1] * 6] * 2, greedy(7))
+    with pytest.raises(ValueError, match="max_new_tokens 0"):
+        driver.generate([[1]], greedy(0))
+
+
+@pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
+def test_lines_other_tools_parse(config, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(
+        bench_one_batch, "make_driver", lambda c: InProcessDriver(CountingRunner(c), c)
+    )
+    monkeypatch.setattr(EngineConfig, "resolved", lambda self: config)
+    results = tmp_path / "results.jsonl"
+    bench_one_batch.main(
+        f"--batch-size 1 2 --input-len 6 --output-len 16 --result-filename {results}".split()
+    )
+    text = capsys.readouterr().out
+    seconds, rate = r"latency: *\d+\.\d{5} s", r"throughput: *\d+\.\d{2} token/s"
+    assert len(re.findall(rf"^Prefill\. {seconds}, {rate}$", text, re.M)) == 2
+    for i in range(3):
+        assert re.search(rf"^Decode {i}\. Batch size: 2, {seconds}, {rate}$", text, re.M)
+    assert len(re.findall(rf"^Decode\.  median {seconds}, median {rate}$", text, re.M)) == 2
+    assert len(re.findall(rf"^Total\. latency: *\d+\.\d{{3}} s, {rate}$", text, re.M)) == 2
+    assert "Decode 5." not in text
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [record["batch_size"] for record in records] == [1, 2]
+    for record in records:
+        assert record["input_len"] == 6 and record["output_len"] == 16
+        assert record["run_name"] == "default"
+        for key in (
+            "prefill_latency",
+            "prefill_throughput",
+            "median_decode_latency",
+            "median_decode_throughput",
+            "total_latency",
+            "overall_throughput",
+        ):
+            assert record[key] > 0
+        assert (record["accept_length"] == 1) == (config is PLAIN)
+
+
+def test_prompts_have_the_wanted_length() -> None:
+    config = EngineConfig(load_format="dummy")
+    ids = bench_one_batch.synthetic_prompts(config, vocab_size=50, batch_size=3, length=20)
+    assert [len(prompt) for prompt in ids] == [20] * 3
+    assert all(0 <= token < 50 for prompt in ids for token in prompt)
+
+
+def test_bad_flags_are_named() -> None:
+    with pytest.raises(SystemExit):
+        bench_one_batch.main(["--batch-size", "0"])
+    with pytest.raises(SystemExit, match="--chunked-prefill-size 0: must be 1 or more"):
+        bench_one_batch.main(["--chunked-prefill-size", "0"])

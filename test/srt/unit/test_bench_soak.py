@@ -1,0 +1,94 @@
+"""benchmark/soak.py must notice what it is there to notice."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+PATH = Path(__file__).resolve().parents[3] / "benchmark" / "soak.py"
+IDLE = {
+    "num_running_reqs": 0,
+    "num_queue_reqs": 0,
+    "num_free_kv_slots": 60,
+    "num_cached_tokens": 40,
+    "num_free_checkpoints": 5,
+    "num_cached_checkpoints": 3,
+    "max_mamba_cache_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def soak():
+    spec = importlib.util.spec_from_file_location("soak", PATH)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.IDLE_TIMEOUT = 0.3
+    return module
+
+
+def run_soak(soak, state: dict, text_of=lambda prompt, call: " #### 1"):
+    """A short soak of a scripted server whose idle state is ``state``."""
+    calls = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal calls
+        if request.url.path == "/server_info":
+            info = {"max_total_num_tokens": 100, "internal_states": [{**IDLE, **state}]}
+            return httpx.Response(200, json=info)
+        if request.url.path == "/abort_request":
+            return httpx.Response(200)
+        calls += 1
+        body = json.loads(request.content)
+        meta = {"id": body["rid"], "completion_tokens": 3, "finish_reason": {"type": "stop"}}
+        reply = {"text": text_of(body["text"], calls), "meta_info": meta}
+        return httpx.Response(200, text=f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n")
+
+    args = argparse.Namespace(
+        seed=0,
+        prompts=4,
+        clients=4,
+        seconds=0.2,
+        abort_rate=0.3,
+        max_new_tokens=8,
+        allow_different_texts=False,
+    )
+
+    async def run():
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(base_url="http://test", transport=transport) as client:
+            load = soak.Soak(args, client)
+            await load.run()
+        return load
+
+    return asyncio.run(run())
+
+
+def test_a_clean_server_passes(soak) -> None:
+    load = run_soak(soak, {})
+    assert load.problems == []
+    assert load.outcomes["finished"] > 0 and load.outcomes["disconnected"] > 0
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"num_running_reqs": 1}, "num_running_reqs is 1"),
+        ({"num_queue_reqs": 2}, "num_queue_reqs is 2"),
+        ({"num_free_kv_slots": 59}, "num_free_kv_slots 59"),
+        ({"num_cached_checkpoints": 2}, "num_cached_checkpoints 2"),
+    ],
+)
+def test_leaks_are_found(soak, state: dict, problem: str) -> None:
+    assert any(problem in text for text in run_soak(soak, state).problems)
+
+
+def test_changing_texts_are_found(soak) -> None:
+    load = run_soak(soak, {}, text_of=lambda prompt, call: f" #### {call}")
+    assert any("differs from the first answer" in text for text in load.problems)

@@ -1,0 +1,259 @@
+"""The training scripts run, and what they save is what they trained: small, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.train import eagle, loop, pretrain
+from mamba_eagle.train.checkpoint import EAGLE_CONFIG, MODEL_CONFIG, load_weights
+from mamba_eagle.train.context import TrainingContext
+from mamba_eagle.train.data import ProblemEncoder, Rows, RowStream, make_block
+from mamba_eagle.train.evaluate import Question, exact_match, greedy, last_integer, make_questions
+from mamba_eagle.train.init import initialize
+from mamba_eagle.train.problems import document, generate, held_out
+from mamba_eagle.train.tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
+
+LENGTH = 96
+SMALL = ["--batch-rows", "2", "--length", str(LENGTH), "--workers", "1", "--device", "cpu"]
+OFTEN = ["--log-every", "1", "--eval-seconds", "0", "--save-seconds", "0", "--eval-count", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = (document(**problem) for problem in generate(0, 4000))
+    save_tokenizer(train_tokenizer(texts, vocab_size=1024), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """Three training steps."""
+    output = tmp_path_factory.mktemp("model")
+    arguments = ["--output", str(output), "--steps", "3", "--final-count", "0", *SMALL, *OFTEN]
+    pretrain.main([*arguments, "--tokenizer", str(tokenizer_folder)])
+    return output
+
+
+def load(folder: Path) -> NemotronHForCausalLM:
+    model = NemotronHForCausalLM(ModelConfig.from_pretrained(folder)).float()
+    load_weights(model, folder)
+    return model
+
+
+# --- tokenizer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["fresh", "shipped"])
+def test_tokenizer_round_trips_any_text(folder: str, tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = tokenizer_folder if folder == "fresh" else loop.DEFAULT_TOKENIZER
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if folder == "shipped":
+        assert len(tokenizer) == VOCAB_SIZE
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    for text in ["Question: 1234 + 5?", " é 漢字 🙂\t\n\n x  y ", "Hello , it 's <<2*3=6>>6", ""]:
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids) == text
+        assert not {0, 1, 2} & set(ids)
+    assert len(tokenizer("7315").input_ids) == 4  # one token a digit
+
+
+def test_chat_template_is_the_prompt_form(tokenizer_folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    turns = [
+        {"role": "user", "content": "q1"},
+        {"role": "assistant", "content": "a1"},
+        {"role": "user", "content": "q2"},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == f"{document('q1', 'a1')}\n\nQuestion: q2\nAnswer:"
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def test_pieces_join_to_the_tokens_of_the_whole_text(tokenizer_folder: Path) -> None:
+    encoder = ProblemEncoder(tokenizer_folder)
+    texts = [(p["question"], p["answer"]) for p in generate(1, 40)]
+    encoded = encoder.encode(texts)
+    for (first, second), pair in zip(zip(texts, texts[1:]), zip(encoded, encoded[1:])):
+        whole = document(*first) + "\n\n" + document(*second)
+        joined = [*pair[0].prompt, *pair[0].answer, *encoder.blank_line]
+        joined += [*pair[1].prompt, *pair[1].answer]
+        assert encoder._tokenizer.encode(whole).ids == joined
+
+
+def test_rows_begin_with_a_document_and_mark_answers(tokenizer_folder: Path) -> None:
+    encoder = ProblemEncoder(tokenizer_folder)
+    rows = make_block(encoder, seed=3, index=0, length=512, rows=16)
+    assert rows.tokens.shape == rows.is_answer.shape == (16, 512)
+    for tokens, marks in zip(rows.tokens.tolist(), rows.is_answer.tolist()):
+        assert encoder.decode(tokens[:3]).startswith("Question")
+        assert all(marks[t] for t, token in enumerate(tokens) if token == EOS_ID)
+    answers = [t for t, m in zip(rows.tokens[0].tolist(), rows.is_answer[0].tolist()) if m]
+    text = encoder.decode(answers)
+    assert "####" in text and "Question" not in text
+
+
+def test_row_stream_does_not_depend_on_the_number_of_workers(tokenizer_folder: Path) -> None:
+    batches: list[Rows] = []
+    for workers in (1, 2):
+        rows = RowStream(tokenizer_folder, 0, 64, workers, rows_per_block=4)
+        try:
+            batches.append(Rows(*map(np.concatenate, zip(*(rows.batch(3) for _ in range(4))))))
+        finally:
+            rows.close()
+    np.testing.assert_array_equal(batches[0].tokens, batches[1].tokens)
+    np.testing.assert_array_equal(batches[0].is_answer, batches[1].is_answer)
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def test_training_context_equals_full_sequence_context() -> None:
+    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    initialize(model, seed=0)
+    tokens = torch.randint(3, VOCAB_SIZE, (2 * 80,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens, FullSequenceContext(2, 80))
+        torch.testing.assert_close(
+            model(tokens, TrainingContext(2, 80)), expected, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_initialization_is_complete_and_deterministic() -> None:
+    config = ModelConfig.from_dict(MODEL_CONFIG)
+    models = [NemotronHForCausalLM(config).float() for _ in range(2)]
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
+        initialize(model, seed=1)
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters()):
+        assert torch.isfinite(a).all(), name
+        assert torch.equal(a, b), name
+    assert sum(p.numel() for p in models[0].parameters()) == pytest.approx(5.8e6, rel=0.01)
+
+
+def test_a_few_steps_on_one_batch_lower_the_loss(tokenizer_folder: Path) -> None:
+    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    initialize(model, seed=0)
+    optimizer = loop.make_optimizer(model, 1e-3)
+    rows = make_block(ProblemEncoder(tokenizer_folder), 0, 0, LENGTH, 2)
+    losses = []
+    for _ in range(5):
+        loss = pretrain.language_loss(model, *pretrain.to_device(rows, "cpu"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(np.log(VOCAB_SIZE), abs=0.5)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_saved_model_gives_equal_logits_in_transformers(checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    text = "\n\n".join(document(p.question, p.answer) for p in held_out()[:2])
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :150]  # more than two chunks
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ours = load(checkpoint)
+    with torch.no_grad():
+        expected = theirs(ids, logits_to_keep=0).logits[0]
+        hidden = ours(ids[0], FullSequenceContext(1, ids.shape[1]))
+        torch.testing.assert_close(ours.compute_logits(hidden), expected, atol=1e-4, rtol=1e-4)
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["hybrid_override_pattern"] == "M-M*M-M-M*M-"
+    assert json.loads((checkpoint / "generation_config.json").read_text())["eos_token_id"] == EOS_ID
+
+
+def test_exact_match_is_greedy_text_equal_to_the_reference(
+    checkpoint: Path, tokenizer_folder: Path
+) -> None:
+    model = load(checkpoint)
+    encoder = ProblemEncoder(tokenizer_folder)
+    asked = make_questions(held_out()[:2], encoder)
+    written = greedy(model, asked, max_tokens=5)
+    own = [Question(q.prompt, answer) for q, answer in zip(asked, written)]
+    assert exact_match(model, own) == 1.0
+    assert exact_match(model, [own[0]._replace(answer=[*own[0].answer[:-1], 7])]) == 0.0
+
+
+def test_last_integer_reads_a_worked_answer() -> None:
+    assert last_integer("so 3 * 4 = <<3*4=12>>12 left.\n#### 1,012") == "1012"
+    assert last_integer("none") is None
+
+
+def test_rescue_returns_to_the_last_good_weights() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rescue = loop.Rescue(model)
+    good = model.weight.detach().clone()
+    model.weight.data.fill_(float("nan"))
+    assert not rescue.restore_if_broken(1.0, optimizer)
+    assert rescue.restore_if_broken(float("nan"), optimizer)
+    assert torch.equal(model.weight, good) and rescue.lr_scale == 0.5
+
+
+# --- the draft head ------------------------------------------------------------------------------
+
+
+def test_unrolled_step_equals_drafting_one_token_at_a_time() -> None:
+    """Step j at position p is what a drafter computes j guesses after the last true feature."""
+    target = ModelConfig.from_dict(MODEL_CONFIG)
+    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG), target).float()
+    initialize(head, seed=0)
+    length, steps = 12, 4
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(1, length, target.hidden_size, generator=generator)
+    features = torch.randn(1, length, target.hidden_size, generator=generator)
+    with torch.no_grad():
+        unrolled = eagle.unroll(head, embeddings, features, steps)
+        for begin in range(1, length - steps):  # the first entry of the draft, a true feature
+            given = eagle.shift(features, 1)[0, : begin + 1]
+            for j in range(steps):
+                p = begin + j
+                drafted = head(embeddings[0, : p + 1], given, FullSequenceContext(1, p + 1))[-1]
+                torch.testing.assert_close(unrolled[j][0, p], drafted, atol=1e-5, rtol=1e-4)
+                given = torch.cat([given, drafted[None]])
+
+
+def test_eagle_script_saves_a_loadable_head(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--target", str(checkpoint), "--output", str(tmp_path), "--steps", "2"]
+    eagle.main([*arguments, *SMALL, *OFTEN])
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert config.architecture == "EagleHead" and config.blocks == ("attention", "mlp")
+    head = EagleHead(config, ModelConfig.from_pretrained(checkpoint)).float()
+    load_weights(head, tmp_path)
+    assert all(torch.isfinite(p).all() for p in head.parameters())
+
+
+def test_acceptance_counts_a_depth_only_after_all_before_it(checkpoint: Path) -> None:
+    target = load(checkpoint)
+    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG), target.config).float()
+    initialize(head, seed=0)
+    rows = make_block(ProblemEncoder(checkpoint), 0, 0, LENGTH, 2)
+    measured = eagle.measure_acceptance(head, target, *pretrain.to_device(rows, "cpu"))
+    assert all(a >= b for a, b in zip(measured.by_depth, measured.by_depth[1:]))
+    assert measured.length == pytest.approx(sum(measured.by_depth))
