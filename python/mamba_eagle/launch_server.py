@@ -17,9 +17,9 @@ def _stop_before_start(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Serves until told to stop; gives the exit code."""
-    parser = argparse.ArgumentParser(prog=program, description="Serve a model over HTTP.")
+    parser = argparse.ArgumentParser(description="Serve a model over HTTP.")
     add_arguments(parser, ServerConfig)
     config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(argv))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -27,11 +27,15 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     from mamba_eagle.server.launch import launch  # slow to import, and --help is not to wait
 
     try:
-        return launch(config)
+        code = launch(config)
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         return 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is tidied. Threads may still be importing, which must not delay a stop during the start.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.radix import NoCache, PrefixCache, RadixCache
+from mamba_eagle.cache.base import NoCache, PrefixCache
+from mamba_eagle.cache.radix import RadixCache
 
 
 class Pools:

@@ -37,10 +37,12 @@ class Mamba2Mixer(nn.Module):
         self.norm = GatedGroupRMSNorm(inner, config.num_groups, norm_eps)
         self.out_proj = Linear(inner, hidden_size)
         self._decay_rate: Tensor | None = None
+        self._dt_bias: Tensor | None = None
 
     def prepare(self) -> None:
         """Derive what inference reads at each step, once, after the weights are there."""
         self._decay_rate = -torch.exp(self.A_log.detach().float())
+        self._dt_bias = self.dt_bias.detach().float()
 
     def decay_rate(self) -> Tensor:
         """A [H], float32, negative."""
@@ -48,7 +50,8 @@ class Mamba2Mixer(nn.Module):
 
     def step_size(self, dt: Tensor) -> Tensor:
         """``clamp(softplus(dt + dt_bias))``: dt [..., H] raw -> float32."""
-        dt = F.softplus(dt.float() + self.dt_bias.float())
+        bias = self.dt_bias.float() if self._dt_bias is None else self._dt_bias
+        dt = F.softplus(dt.float() + bias)
         low, high = self.config.time_step_limit
         return dt if low <= 0.0 and high == float("inf") else dt.clamp(low, high)
 

@@ -25,16 +25,15 @@ class DecodeManager:
         One without KV slots skips the step. If nothing on its way will free any, returns the
         youngest running request, to be retracted; it has no row.
         """
-        short = False
         for request in sorted(running, key=lambda request: request.order):
             if not request.decodable:
                 continue
             kv_slots = self.pools.take_kv(self.shape.nodes)
             if kv_slots is None:
-                short = True
+                step.short_of_kv = True
                 break
             step.rows.append(Row(request, kv_slots))
-        if short and not self._slots_are_coming(running, in_flight):
+        if step.short_of_kv and not self._slots_are_coming(running, in_flight):
             return max(running, key=lambda request: request.order)
         return None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from mamba_eagle.cache.base import Match, common_prefix
 from mamba_eagle.cache.pools import Pools
-from mamba_eagle.cache.radix import Match, common_prefix
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import CheckpointSave, PrefillItem
 from mamba_eagle.scheduler.request import Request
@@ -60,7 +60,7 @@ class PrefillManager:
                 budget -= self._cut(request, budget, step)
         admitted: list[Request] = []
         for request in self._in_order()[:LOOK_AHEAD]:
-            if budget <= 0 or self.pools.requests.num_free == 0:
+            if step.short_of_kv or budget <= 0 or self.pools.requests.num_free == 0:
                 break
             match = self.pools.cache.match(request.to_prefill, request.hit_limit)
             if self._prefix_is_coming(request, match):
@@ -100,7 +100,9 @@ class PrefillManager:
         pools, cache = self.pools, self.pools.cache
         cache.lock(match.node)
         fresh = len(request.to_prefill) - match.position
-        if pools.available_kv < fresh + (2 + num_running) * self.nodes:
+        # Its replayed tokens are in the tree already, and locked there when it has run them.
+        replayed = match.length - match.position if num_running else 0
+        if pools.available_kv < fresh + replayed + (2 + num_running) * self.nodes:
             cache.unlock(match.node)
             return False
         checkpoint = pools.take_checkpoint(keep=step.reads | {match.checkpoint})

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from mamba_eagle.cache.base import Match, Node, as_tokens
 from mamba_eagle.cache.pools import Pools
-from mamba_eagle.cache.radix import Match, Node, as_tokens
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, Release, RequestOutput, TokenLogprob
 
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def prefill_sent(self) -> bool:
-        return self.inserted == len(self.to_prefill)
+        return self.inserted >= len(self.to_prefill)
 
     @property
     def all_planned(self) -> bool:

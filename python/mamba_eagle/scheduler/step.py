@@ -29,6 +29,7 @@ class Step:
     releases: list[Release] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    short_of_kv: bool = False  # a running request has to skip it for want of KV slots
     reads: set[int] = field(default_factory=set)  # checkpoints that its prefill starts from
 
     @property

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-TERMINATE_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
+TERMINATE_AFTER = 2.5  # seconds between SIGTERM and SIGKILL; all is to end within 5
 
 
 class Child:

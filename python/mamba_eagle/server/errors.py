@@ -24,7 +24,8 @@ class RequestError(Exception):
         self, message: str, status: int = 400, param: str | None = None, retry_after: int = 0
     ) -> None:
         super().__init__(message)
-        self.message = message
+        # A value that it shows may hold half of a surrogate pair, which cannot be sent.
+        self.message = message.encode("utf-8", "backslashreplace").decode()
         self.status = status
         self.param = param
         self.retry_after = retry_after

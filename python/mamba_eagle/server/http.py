@@ -151,8 +151,8 @@ async def server_info(request: Request) -> Response:
     }
     return json_response(
         {
-            **engine.details,
             **arguments,
+            **engine.details,  # what the engine made of "auto"
             "served_model_name": state.model_name,
             "version": __version__,
             "uptime": time.time() - state.started,

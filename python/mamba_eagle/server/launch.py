@@ -17,9 +17,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import uvicorn
 import zmq
@@ -36,6 +37,9 @@ from mamba_eagle.tokenizer.text import TextTokenizer
 
 # Open requests have been answered by then; what is left are clients that do not read.
 CLOSE_CONNECTIONS_AFTER = 1
+
+
+T = TypeVar("T")
 
 
 class Ending(NamedTuple):
@@ -135,6 +139,30 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Like asyncio.to_thread, but the end of the loop does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
 class _Launch:
     def __init__(self, config: ServerConfig, http_socket: socket.socket, socket_dir: str) -> None:
         self.config = config
@@ -197,9 +225,7 @@ class _Launch:
     async def _until_ready(self) -> bool:
         """Loads the tokenizer while the engine loads the model; False: there was an Ending."""
         if not self.config.skip_tokenizer_init:
-            load = asyncio.ensure_future(
-                asyncio.to_thread(TextTokenizer.load, self.config.tokenizer_path)
-            )
+            load = _in_thread(lambda: TextTokenizer.load(self.config.tokenizer_path))
             if await self._ended_before(load):
                 return False
             if (error := load.exception()) is not None:

@@ -19,7 +19,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 _PATTERN = "M-M*M-M-M*M-"
 _BLOCK_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 
-# Time_step_min is 0 because transformers clamps dt to it in its chunked scan and not in decode;
+# time_step_min is next to nothing because transformers clamps dt to it in its chunked scan and not
+# in decode, and not 0 because transformers takes its logarithm when it initializes a model.
 # time_step_limit is left at its default, [0, inf], which plain JSON cannot say.
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],

@@ -9,10 +9,12 @@ Block ``i`` of the stream depends on the seed and ``i`` only, not on the number 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import queue
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -135,12 +137,27 @@ def _work(
     rows: int,
     extra_path: Path | None,
 ) -> None:
+    # A handler inherited from the parent would keep terminate() from ending this process, and
+    # Ctrl-C reaches it too: ending is the parent's decision alone.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
     encoder = ProblemEncoder(tokenizer_folder)
     extra = read_records(extra_path) if extra_path else []
-    index = worker
-    while True:
-        output.put(make_block(encoder, seed, index, length, rows, extra))
-        index += workers
+    for index in itertools.count(worker, workers):
+        if os.getppid() != parent:
+            os._exit(1)  # orphaned; a normal exit would wait for a reader of the queue
+        block = make_block(encoder, seed, index, length, rows, extra)
+        while os.getppid() == parent and not _put(output, block):
+            pass
+
+
+def _put(output: multiprocessing.Queue, block: Rows) -> bool:
+    try:
+        output.put(block, timeout=5)
+    except queue.Full:
+        return False
+    return True
 
 
 class RowStream:

@@ -12,7 +12,6 @@ The text is the generator's, the same distribution that the target was trained o
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -225,50 +224,21 @@ def _train(args: argparse.Namespace, data: RowStream) -> tuple[EagleHead, Nemotr
     count = sum(p.numel() for p in head.parameters())
     print(f"draft head of {count / 1e6:.2f} M parameters on {device}", flush=True)
 
-    optimizer = loop.make_optimizer(head, args.lr)
     loss_function = compiled(draft_loss, args.compile)
     validation = validation_rows(args)
-    progress = loop.Progress(args.minutes, args.steps)
-    rescue = loop.Rescue(head)
-    time_to_evaluate, time_to_save = loop.Every(args.eval_seconds), loop.Every(args.save_seconds)
-    logged_at, logged_step = time.monotonic(), 0
 
-    while not progress.done:
-        lr = loop.learning_rate(args.lr, progress.fraction) * rescue.lr_scale
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+    def compute_loss() -> Tensor:
         tokens, is_answer = to_device(data.batch(args.batch_rows), device)
-        with loop.autocast(device):
-            taught = ask_target(target, tokens)
-            loss = loss_function(head, target, taught, is_answer)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.step += 1
-        if progress.step == 1:
-            print(f"step 1 loss {loss.item():.3f}, {progress.elapsed:.1f} s", flush=True)
-            progress.restart_clock()
-            logged_at, logged_step = time.monotonic(), 1
-        elif progress.step % args.log_every == 0:
-            value = loss.item()
-            rescue.restore_if_broken(value, optimizer)
-            now = time.monotonic()
-            steps = progress.step - logged_step
-            speed = steps * args.batch_rows * args.length / (now - logged_at)
-            print(
-                f"step {progress.step} {progress.elapsed:.0f} s loss {value:.4f} lr {lr:.2e} "
-                f"{speed / 1e3:.0f} k tok/s, waited for data {data.waited}",
-                flush=True,
-            )
-            logged_at, logged_step = now, progress.step
-            if time_to_evaluate():
-                with loop.autocast(device):
-                    print("validation:", measure_acceptance(head, target, *validation), flush=True)
-                rescue.keep()
-                logged_at = time.monotonic()
-            if time_to_save():
-                save_weights(head, args.output, config)
+        return loss_function(head, target, ask_target(target, tokens), is_answer)
+
+    loop.run(
+        args,
+        head,
+        data,
+        compute_loss,
+        evaluate=lambda: str(measure_acceptance(head, target, *validation)),
+        save=lambda: save_weights(head, args.output, config),
+    )
     return head, target
 
 

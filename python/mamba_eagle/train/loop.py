@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from mamba_eagle.train.data import RowStream
 
 DEFAULT_TOKENIZER = Path(__file__).resolve().parent.parent / "assets" / "mamba2-math-6m"
 WARM_UP = 0.02  # of the run
@@ -62,7 +66,15 @@ class Progress:
         self._start = time.monotonic()
         self.step = 0
         self._stopped = False
-        signal.signal(signal.SIGTERM, self._stop)
+
+    @contextlib.contextmanager
+    def stop_on_sigterm(self) -> Iterator[None]:
+        """Inside, SIGTERM ends the run after the current step, and the model is saved."""
+        before = signal.signal(signal.SIGTERM, self._stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _stop(self, *_: object) -> None:
         print("stopping: SIGTERM", flush=True)
@@ -135,3 +147,60 @@ class Rescue:
         self.lr_scale *= 0.5
         print(f"loss is {loss}: back to the last good weights, lr halved", flush=True)
         return True
+
+
+def run(
+    args: argparse.Namespace,
+    model: nn.Module,
+    data: RowStream,
+    compute_loss: Callable[[], Tensor],
+    evaluate: Callable[[], str],
+    save: Callable[[], None],
+) -> None:
+    """Trains ``model`` until the time or the steps of ``args`` are over, or SIGTERM.
+
+    Args:
+        compute_loss: fetches a batch and returns its loss; called under autocast.
+        evaluate: what to print every ``--eval-seconds``; called under autocast, without gradient.
+        save: writes the checkpoint, every ``--save-seconds``. The last save is the caller's.
+    """
+    optimizer = make_optimizer(model, args.lr)
+    progress = Progress(args.minutes, args.steps)
+    rescue = Rescue(model)
+    time_to_evaluate, time_to_save = Every(args.eval_seconds), Every(args.save_seconds)
+    logged_at, logged_step = time.monotonic(), 0
+
+    with progress.stop_on_sigterm():
+        while not progress.done:
+            lr = learning_rate(args.lr, progress.fraction) * rescue.lr_scale
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            with autocast(args.device):
+                loss = compute_loss()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            progress.step += 1
+            if progress.step == 1:
+                print(f"step 1 loss {loss.item():.3f}, {progress.elapsed:.1f} s", flush=True)
+                progress.restart_clock()
+                logged_at, logged_step = time.monotonic(), 1
+            elif progress.step % args.log_every == 0:
+                value = loss.item()  # waits for the GPU, so the speed below is true
+                now = time.monotonic()
+                tokens = (progress.step - logged_step) * args.batch_rows * args.length
+                print(
+                    f"step {progress.step} {progress.elapsed:.0f} s loss {value:.4f} lr {lr:.2e} "
+                    f"{tokens / (now - logged_at) / 1e3:.0f} k tok/s, "
+                    f"waited for data {data.waited}",
+                    flush=True,
+                )
+                rescue.restore_if_broken(value, optimizer)
+                if time_to_evaluate():
+                    with autocast(args.device), torch.no_grad():
+                        print("validation:", evaluate(), flush=True)
+                    rescue.keep()
+                if time_to_save():
+                    save()
+                logged_at, logged_step = time.monotonic(), progress.step

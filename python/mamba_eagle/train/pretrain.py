@@ -77,13 +77,10 @@ def validation_problems(seed: int, count: int) -> list[Problem]:
     return list(itertools.islice(stream(10_000_019 * VALIDATION_STREAM + seed), count))
 
 
-def evaluate(
-    model: NemotronHForCausalLM, encoder: ProblemEncoder, problems: list[Problem], device: str
-) -> str:
+def evaluate(model: NemotronHForCausalLM, encoder: ProblemEncoder, problems: list[Problem]) -> str:
     shots = validation_problems(1, SHOTS)
-    with loop.autocast(device):
-        zero = exact_match(model, make_questions(problems, encoder))
-        few = exact_match(model, make_questions(problems, encoder, shots))
+    zero = exact_match(model, make_questions(problems, encoder))
+    few = exact_match(model, make_questions(problems, encoder, shots))
     return f"exact match {zero:.3f}, with {SHOTS} examples {few:.3f}"
 
 
@@ -110,50 +107,17 @@ def _train(args: argparse.Namespace, data: RowStream) -> NemotronHForCausalLM:
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
     print(f"{count / 1e6:.2f} M parameters, {name}, {args.workers} data workers", flush=True)
 
-    optimizer = loop.make_optimizer(model, args.lr)
     loss_function = compiled(language_loss, args.compile)
     encoder = ProblemEncoder(args.tokenizer)
     problems = validation_problems(0, args.eval_count)
-    progress = loop.Progress(args.minutes, args.steps)
-    rescue = loop.Rescue(model)
-    time_to_evaluate, time_to_save = loop.Every(args.eval_seconds), loop.Every(args.save_seconds)
-    logged_at, logged_step = time.monotonic(), 0
-
-    while not progress.done:
-        lr = loop.learning_rate(args.lr, progress.fraction) * rescue.lr_scale
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        tokens, is_answer = to_device(data.batch(args.batch_rows), device)
-        with loop.autocast(device):
-            loss = loss_function(model, tokens, is_answer)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.step += 1
-        if progress.step == 1:
-            first = loss.item()
-            print(f"step 1 loss {first:.3f}, {progress.elapsed:.1f} s", flush=True)
-            progress.restart_clock()
-            logged_at, logged_step = time.monotonic(), 1
-        elif progress.step % args.log_every == 0:
-            value = loss.item()
-            rescue.restore_if_broken(value, optimizer)
-            now = time.monotonic()
-            steps = progress.step - logged_step
-            speed = steps * args.batch_rows * args.length / (now - logged_at)
-            print(
-                f"step {progress.step} {progress.elapsed:.0f} s loss {value:.4f} lr {lr:.2e} "
-                f"{speed / 1e3:.0f} k tok/s, waited for data {data.waited}",
-                flush=True,
-            )
-            logged_at, logged_step = now, progress.step
-            if time_to_evaluate():
-                print("validation:", evaluate(model, encoder, problems, device), flush=True)
-                rescue.keep()
-                logged_at = time.monotonic()
-            if time_to_save():
-                save_model(model, args.output, args.tokenizer)
+    loop.run(
+        args,
+        model,
+        data,
+        compute_loss=lambda: loss_function(model, *to_device(data.batch(args.batch_rows), device)),
+        evaluate=lambda: evaluate(model, encoder, problems),
+        save=lambda: save_model(model, args.output, args.tokenizer),
+    )
     return model
 
 
@@ -163,8 +127,8 @@ def report(model: NemotronHForCausalLM, args: argparse.Namespace) -> None:
     problems = list(held_out())[: args.final_count]
     if not problems:
         return
-    print("held out:", evaluate(model, encoder, problems, args.device), flush=True)
     with loop.autocast(args.device):
+        print("held out:", evaluate(model, encoder, problems), flush=True)
         for name, shots in (("0 examples", 0), (f"{SHOTS} examples", SHOTS)):
             start = time.monotonic()
             questions = make_questions(problems, encoder, validation_problems(1, shots))

@@ -157,4 +157,3 @@ class FakeEngine:
             for position, token in enumerate(request.token_ids)
             if position >= start
         ]
-

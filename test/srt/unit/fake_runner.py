@@ -103,7 +103,7 @@ class FakeRunner:
             self._release(release.slot, release.fold_to)
         written: list[int] = []
         for item in plan.prefill:
-            written += item.kv_slots + [item.checkpoint] * 0
+            written += item.kv_slots
         if plan.decode is not None:
             written += [kv for nodes in plan.decode.kv_slots for kv in nodes]
         assert len(written) == len(set(written)), "a KV slot is written twice in one step"
@@ -211,8 +211,7 @@ class FakeRunner:
     def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
         assert len(batch.slots) == len(set(batch.slots)) == len(batch.kv_slots)
         return [
-            self._walk(self.slots[slot], batch, kv)
-            for slot, kv in zip(batch.slots, batch.kv_slots)
+            self._walk(self.slots[slot], batch, kv) for slot, kv in zip(batch.slots, batch.kv_slots)
         ]
 
     def _walk(self, slot: Slot, batch: DecodeBatch, kv_slots: list[int]) -> DecodeResult:

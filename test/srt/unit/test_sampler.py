@@ -217,18 +217,22 @@ def test_how_many_are_ordered_first_changes_nothing(
 ) -> None:
     """The CPU's short cut: whatever it tries first, the same tokens are kept."""
     torch.manual_seed(0)
-    logits = torch.randn(4, 400, 300) * 4
+    logits = torch.randn(4, 200, 300) * 4
     temperature = torch.tensor([1.0, 1.0, 0.8, 1.5]).view(4, 1, 1)
     top_k = torch.tensor([300, 10, 5, 300]).view(4, 1, 1)
     top_p = torch.tensor([0.9, 0.9, 2.0, 0.02]).view(4, 1, 1)
-    expected = _keep_best(logits, temperature, top_k, top_p, width=300)
+
+    def kept(rows: list[int], nodes: slice, width: int) -> torch.Tensor:
+        return _keep_best(logits[rows, nodes], temperature[rows], top_k[rows], top_p[rows], width)
+
+    expected = kept([0, 1, 2, 3], slice(None), width=300)
     monkeypatch.setattr("mamba_eagle.runner.sampler.FIRST_TRY", tries)
-    assert torch.equal(_keep_best(logits, temperature, top_k, top_p, width=300), expected)
-    for row in range(4):
-        here = slice(row, row + 1)
-        width = int(top_k[row])
-        alone = _keep_best(logits[here], temperature[here], top_k[here], top_p[here], width)
-        assert torch.equal(alone, expected[here])
+    for rows in ([0, 1, 2, 3], [1, 3], [0], [1], [2], [3]):
+        width = int(top_k[rows].max())
+        assert torch.equal(kept(rows, slice(None), width), expected[rows])
+        for node in range(200):  # one alone is often complete at the first try
+            here = slice(node, node + 1)
+            assert torch.equal(kept(rows, here, width), expected[rows, here])
 
 
 MIXED = [
@@ -506,12 +510,15 @@ def test_nothing_waits_for_the_device_and_tokens_equal_the_cpu() -> None:
     ]
     expected = one_step(SamplingState(batch, vocab, (EOS,), "cpu"), inputs)
     state = SamplingState(batch, vocab, (EOS,), "cuda")
+    limited = [slot for slot in slots if MIXED[slot].top_k > 1]  # without a top-p beside them
     moved = [tensor.cuda() for tensor in inputs]
     one_step(state, moved)  # compiles, allocates
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         got = one_step(state, moved)
+        positions = torch.arange(12, device="cuda").expand(len(limited), -1)
+        sample(state, limited, moved[4][: len(limited)], positions, None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for on_gpu, on_cpu in zip(got, expected):

@@ -127,7 +127,8 @@ def test_aborts_and_stops_at_any_moment_free_all(seed):
     luck = random.Random(seed)
     pool = luck.choice(list(POOLS.values()))
     settings = luck.choice([{}, {"disable_overlap_schedule": True}, {"disable_radix_cache": True}])
-    server = Server(config(**luck.choice(list(SHAPES.values())), **settings), FakeRunner(*pool, 400), luck)
+    settings.update(luck.choice(list(SHAPES.values())))
+    server = Server(config(**settings), FakeRunner(*pool, 400), luck)
     wanted, stopped = {}, {}
     for i, prompt in enumerate(prompts(luck, 60)):
         sampling = sampling_of(luck)
@@ -213,3 +214,54 @@ def test_input_logprobs_come_once_and_whole_whatever_is_cached():
         assert [each.token_id for each in server.input_logprobs[rid]] == list(positions)
         if start >= 0:
             assert server.last[rid].cached_tokens <= max(start - 1, 0)
+
+
+@pytest.mark.parametrize("seed", [197, *range(10)])  # 197: a retraction once went on for ever
+def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
+    """Invariants 4, 6 and 7, for pools that just hold the largest request."""
+    luck = random.Random(seed)
+    nodes = luck.choice([1, 2, 6, 8])
+    shape = {"speculative_algorithm": "NONE"}
+    if nodes > 1:
+        shape = {
+            **TREE,
+            "speculative_num_draft_tokens": nodes,
+            "speculative_num_steps": max(1, min(nodes - 1, luck.randint(1, 4))),
+            "speculative_eagle_topk": luck.choice([1, 2, 3]),
+        }
+    settings = config(
+        **shape,
+        chunked_prefill_size=luck.choice([1, 5, 16, 32, 200]),
+        mamba_checkpoint_interval=luck.choice([0, 4, 16]),
+        disable_overlap_schedule=luck.random() < 0.3,
+        disable_radix_cache=luck.random() < 0.15,
+        schedule_policy=luck.choice(["fcfs", "lpm"]),
+    )
+    pool = [luck.choice(s) for s in ([115, 130, 160, 300, 2000], [1, 2, 3, 5, 9, 40], [1, 2, 4, 8])]
+    server = Server(settings, FakeRunner(*pool, 400, rows=luck.choice([0, 4, 9, 30])), luck)
+    wanted, stopped = {}, {}
+    for i, prompt in enumerate(prompts(luck, 30)):
+        sampling, rid = sampling_of(luck), f"r{i}"
+        wanted[rid] = expected_text(prompt, sampling)
+        start = luck.choice([-1, -1, luck.randrange(len(prompt))])
+        server.add(rid, prompt, sampling, return_logprob=start >= 0, logprob_start=start)
+        if luck.random() < 0.5:
+            for _ in range(luck.choice([1, 3, 10])):
+                server.step()
+        other = f"r{luck.randint(0, i)}"
+        if luck.random() < 0.1:
+            server.take(server.scheduler.abort(other))
+        elif luck.random() < 0.2 and server.texts.get(other):
+            kept = luck.randint(0, len(server.texts[other]))
+            outputs = server.scheduler.stop_at(other, kept, "stop")
+            stopped.update({other: kept} if outputs else {})
+            server.take(outputs)
+    server.finish()
+    for rid, text in wanted.items():
+        finish = server.last[rid].finish
+        if finish.kind == "abort":
+            assert finish.message == "aborted"
+        elif rid in stopped:
+            assert server.last[rid].completion_tokens == stopped[rid]
+        else:
+            assert server.texts[rid] == text

@@ -52,7 +52,10 @@ def test_stop_string_is_told_to_the_engine(chunk: int) -> None:
             reply = (await server.post("/generate", **body)).json()
             assert reply["text"] == "one"
             assert reply["meta_info"]["completion_tokens"] == 13
-            assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": "\n\nQuestion"}
+            assert reply["meta_info"]["finish_reason"] == {
+                "type": "stop",
+                "matched": "\n\nQuestion",
+            }
             if chunk < 100:  # else the engine had finished by itself
                 (stop,) = server.engine.wait_for(StopAt)
                 assert (stop.num_tokens, stop.matched) == (13, "\n\nQuestion")
@@ -218,9 +221,8 @@ def test_abort_is_exact_and_parents_end_their_samples() -> None:
             assert not tasks[1].done()
             await server.post("/abort_request", abort_all=True)
             assert (await tasks[1]).status_code == 200
-            sent = {item.rid: item for item in server.engine.of(Generate)}
             aborted = [item.rid for item in server.engine.wait_for(Abort, 5)]
-            assert sorted(aborted) == sorted(sent)
+            assert sorted(aborted) == sorted(item.rid for item in server.engine.of(Generate))
 
     run(test())
 
@@ -233,7 +235,7 @@ def test_live_rid_is_refused_and_free_again_later() -> None:
                 await asyncio.sleep(0.005)
             reply = await server.post("/generate", text="x", rid="same")
             assert reply.status_code == 400
-            assert 'rid = ' in reply.json()["error"]["message"]
+            assert "rid = " in reply.json()["error"]["message"]
             await server.post("/abort_request", rid="same")
             await task
             server.engine.script = says("ok")
@@ -254,7 +256,7 @@ def test_client_that_leaves_aborts_its_samples(stream: bool) -> None:
             left = time.monotonic()
             while server.manager.num_live:
                 await asyncio.sleep(0.001)
-            assert time.monotonic() - left < 0.2
+            assert time.monotonic() - left < 1
             assert len(server.engine.wait_for(Abort, 2)) == 2
 
     run(test())
@@ -307,7 +309,8 @@ def test_engine_death_mid_stream_is_an_event() -> None:
         async with serving(says("x" * 60)) as server:
             server.engine.pause = 0.02
             task = asyncio.ensure_future(server.events("/generate", text="x"))
-            await asyncio.sleep(0.1)
+            while not any(sample.told for sample in server.manager._samples.values()):
+                await asyncio.sleep(0.005)
             server.manager.fail("gone")
             events = await task
             assert events[-1]["error"]["message"] == "gone"

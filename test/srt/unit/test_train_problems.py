@@ -6,7 +6,6 @@ import json
 import random
 import re
 from itertools import islice
-from pathlib import Path
 
 import pytest
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +100,7 @@ def test_pieces_join_to_the_tokens_of_the_whole_text(tokenizer_folder: Path) -> 
     encoder = ProblemEncoder(tokenizer_folder)
     texts = [(p["question"], p["answer"]) for p in generate(1, 40)]
     encoded = encoder.encode(texts)
-    for (first, second), pair in zip(zip(texts, texts[1:]), zip(encoded, encoded[1:])):
+    for (first, second), pair in zip(pairwise(texts), pairwise(encoded)):
         whole = document(*first) + "\n\n" + document(*second)
         joined = [*pair[0].prompt, *pair[0].answer, *encoder.blank_line]
         joined += [*pair[1].prompt, *pair[1].answer]
@@ -126,6 +129,18 @@ def test_row_stream_does_not_depend_on_the_number_of_workers(tokenizer_folder: P
             rows.close()
     np.testing.assert_array_equal(batches[0].tokens, batches[1].tokens)
     np.testing.assert_array_equal(batches[0].is_answer, batches[1].is_answer)
+
+
+def test_row_stream_ends_when_the_parent_ignores_sigterm(tokenizer_folder: Path) -> None:
+    """A handler inherited by the workers once kept close() waiting for them for ever."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        rows = RowStream(tokenizer_folder, 0, 64, workers=1, rows_per_block=2)
+        rows.batch(2)
+        rows.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not any(process.is_alive() for process in rows._processes)
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -203,6 +218,30 @@ def test_exact_match_is_greedy_text_equal_to_the_reference(
 def test_last_integer_reads_a_worked_answer() -> None:
     assert last_integer("so 3 * 4 = <<3*4=12>>12 left.\n#### 1,012") == "1012"
     assert last_integer("none") is None
+
+
+def test_transformers_can_initialize_from_the_config(checkpoint: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_sigterm_ends_a_run_and_nothing_else() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    progress = loop.Progress(minutes=60, steps=None)
+    with progress.stop_on_sigterm():
+        assert not progress.done
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert progress.done
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:
+    rates = [loop.learning_rate(1.0, fraction / 100) for fraction in range(101)]
+    peak = rates.index(max(rates))
+    assert peak == 2 and rates[:3] == sorted(rates[:3])
+    assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] <= 0.01
 
 
 def test_rescue_returns_to_the_last_good_weights() -> None:

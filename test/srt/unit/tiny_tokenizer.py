@@ -29,7 +29,9 @@ def byte_level(merged: tuple[str, ...] = ()) -> TextTokenizer:
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(token, special=True) for token in ("<pad>", "<s>", "</s>")])
+    inner.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<pad>", "<s>", "</s>")]
+    )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
@@ -42,7 +44,9 @@ def metaspace() -> TextTokenizer:
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁Hello": 3, "▁world": 4, "!": 5}
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    inner = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
     inner.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -51,7 +55,9 @@ def metaspace() -> TextTokenizer:
             decoders.Strip(content=" ", left=1),
         ]
     )
-    inner.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
+    inner.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")]
+    )
     return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
 
 

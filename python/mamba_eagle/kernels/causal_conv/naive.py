@@ -1,4 +1,8 @@
-"""Depthwise causal convolution of Mamba2, in readable torch."""
+"""Depthwise causal convolution of Mamba2, in readable torch.
+
+Sums in float32, rounded once to the dtype of the inputs: every token's x and B pass through here,
+and what is lost here is lost in the state.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,10 @@ def causal_conv(
     width = weight.shape[1]
     if history is None:
         history = x.new_zeros(x.shape[0], width - 1, x.shape[2])
-    padded = torch.cat([history.to(x.dtype), x], dim=1).transpose(1, 2)
-    out = F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0])
-    return F.silu(out).transpose(1, 2)
+    padded = torch.cat([history.float(), x.float()], dim=1).transpose(1, 2)
+    bias = None if bias is None else bias.float()
+    out = F.conv1d(padded, weight[:, None].float(), bias, groups=weight.shape[0])
+    return F.silu(out).transpose(1, 2).to(x.dtype)
 
 
 def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -34,5 +39,5 @@ def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) ->
         weight: [K, channels], that is, transposed.
     Returns: [n, channels].
     """
-    out = (windows * weight).sum(1)
-    return F.silu(out if bias is None else out + bias)
+    out = (windows.float() * weight.float()).sum(1)
+    return F.silu(out if bias is None else out + bias.float()).to(windows.dtype)

@@ -1,0 +1,180 @@
+"""Three processes start together and end together, whichever of them ends first."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import RunningServer, is_running, need_weights
+
+from mamba_eagle.config import EMBEDDED_MODEL
+
+pytestmark = pytest.mark.e2e
+
+# The lifetime of a server does not depend on what it serves; this starts fastest.
+FLAGS = ("--speculative-algorithm", "NONE")
+ENDLESS = {"text": "Hello", "sampling_params": {"max_new_tokens": 8000, "ignore_eos": True}}
+Start = Callable[..., RunningServer]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Servers that may end in a test; not waited for."""
+    need_weights(EMBEDDED_MODEL)
+    started: list[RunningServer] = []
+
+    def start(*flags: str, port: int = 0, temporary: str = "") -> RunningServer:
+        started.append(RunningServer(*(flags or FLAGS), port=port, temporary=temporary))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def assert_all_ended(server: RunningServer) -> None:
+    pids = server.pids()
+    assert set(pids) == {"server", "scheduler", "runner"}
+    deadline = time.monotonic() + 2
+    while any(map(is_running, pids.values())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [role for role, pid in pids.items() if is_running(pid)] == []
+    assert server.leftovers() == []
+    assert "Traceback" not in server.output, server.output
+
+
+class OpenRequests:
+    """A plain request and a stream that are being served."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.client = httpx.Client(base_url=server.base_url, timeout=30)
+        self.pool = concurrent.futures.ThreadPoolExecutor()
+        self.streaming = False
+        self.plain = self.pool.submit(self.client.post, "/generate", json=ENDLESS)
+        self.stream = self.pool.submit(self._stream)
+        deadline = time.monotonic() + 20
+        while not self.streaming and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _stream(self) -> str:
+        text = ""
+        with self.client.stream("POST", "/generate", json={**ENDLESS, "stream": True}) as reply:
+            for piece in reply.iter_text():
+                text = (text + piece)[-2000:]
+                self.streaming = True
+        return text
+
+    def assert_errors(self, status: int, word: str) -> None:
+        reply = self.plain.result(10)
+        assert reply.status_code == status
+        assert word in reply.json()["error"]["message"]
+        tail = self.stream.result(10)
+        assert '"error"' in tail and word in tail and "[DONE]" in tail
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["sigterm", "ctrl-c"])
+def test_requested_stop_is_clean(start: Start, to_group: bool) -> None:
+    server = start().wait_until_ready()
+    requests = OpenRequests(server)
+    begin = time.monotonic()
+    if to_group:  # a terminal sends Ctrl-C to every process
+        os.killpg(server.process.pid, signal.SIGINT)
+    else:
+        server.process.send_signal(signal.SIGTERM)
+    assert server.wait(6) == 0
+    assert time.monotonic() - begin < 5
+    requests.assert_errors(503, "shutting down")
+    assert_all_ended(server)
+
+
+@pytest.mark.parametrize("role", ["scheduler", "runner"])
+def test_killed_child_ends_everything(start: Start, role: str) -> None:
+    server = start().wait_until_ready()
+    requests = OpenRequests(server)
+    begin = time.monotonic()
+    os.kill(server.pids()[role], signal.SIGKILL)
+    assert server.wait(6) == 1
+    assert time.monotonic() - begin < 5
+    requests.assert_errors(500, f"the {role} process")
+    assert f"the {role} process (pid {server.pids()[role]}) was killed by SIGKILL" in server.output
+    assert_all_ended(server)
+
+
+def test_killed_server_leaves_no_process_and_the_next_one_tidies(start: Start) -> None:
+    server = start().wait_until_ready()
+    server.process.kill()
+    server.wait(5)
+    deadline = time.monotonic() + 3
+    while any(map(is_running, server.pids().values())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_running, server.pids().values()))
+    (left,) = server.leftovers()
+    successor = start(temporary=server.temporary)
+    successor.wait_for_output("runner process")
+    assert left not in server.leftovers()
+    successor.process.send_signal(signal.SIGTERM)
+    assert successor.wait(6) == 0
+
+
+def test_frozen_child_is_killed_in_time(start: Start) -> None:
+    server = start().wait_until_ready()
+    os.kill(server.pids()["runner"], signal.SIGSTOP)
+    begin = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(8) == 0
+    assert time.monotonic() - begin < 5
+    assert_all_ended(server)
+
+
+def test_stop_while_loading(start: Start) -> None:
+    server = start()
+    server.wait_for_output("runner process")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(6) == 0
+    assert_all_ended(server)
+
+
+def test_port_in_use_is_said_before_anything_starts(start: Start) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        server = start(port=port)
+        assert server.wait(20) == 1
+    assert str(port) in server.output and "--port" in server.output
+    assert "Traceback" not in server.output
+    assert server.pids() == {}
+    assert server.leftovers() == []
+
+
+def test_all_bad_settings_are_listed(start: Start) -> None:
+    server = start("--max-running-requests", "0", "--stream-interval", "0", "--port", "99999")
+    assert server.wait(20) == 2
+    lines = server.output.splitlines()
+    for flag in ("--max-running-requests 0", "--stream-interval 0", "--port 99999"):
+        assert any(line.startswith(flag) for line in lines), server.output
+    assert "Traceback" not in server.output
+
+
+def test_missing_model_is_a_clear_error(start: Start) -> None:
+    server = start("--model-path", "/no/such/folder")
+    assert server.wait(20) == 2
+    assert "--model-path /no/such/folder" in server.output
+
+
+def test_broken_model_ends_with_the_runners_last_words(start: Start, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
+    (tmp_path / "config.json").write_text("{}")
+    server = start("--model-path", str(tmp_path), *FLAGS)
+    assert server.wait(60) != 0
+    assert "the runner process" in server.output
+    assert "ended with exit code" in server.output
+    assert_all_ended(server)

@@ -1,0 +1,276 @@
+"""Drives a VerifyScheme without a model: random layer inputs, random trees, random accepts.
+
+Beside it runs the plain recurrence in float64, token by token, for every node of every tree: what
+the scheme must equal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.models.loader import random_weights
+from mamba_eagle.runner.pools import CheckpointPool, RequestTable
+from mamba_eagle.runner.verify import VERIFY_SCHEMES, VerifyScheme
+from mamba_eagle.spec.accept import Truncated
+from mamba_eagle.spec.tree import Tree, ancestor_matrix
+
+HIDDEN = 8
+CPU = torch.device("cpu")
+
+
+def mamba_config(conv_kernel: int = 4, **sizes: int) -> Mamba2Config:
+    """Few numbers, none of them alike: 4 heads of 6 in 2 groups, states of 5."""
+    values = {"num_heads": 4, "head_dim": 6, "state_size": 5, "num_groups": 2, **sizes}
+    return Mamba2Config(
+        conv_kernel=conv_kernel,
+        conv_bias=True,
+        time_step_limit=(0.0, float("inf")),
+        chunk_size=16,
+        **values,
+    )
+
+
+def random_mixer(config: Mamba2Config, index: int, seed: int) -> Mamba2Mixer:
+    layer = Mamba2Mixer(config, HIDDEN, 1e-5, index)
+    random_weights(layer, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for part in (layer.conv1d.weight, layer.conv1d.bias, layer.D):
+            part.copy_(0.5 * torch.randn(part.shape, generator=generator))
+        layer.dt_bias.copy_(4 * torch.rand(config.num_heads, generator=generator) - 4)
+    return layer.requires_grad_(False)
+
+
+class Sequence(NamedTuple):
+    """What one Mamba2 layer remembers of a sequence, in float64."""
+
+    state: Tensor  # [H, P, N]
+    history: Tensor  # [K-1, conv_dim], raw convolution inputs, oldest first
+
+    def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
+        """One more token: xbc [conv_dim] and dt [H], raw. Also its output y [H, P]."""
+        c = layer.config
+        window = torch.cat([self.history, xbc.double()[None]])
+        mixed = (window * layer.conv1d.weight.double()[:, 0].t()).sum(0) + layer.conv1d.bias
+        x, B, C = layer.split_xbc(mixed * torch.sigmoid(mixed))
+        step = torch.log1p(torch.exp(dt.double() + layer.dt_bias))
+        decay = torch.exp(step * -torch.exp(layer.A_log.double()))
+        B, C = (part.repeat_interleave(c.num_heads // c.num_groups, 0) for part in (B, C))
+        added = (step[:, None] * x)[:, :, None] * B[:, None, :]
+        state = decay[:, None, None] * self.state + added
+        y = (state @ C[:, :, None])[:, :, 0] + layer.D.double()[:, None] * x
+        return Sequence(state, window[1:]), y
+
+
+class Moment(NamedTuple):
+    """A request after some token: each layer's memory, and the token's feature."""
+
+    layers: list[Sequence]
+    feature: Tensor  # [hidden]
+
+
+class Inputs(NamedTuple):
+    """What the layers hand over for the nodes of b trees, and the target's hidden states."""
+
+    xbc: list[Tensor]  # a layer: [b, T, conv_dim]
+    dt: list[Tensor]  # a layer: [b, T, H]
+    hidden: Tensor  # [b, T, hidden]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def random_tree(batch: int, nodes: int, max_depth: int, generator: torch.Generator) -> Tree:
+    """Any shape; nodes in order of depth, as trees always are."""
+    all_parents = []
+    for _ in range(batch):
+        parents, depths = [0], [0]
+        for node in range(1, nodes):
+            # close parents make deep trees
+            order = torch.randperm(node, generator=generator).tolist()
+            reach = 3 if float(torch.rand((), generator=generator)) < 0.7 else node
+            near = [p for p in order if p >= node - reach and depths[p] < max_depth]
+            parent = (near or [p for p in order if depths[p] < max_depth])[0]
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+        by_depth = sorted(range(nodes), key=lambda node: depths[node])
+        place = {node: i for i, node in enumerate(by_depth)}
+        all_parents.append([place[parents[node]] for node in by_depth])
+    return tree_of(torch.tensor(all_parents))
+
+
+def tree_of(parents: Tensor) -> Tree:
+    """parents [b, T] -> a tree whose tokens mean nothing."""
+    ancestors = ancestor_matrix(parents, parents.shape[1])
+    depths = ancestors.sum(2) - 1
+    zeros = torch.zeros_like(parents)
+    return Tree(zeros, parents, depths, ancestors, zeros.float())
+
+
+def chain_tree(batch: int, nodes: int) -> Tree:
+    return tree_of((torch.arange(nodes) - 1).clamp(min=0).expand(batch, -1))
+
+
+def path_to(tree: Tree, row: int, node: int) -> list[int]:
+    return tree.ancestors[row, node].nonzero()[:, 0].tolist()
+
+
+def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
+    """The walk ``paths[r]`` from the root, of which ``counts[r]`` nodes are kept."""
+    longest = max(map(len, paths))
+    padded = [path + [path[-1]] * (longest - len(path)) for path in paths]
+    nodes = torch.tensor(padded)
+    count = torch.tensor(counts)
+    return Truncated(nodes, torch.zeros_like(nodes), count, count == 0)
+
+
+class Rig:
+    """One scheme, its pools, and the plain run of each request."""
+
+    def __init__(
+        self,
+        scheme: str,
+        rows: int,
+        max_depth: int = 6,
+        config: Mamba2Config | None = None,
+        num_layers: int = 2,
+        requests: int = 5,
+        checkpoints: int = 9,
+        dtype: torch.dtype = torch.float32,
+        ssm_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self.config = config or mamba_config()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.layers = [random_mixer(self.config, i, seed + i).to(dtype) for i in range(num_layers)]
+        self.table = RequestTable(requests, 64, CPU)
+        self.pool = CheckpointPool(
+            num_layers, checkpoints, self.config, HIDDEN, ssm_dtype, dtype, CPU
+        )
+        self.scheme: VerifyScheme = VERIFY_SCHEMES[scheme](
+            self.config, num_layers, HIDDEN, rows, max_depth, self.table, self.pool
+        )
+        self.max_depth, self.dtype = max_depth, dtype
+        self.plain: dict[int, dict[int, Moment]] = {}  # slot -> position -> moment
+        self.folds = 0
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    # ── the life of a request ──
+
+    def admit(self, slot: int, checkpoint: int, position: int = 17) -> None:
+        """A prompt of ``position`` tokens has been run: anything may be in its checkpoint."""
+        for part in (self.pool.ssm, self.pool.conv):
+            part[:, checkpoint] = self.normal(*part[:, checkpoint].shape).to(part.dtype)
+        self.pool.feature[checkpoint] = self.normal(HIDDEN)
+        self.table.checkpoint[slot] = checkpoint
+        self.table.run[slot] = position
+        self.scheme.start(slot, checkpoint)
+        self.plain[slot] = {position: self.stored(checkpoint)}
+
+    def stored(self, checkpoint: int) -> Moment:
+        pool = self.pool
+        layers = [
+            Sequence(pool.ssm[i, checkpoint].double(), pool.conv[i, checkpoint].double())
+            for i in range(len(self.layers))
+        ]
+        return Moment(layers, pool.feature[checkpoint].clone())
+
+    def finish(self, slot: int, position: int | None = None) -> Moment:
+        """Bring the checkpoint to ``position`` (all that was run) and return what it holds."""
+        checkpoint = int(self.table.checkpoint[slot])
+        run, folded = int(self.table.run[slot]), self.folded(slot)
+        self.scheme.finish(slot, checkpoint, (run if position is None else position) - folded)
+        return self.stored(checkpoint)
+
+    def folded(self, slot: int) -> int:
+        return int(self.scheme.folded(torch.tensor([slot]))[0])
+
+    # ── a verify step ──
+
+    def random_inputs(self, batch: int, nodes: int) -> Inputs:
+        layers = range(len(self.layers))
+        return Inputs(
+            [self.normal(batch, nodes, self.config.conv_dim).to(self.dtype) for _ in layers],
+            [self.normal(batch, nodes, self.config.num_heads).to(self.dtype) for _ in layers],
+            self.normal(batch, nodes, HIDDEN).to(self.dtype),
+        )
+
+    def verify(self, slots: list[int], tree: Tree, inputs: Inputs) -> list[Tensor]:
+        """Outputs of each layer, [b, T, H, P]."""
+        before = [self.folded(slot) for slot in slots]
+        self.scheme.begin(torch.tensor(slots), tree)
+        self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))
+        c, outputs = self.config, []
+        for layer, xbc, dt in zip(self.layers, inputs.xbc, inputs.dt):
+            y = self.scheme.verify(layer, xbc.flatten(0, 1), dt.flatten(0, 1))
+            outputs.append(y.view(*xbc.shape[:2], c.num_heads, c.head_dim))
+        return outputs
+
+    def accept(self, slots: list[int], accepted: Truncated, hidden: Tensor) -> None:
+        self.scheme.accept(accepted, hidden)
+        self.table.run[slots] += accepted.count
+
+    def plain_nodes(
+        self, slot: int, row: int, tree: Tree, inputs: Inputs
+    ) -> tuple[list[Moment], list[list[Tensor]]]:
+        """Each node after its root path, and each layer's outputs of the nodes."""
+        moments: list[Moment] = []
+        outputs: list[list[Tensor]] = [[] for _ in self.layers]
+        for node in range(tree.parents.shape[1]):
+            start = self.plain[slot][int(self.table.run[slot])]
+            before = moments[int(tree.parents[row, node])] if node else start
+            after = []
+            for i, layer in enumerate(self.layers):
+                xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
+                sequence, y = before.layers[i].after(layer, xbc, dt)
+                after.append(sequence)
+                outputs[i].append(y)
+            moments.append(Moment(after, inputs.hidden[row, node]))
+        return moments, outputs
+
+    def step(self, slots: list[int], tree: Tree, ends: list[int], counts: list[int]) -> float:
+        """Verify random inputs, accept ``counts[r]`` nodes of the path to ``ends[r]``, keep the
+        plain run going. Returns the largest error of a node's output."""
+        inputs = self.random_inputs(len(slots), tree.parents.shape[1])
+        outputs = self.verify(slots, tree, inputs)
+        worst = 0.0
+        paths = [path_to(tree, row, end) for row, end in enumerate(ends)]
+        for row, slot in enumerate(slots):
+            moments, expected = self.plain_nodes(slot, row, tree, inputs)
+            for found, exact in zip(outputs, expected):
+                for node, y in enumerate(exact):
+                    worst = max(worst, relative_error(found[row, node], y))
+            run = int(self.table.run[slot])
+            for i, node in enumerate(paths[row][: counts[row]]):
+                self.plain[slot][run + 1 + i] = moments[node]
+        self.accept(slots, truncated(paths, counts), inputs.hidden)
+        return worst
+
+    def random_step(self, slots: list[int], nodes: int, ended: tuple[int, ...] = ()) -> float:
+        """A random tree, and for each request a random walk in it that may be cut short."""
+        tree = random_tree(len(slots), nodes, self.max_depth - 1, self.generator)
+        ends = torch.randint(0, nodes, (len(slots),), generator=self.generator).tolist()
+        counts = []
+        for row, (slot, end) in enumerate(zip(slots, ends)):
+            most = len(path_to(tree, row, end))
+            cut = float(torch.rand((), generator=self.generator)) < 0.2
+            fewer = int(torch.randint(0, most + 1, (), generator=self.generator))
+            counts.append(0 if slot in ended else fewer if cut else most)
+        return self.step(slots, tree, ends, counts)
+
+
+def assert_same_moment(found: Moment, expected: Moment, tolerance: float = 2e-6) -> None:
+    """The state up to rounding; convolution inputs and the feature bit for bit."""
+    for ours, plain in zip(found.layers, expected.layers):
+        assert relative_error(ours.state, plain.state) < tolerance
+        assert torch.equal(ours.history, plain.history)
+    assert torch.equal(found.feature, expected.feature)

@@ -1,0 +1,179 @@
+"""The scheduler process over its sockets, with the fake runner at the other end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import zmq
+from fake_runner import FakeRunner, expected_text
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import (
+    Abort,
+    FlushCache,
+    FlushReply,
+    Generate,
+    GetState,
+    Outputs,
+    Plan,
+    Ready,
+    Shutdown,
+    StateReply,
+    StopAt,
+)
+from mamba_eagle.message.channel import Receiver, Sender
+
+LONG = SamplingParams(max_new_tokens=300, ignore_eos=True, seed=1)
+
+
+class Rig:
+    """Both neighbours of a scheduler process."""
+
+    def __init__(self, folder, context: zmq.Context) -> None:
+        self.runner = FakeRunner(2000, 40, 8, 1000)
+        config = EngineConfig(speculative_algorithm="NONE")
+        file = folder / "config.json"
+        file.write_text(json.dumps(dataclasses.asdict(config)))
+        self.to_scheduler = Sender(context, str(folder), "to_scheduler")
+        self.from_runner = Sender(context, str(folder), "from_runner")
+        self.to_runner = Receiver(context, str(folder), "to_runner")
+        self.to_tokenizer = Receiver(context, str(folder), "to_tokenizer")
+        command = [sys.executable, "-m", "mamba_eagle.scheduler.process"]
+        command += ["--socket-dir", str(folder), "--config-file", str(file)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.from_runner.send(self.runner.ready)
+        self.shutdown = False
+        self.received: list = []
+
+    def turn(self) -> None:
+        """One plan executed, if there is one; what the tokenizer is sent is kept."""
+        plan = self.to_runner.receive(timeout_ms=2)
+        if isinstance(plan, Plan):
+            self.from_runner.send(self.runner.execute(plan))
+        self.shutdown = self.shutdown or isinstance(plan, Shutdown)
+        while (item := self.to_tokenizer.receive(timeout_ms=0)) is not None:
+            self.received += item.outputs if isinstance(item, Outputs) else [item]
+
+    def until(self, done, seconds: float = 10.0):
+        """Turns until ``done`` holds for something received; returns that."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for item in self.received:
+                if done(item):
+                    return item
+            self.turn()
+        raise AssertionError(f"not received in {seconds} s; got {self.received[-3:]}")
+
+    def until_end_of(self, rid: str):
+        return self.until(lambda item: getattr(item, "rid", "") == rid and item.finish)
+
+    def text(self, rid: str) -> list[int]:
+        parts = [item.token_ids for item in self.received if getattr(item, "rid", "") == rid]
+        return [token for part in parts for token in part]
+
+    def state(self) -> dict[str, float]:
+        self.received.clear()
+        self.to_scheduler.send(GetState(call_id=1))
+        return self.until(lambda item: isinstance(item, StateReply)).state
+
+
+@pytest.fixture
+def rig(tmp_path):
+    context = zmq.Context()
+    made = Rig(tmp_path, context)
+    yield made
+    made.process.kill()
+    made.process.wait()
+    context.destroy(linger=0)
+
+
+def test_serves_requests_and_answers_questions(rig):
+    ready = rig.until(lambda item: isinstance(item, Ready))
+    assert ready.scheduler_pid == rig.process.pid and ready.max_kv_slots == 2000
+    prompt = list(range(20))
+    rig.to_scheduler.send(Generate(rid="a", token_ids=prompt, sampling=LONG))
+    rig.to_scheduler.send(FlushCache(call_id=7))
+    refusal = rig.until(lambda item: isinstance(item, FlushReply))
+    assert not refusal.ok and "1 wait" in refusal.message
+    rig.until_end_of("a")
+    assert rig.text("a") == expected_text(prompt, LONG)
+
+    # The last plan may still be out; a client that has its answer must not be refused.
+    rig.to_scheduler.send(FlushCache(call_id=8))
+    assert rig.until(lambda item: isinstance(item, FlushReply) and item.call_id == 8).ok
+    state = rig.state()
+    assert state["num_cached_tokens"] == 0 and state["generation_tokens_total"] == 300
+
+    for rid in ("b", "c"):
+        rig.to_scheduler.send(Generate(rid=rid, token_ids=prompt, sampling=LONG))
+    rig.until(lambda item: getattr(item, "rid", "") == "c")
+    rig.to_scheduler.send(StopAt(rid="b", num_tokens=2, matched="x"))
+    rig.to_scheduler.send(Abort(rid="c"))
+    assert rig.until_end_of("b").finish.matched == "x"
+    assert rig.until_end_of("c").finish.kind == "abort"
+    assert rig.state()["num_aborted_requests_total"] == 1
+    time.sleep(0.1)
+    assert rig.process.poll() is None, rig.process.stderr.read()
+
+
+def test_sleeps_when_there_is_nothing_to_do(rig):
+    rig.until(lambda item: isinstance(item, Ready))
+
+    def cpu_seconds() -> float:
+        with open(f"/proc/{rig.process.pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = cpu_seconds()
+    time.sleep(0.5)
+    assert cpu_seconds() - before < 0.1
+
+
+def test_a_signal_ends_it_quietly_and_the_runner_with_it(rig):
+    rig.until(lambda item: isinstance(item, Ready))
+    rig.to_scheduler.send(Generate(rid="a", token_ids=[1, 2, 3], sampling=LONG))
+    rig.process.send_signal(signal.SIGINT)  # Ctrl-C is the launcher's business
+    rig.until(lambda item: getattr(item, "completion_tokens", 0) > 20)
+    rig.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while not rig.shutdown and time.monotonic() < deadline:
+        rig.turn()
+    assert rig.shutdown
+    assert rig.process.wait(5) == 0
+    assert rig.process.stderr.read() == ""
+
+
+def test_a_child_does_not_outlive_its_parent():
+    child = (
+        "import time; from mamba_eagle.message.lifetime import die_with_parent;"
+        "die_with_parent(); print('ready', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys;"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE);"
+        "child.stdout.readline(); print(child.pid, flush=True); sys.stdin.read()"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pid = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        while time.monotonic() < deadline:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return  # dead; nobody reaps orphans here
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError("the child is still there")

@@ -1,0 +1,46 @@
+"""The command line passes on what it does not know itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mamba_eagle import cli
+from mamba_eagle.server.socket_dir import PID_FILE, remove_stale_dirs
+
+
+def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Module:
+        @staticmethod
+        def main(argv: list[str]) -> None:
+            calls.append(argv)
+
+    names = []
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: names.append(name) or Module)
+    assert cli.main(["serve", "--port", "1"]) == 0
+    assert cli.main(["train", "tokenizer", "--output", "x"]) == 0
+    assert names == ["mamba_eagle.launch_server", "mamba_eagle.train.tokenizer"]
+    assert calls == [["--port", "1"], ["--output", "x"]]
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["train"], ["train", "../x"]])
+def test_unknown_commands_are_code_2(arguments: list[str]) -> None:
+    assert cli.main(arguments) == 2
+
+
+def test_only_folders_of_dead_servers_are_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids = {"dead": str(2**22 + 1), "alive": str(os.getpid()), "odd": "x"}
+    for name, pid in pids.items():
+        (tmp_path / f"mamba-eagle-{name}").mkdir()
+        (tmp_path / f"mamba-eagle-{name}" / PID_FILE).write_text(pid)
+    (tmp_path / "mamba-eagle-new").mkdir()
+    remove_stale_dirs()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["mamba-eagle-alive", "mamba-eagle-new", "mamba-eagle-odd"]

@@ -1,0 +1,110 @@
+"""A random hybrid model and a draft head for it, small enough to run a step in milliseconds.
+
+The numbers are odd on purpose (head_dim 12, two groups, chunks of 16), so that a mixed-up dimension
+or a boundary off by one does not fit by chance.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.loader import load_weights, random_weights
+from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+
+VOCAB = 96
+CHUNK = 16
+EOS = 2
+
+MODEL_CONFIG = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "hybrid_override_pattern": "M*-M",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "chunk_size": CHUNK,
+    "time_step_min": 1e-9,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "intermediate_size": 112,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS,
+}
+
+HEAD_CONFIG = {
+    "architectures": ["EagleHead"],
+    "model_type": "eagle",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "hybrid_override_pattern": "*-",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
+
+
+def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
+    """A target whose text depends on all of its history, with logits about 4 wide: the best two
+    are far apart beside any rounding, and sampling at temperature 1 still chooses."""
+    config = {**MODEL_CONFIG, **changes}
+    model = NemotronHForCausalLM(ModelConfig.from_dict(config))
+    random_weights(model, seed)
+    with torch.no_grad():
+        model.backbone.embeddings.weight.mul_(20.0)
+        model.lm_head.weight.mul_(10.0)
+        for name, parameter in model.named_parameters():
+            if "mixer" in name and name.endswith(("_proj.weight", "conv1d.weight")):
+                parameter.mul_(3.0)
+            if name.endswith("dt_bias"):
+                parameter.add_(2.0)  # steps of 0.02 to 0.7: heads forget in 2 to 100 tokens
+    return write_folder(folder, config, model)
+
+
+def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: object) -> Path:
+    """A head that guesses right now and then: a random one whose ``fc`` is a least-squares fit of
+    the target's hidden states on random tokens. Its attention sees the whole prefix."""
+    config = {**HEAD_CONFIG, **changes}
+    target = load_model(model_folder)
+    head = EagleHead(ModelConfig.from_dict(config), target.config)
+    random_weights(head, seed)
+    generator = torch.Generator().manual_seed(seed)
+    batch, length = 60, 50
+    tokens = torch.randint(0, VOCAB, (batch * length,), generator=generator)
+    with torch.no_grad():
+        hidden = target(tokens, FullSequenceContext(batch, length)).unflatten(0, (batch, length))
+        embeddings = target.embed(tokens).unflatten(0, (batch, length))
+        inputs = torch.cat([embeddings[:, 1:], hidden[:, :-1]], dim=2).flatten(0, 1)
+        fit = torch.linalg.lstsq(inputs.double(), hidden[:, 1:].flatten(0, 1).double()).solution
+        head.fc.weight.copy_(fit.t())
+    return write_folder(folder, config, head)
+
+
+def load_model(folder: Path) -> NemotronHForCausalLM:
+    """The model alone, without a runner, as a full forward pass needs it."""
+    model = NemotronHForCausalLM(ModelConfig.from_pretrained(folder))
+    load_weights(model, folder)
+    return model.requires_grad_(False)
+
+
+def write_folder(folder: Path, config: dict[str, object], model: nn.Module) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    weights = {name: value.detach().contiguous() for name, value in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
