@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -115,6 +116,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--result-filename", default="", help="append one JSON line a server")
     args = parser.parse_args()
+    # Ended from outside, it must still stop the server it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
     try:
         configs = parse_configs(
@@ -123,7 +126,7 @@ def main() -> None:
         task = gsm8k.load_task(args.data_path, args.num_shots, args.num_questions)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(f"{machine.device_name()}, commit {machine.commit()}, {len(task.questions)} questions")
+    print(f"{machine.hardware()}, commit {machine.commit()}, {len(task.questions)} questions")
     print(
         f"{'config':>16} {'accuracy':>8} {'invalid':>8} {'token/s':>9} {'accept':>6} {'equal':>9}"
     )
@@ -153,7 +156,7 @@ def main() -> None:
                 "parallel": args.parallel,
                 **score._asdict(),
                 "texts_equal": equal,
-                "device": machine.device_name(),
+                "device": machine.hardware(),
                 "commit": machine.commit(),
                 "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
             }

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -208,6 +209,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
+    # Read when torch is first imported. A thread that spins at a barrier takes the core from the
+    # thread it waits for as soon as anything else runs: steps become ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = make_parser()
     args = parser.parse_args(argv)
     for name in ("batch_size", "input_len", "output_len"):

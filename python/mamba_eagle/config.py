@@ -46,7 +46,7 @@ class EngineConfig:
     )
     context_length: int = setting(0, "longest prompt plus output; 0: the model's own limit")
     random_seed: int = setting(0, "seeds dummy weights")
-    cpu_threads: int = setting(0, "threads of the model runner on a CPU; 0: all cores")
+    cpu_threads: int = setting(0, "threads of the model runner on a CPU; 0: all cores but one")
 
     max_running_requests: int = setting(32, "requests decoded at the same time")
     max_total_tokens: int = setting(0, "KV slots; 0: from the memory there is")

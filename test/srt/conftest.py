@@ -10,6 +10,8 @@ import pytest
 # test process, the server it starts and pytest's neighbours wait for each other.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+# Where more threads are asked for: sleep at barriers, do not spin (see bench_one_batch.main).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # No test may look for a model or a tokenizer on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

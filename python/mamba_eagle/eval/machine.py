@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 
@@ -29,17 +28,18 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def device_name(device: str = "auto") -> str:
-    """The GPU's name, or the CPU's with its thread count; ``device`` as in --device."""
+def hardware(device: str = "auto") -> str:
+    """The GPU's name, or the CPU's; ``device`` as in --device."""
     import torch
 
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return str(torch.cuda.get_device_name())
-    return f"{cpu_model()}, {torch.get_num_threads()} threads"
+    return cpu_model()
 
 
-def version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def device_name(device: str = "auto") -> str:
+    """As :func:`hardware`, with the number of threads this process uses of a CPU."""
+    import torch
+
+    name = hardware(device)
+    return f"{name}, {torch.get_num_threads()} threads" if name == cpu_model() else name

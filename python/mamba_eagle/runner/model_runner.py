@@ -146,6 +146,8 @@ class ModelRunner:
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs
         self.sampling.set(slot, params, item.output_start, item.history)
+        # of output tokens; a retracted request has made some of them before
+        self.budget_end[slot] = item.output_start + params.max_new_tokens
         if item.load_from < 0:
             self.pool.clear(item.checkpoint)
         else:
@@ -175,19 +177,13 @@ class ModelRunner:
         self.sampling.observe_accepted(slots, token[:, None], torch.ones_like(slots))
         self.table.last_token[slot] = token[0]
         is_stop = (self.table.stop_tokens[slot] == token[0]).any()
-        left = self._output_budget(slot, item, end) - 1
+        left = self.budget_end[slot] - end - 1
         self.table.remaining[slot] = torch.where(is_stop, 0, max(left, 0))
         self.drafter.observe_first_token(slot, token[0], hidden[-1])
         result.token = int(token[0])
         if item.return_logprob:
             result.logprob = self._logprobs(logits, token, item.top_logprobs)[0]
         return result
-
-    def _output_budget(self, slot: int, item: PrefillItem, end: int) -> int:
-        """Output tokens the request may still make; a retracted one has made some before."""
-        if item.sampling is not None:
-            self.budget_end[slot] = item.output_start + item.sampling.max_new_tokens
-        return self.budget_end[slot] - end
 
     def _input_logprobs(
         self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor

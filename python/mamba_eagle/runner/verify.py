@@ -13,11 +13,13 @@ nearest ancestors of a tree's root are a slice of it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.naive import Rows, fold, snapshot_verify, tree_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -376,7 +378,20 @@ class SnapshotVerify(VerifyScheme):
         return self.conv_in.nbytes + self.node_states.nbytes
 
 
-VERIFY_SCHEMES = {scheme.name: scheme for scheme in (DeferredVerify, SnapshotVerify)}
+def _make_scheme(scheme: type[VerifyScheme], *args: Any) -> VerifyScheme:
+    """``scheme``, or its fused twin where there is one for the pool's device and dtypes."""
+    pool = args[-1]
+    if numba_math.usable(pool.conv.device, pool.conv.dtype, pool.ssm.dtype):
+        from mamba_eagle.runner.fused_verify import FUSED_SCHEMES  # it extends the classes above
+
+        scheme = FUSED_SCHEMES[scheme.name]
+    return scheme(*args)
+
+
+# name -> maker, which takes VerifyScheme's arguments
+VERIFY_SCHEMES = {
+    scheme.name: partial(_make_scheme, scheme) for scheme in (DeferredVerify, SnapshotVerify)
+}
 
 
 def _all_layers(pool: Tensor, slots: Tensor) -> tuple[Tensor, ...]:

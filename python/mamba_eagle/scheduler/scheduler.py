@@ -197,7 +197,13 @@ class Scheduler:
         for row, walk in zip(step.rows, result.decode):
             request = row.request
             self._settle(row, walk)
-            if request.finish is None and walk.tokens:
+            if request.finish is None:
+                if not walk.tokens:
+                    raise RuntimeError(
+                        f"the runner made no token in step {step.number} for request "
+                        f"{request.rid}, which has {request.num_output} of "
+                        f"{request.sampling.max_new_tokens}"
+                    )
                 self._count_step(request, walk)
                 outputs.append(request.accept(walk.tokens, walk.logprobs))
                 self._made(request, len(walk.tokens))

@@ -265,3 +265,12 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
             assert server.last[rid].completion_tokens == stopped[rid]
         else:
             assert server.texts[rid] == text
+
+
+def test_a_runner_that_makes_no_token_is_an_error_not_a_hang():
+    server = Server(config(), FakeRunner(500, 8, 4, 400))
+    server.add("r", [1, 2, 3], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    server.step()
+    server.runner.slots[0].ended = True
+    with pytest.raises(RuntimeError, match="no token in step 2 for request r, which has 1 of 10"):
+        server.finish()

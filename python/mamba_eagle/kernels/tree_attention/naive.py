@@ -15,7 +15,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     """
     b, T, heads, D = q.shape
     kv_heads = k.shape[2]
-    if T * heads <= 64 and mask.dtype != bool and q.dtype == k.dtype and heads != kv_heads:
+    if T * heads <= 64 and mask.is_floating_point() and q.dtype == k.dtype and heads != kv_heads:
         # few queries: group the query heads that share a key head into one small product
         group = heads // kv_heads
         grouped = q.view(b, T, kv_heads, group, D).permute(0, 2, 3, 1, 4)  # [b, kv, g, T, D]

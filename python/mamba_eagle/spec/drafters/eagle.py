@@ -119,8 +119,11 @@ class EagleDrafter(Drafter):
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, hidden: Tensor) -> None:
         index = accepted.nodes[..., None].expand(-1, -1, hidden.shape[2])
-        self.pending_tokens[slots] = accepted.tokens
-        self.pending_features[slots] = hidden.gather(1, index).to(self.pending_features.dtype)
+        deep = accepted.nodes.shape[1]  # a step's tree may be shallower than the deepest
+        self.pending_tokens[slots, :deep] = accepted.tokens
+        self.pending_features[slots, :deep] = hidden.gather(1, index).to(
+            self.pending_features.dtype
+        )
         self.pending_count[slots] = accepted.count
 
     def propose(self, slots: Tensor, shape: TreeShape) -> Tree:

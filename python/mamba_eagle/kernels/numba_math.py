@@ -1,0 +1,80 @@
+"""What the fused CPU kernels share: the compiler's options, and float32 functions that vectorise.
+
+Numba compiles the ``cpu.py`` beside a ``naive.py`` to one thread's machine code, kept on disk
+next to the source (``cache=True``). Where numba is missing, or a tensor is not float32 on a CPU,
+callers take the torch path; ``usable`` tells.
+
+Sums may be reordered, so that they run in vector registers, but NaN and infinity keep their
+meaning: ``nnan`` and ``ninf`` are not among the flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp as exact_exp
+from math import log1p
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    import numba
+except ImportError:  # an optional accelerator: the torch path does the same work
+    numba = None
+
+_OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
+
+
+def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether the fused kernels take tensors of these dtypes on this device."""
+    return (
+        numba is not None
+        and device.type == "cpu"
+        and all(dtype == torch.float32 for dtype in dtypes)
+    )
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for sums in any order."""
+    if numba is None:
+        return function
+    return numba.njit(fastmath={"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS)(function)
+
+
+def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile with the order of operations as written."""
+    return function if numba is None else numba.njit(fastmath={"contract"}, **_OPTIONS)(function)
+
+
+ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+_LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
+_LOG2_E = np.float32(1.44269504088896341)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_C0, _C1, _C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C4, _C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_BIAS, _SHIFT = np.int32(127), np.int32(23)
+_LINEAR_ABOVE = np.float32(20.0)  # as torch's softplus
+
+
+@_exactly
+def exp(x):  # noqa: ANN001, ANN201
+    """exp of a float32 to 2 ulp (Cephes' expf); libm's is a call an element. exp(-inf) is 1e-38."""
+    x = min(max(x, _LOWEST), _HIGHEST)
+    scaled = x * _LOG2_E
+    n = np.int32(scaled + (HALF if scaled >= ZERO else -HALF))  # to the nearest
+    whole = np.float32(n)
+    r = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
+    power = np.int32(np.int32(n + _BIAS) << _SHIFT).view(np.float32)  # 2**n
+    return (p * (r * r) + r + ONE) * power
+
+
+@_exactly
+def silu(x):  # noqa: ANN001, ANN201
+    return x / (ONE + exp(-x))
+
+
+@_exactly
+def softplus(x):  # noqa: ANN001, ANN201
+    return x if x > _LINEAR_ABOVE else np.float32(log1p(exact_exp(x)))

@@ -1,0 +1,374 @@
+"""naive.py's tree verification as one pass per layer on a CPU: float32, one thread.
+
+A call does all of a Mamba2 layer but its matrix products: convolution through each node's
+ancestors, SiLU, step size, decay, and the dual form. Rows and checkpoints are read in place, S0
+once; what the nodes feed into the recurrence is written straight into their rows, which are free
+until the nodes are accepted.
+
+Requests are worked off one after the other, each in an order of its own: a request's outputs do
+not depend on its batch.
+
+b requests of R slots, T tree nodes, W rows a request, H heads of P channels, G groups, N state
+size, K convolution width, C = H*P + 2*G*N convolution channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, silu, softplus
+
+
+class LayerWeights(NamedTuple):
+    """What a layer's pass reads of its weights."""
+
+    conv: np.ndarray  # [K + 1, C]: the taps, the token itself last, then the bias
+    heads: np.ndarray  # [3, H]: A, bias of the step size, D
+    low: np.float32  # limits of the step size
+    high: np.float32
+
+
+class Buffers(NamedTuple):
+    """What the deferred scheme keeps of one layer."""
+
+    conv_in: np.ndarray  # [R, K-1 + W, C] raw convolution inputs: history, then rows
+    xB: np.ndarray  # [R, W, H*P + G*N] after convolution and SiLU
+    dt: np.ndarray  # [R, W, H] after softplus
+    log_decay: np.ndarray  # [R, W, H]: L
+    state: np.ndarray  # [checkpoints, H, P, N]: S0
+
+
+@kernel
+def _dot(a, b):
+    total = ZERO
+    for n in range(a.shape[0]):
+        total += a[n] * b[n]
+    return total
+
+
+@kernel
+def _convolve(out, conv, inputs, history, rows, parents, path, tail, node):
+    """out [C] = silu(bias + Σ taps · the node's K-1 nearest ancestors and itself).
+
+    inputs [K-1 + W, C]; rows, parents [T]; path [places]; ``tail`` is the place in ``path`` of the
+    last token before the tree. Tree parents come first, then the path's tail.
+    """
+    K = conv.shape[0] - 1
+    taps, bias, own = conv[K - 1], conv[K], inputs[history + rows[node]]
+    for c in range(out.shape[0]):
+        out[c] = bias[c] + taps[c] * own[c]
+    for k in range(K - 2, -1, -1):
+        if node > 0:
+            node = parents[node]
+            place = history + rows[node]
+        else:
+            place = path[tail]
+            tail -= 1
+        taps, earlier = conv[k], inputs[place]
+        for c in range(out.shape[0]):
+            out[c] += taps[c] * earlier[c]
+    for c in range(out.shape[0]):
+        out[c] = silu(out[c])
+
+
+@kernel
+def _read_state(out, state, C, decay):
+    """out[i, h*P + p] += decay[i, h] · (state[h, p] · C[i, group of h]), nodes four at a time.
+
+    out [T, H*P]; state [H, P, N]; C [T, G, N]; decay [T, H].
+    """
+    T, G, N = C.shape
+    H, P = state.shape[:2]
+    for h in range(H):
+        g = h // (H // G)
+        i = 0
+        while i + 4 <= T:
+            c0, c1, c2, c3 = C[i, g], C[i + 1, g], C[i + 2, g], C[i + 3, g]
+            for p in range(P):
+                s = state[h, p]
+                t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
+                for n in range(N):
+                    value = s[n]
+                    t0 += value * c0[n]
+                    t1 += value * c1[n]
+                    t2 += value * c2[n]
+                    t3 += value * c3[n]
+                at = h * P + p
+                out[i, at] += decay[i, h] * t0
+                out[i + 1, at] += decay[i + 1, h] * t1
+                out[i + 2, at] += decay[i + 2, h] * t2
+                out[i + 3, at] += decay[i + 3, h] * t3
+            i += 4
+        while i < T:
+            c0 = C[i, g]
+            for p in range(P):
+                out[i, h * P + p] += decay[i, h] * _dot(state[h, p], c0)
+            i += 1
+
+
+@kernel
+def _read_row(out, C, L, xB, dt, row_L, scores, weights):
+    """One row seen by one node: ``out += exp(L - L_row) dt_row (B_row·C) x_row``.
+
+    out [H*P]; C [G, N]; L, dt, row_L [H]; xB [H*P + G*N]; scores, weights [H]: scratch.
+    """
+    G, N = C.shape
+    H, inner = L.shape[0], out.shape[0]
+    P = inner // H
+    for g in range(G):
+        score = _dot(xB[inner + g * N : inner + (g + 1) * N], C[g])
+        for h in range(g * (H // G), (g + 1) * (H // G)):
+            scores[h] = score
+    for h in range(H):
+        weights[h] = exp(L[h] - row_L[h]) * dt[h] * scores[h]
+    for h in range(H):
+        w, x, y = weights[h], xB[h * P : (h + 1) * P], out[h * P : (h + 1) * P]
+        for p in range(P):
+            y[p] += w * x[p]
+
+
+@kernel
+def deferred_verify(
+    xbc, dt_raw, slots, rows, parents, path, chain_len, checkpoints, weights, buffers, y
+):
+    """All nodes of b trees in one layer; as causal_conv_windows, then naive.tree_verify, then D x.
+
+    Args:
+        xbc [b*T, C] before the convolution; dt_raw [b*T, H]; slots [b]; rows, parents [b, T];
+        path [R, places + …], chain_len [R], as VerifyScheme keeps them; checkpoints [b];
+        weights: LayerWeights; buffers: Buffers, whose rows ``rows`` are written; y [b*T, H*P] out.
+    """
+    conv_in, xB, dt, log_decay, state = buffers
+    conv, heads, low, high = weights
+    A, dt_bias, D = heads[0], heads[1], heads[2]
+    b, T = rows.shape
+    K = conv.shape[0] - 1
+    history = K - 1
+    H, P, N = state.shape[1:]
+    inner, width = H * P, xB.shape[2]
+    G = (width - inner) // N
+    convolved = np.empty(xbc.shape[1], np.float32)
+    C = np.empty((T, G, N), np.float32)
+    flat_C = C.reshape(T, G * N)
+    decay = np.empty((T, H), np.float32)
+    scores, scratch = np.empty(H, np.float32), np.empty(H, np.float32)
+    for r in range(b):
+        slot, first = slots[r], r * T
+        inputs, slot_rows, above = conv_in[slot], rows[r], parents[r]
+        length = chain_len[slot]
+        tail = history + length - 1  # of the path: the last token before the tree
+        for i in range(T):
+            row = slot_rows[i]
+            raw, kept = xbc[first + i], inputs[history + row]
+            for c in range(raw.shape[0]):
+                kept[c] = raw[c]
+            _convolve(convolved, conv, inputs, history, slot_rows, above, path[slot], tail, i)
+            own, own_C = xB[slot, row], flat_C[i]
+            for c in range(width):
+                own[c] = convolved[c]
+            for c in range(G * N):
+                own_C[c] = convolved[width + c]
+            before = slot_rows[above[i]] if i > 0 else path[slot, tail] - history
+            for h in range(H):
+                step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
+                since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
+                L = since + step * A[h]
+                dt[slot, row, h] = step
+                log_decay[slot, row, h] = L
+                decay[i, h] = exp(L)
+
+        for i in range(T):
+            row, out = slot_rows[i], y[first + i]
+            x, L = xB[slot, row], log_decay[slot, row]
+            for h in range(H):
+                for p in range(h * P, (h + 1) * P):
+                    out[p] = D[h] * x[p]
+            for step in range(length):
+                j = path[slot, history + step] - history
+                _read_row(out, C[i], L, xB[slot, j], dt[slot, j], log_decay[slot, j], scores, scratch)
+            j = i
+            while True:  # the node itself, then up to the root
+                at = slot_rows[j]
+                _read_row(
+                    out, C[i], L, xB[slot, at], dt[slot, at], log_decay[slot, at], scores, scratch
+                )
+                if j == 0:
+                    break
+                j = above[j]
+        _read_state(y[first : first + T], state[checkpoints[r]], C, decay)
+
+
+@kernel
+def fold(slots, lengths, path, checkpoints, history, buffers):
+    """naive.fold of one layer, in place: S0 becomes the state after ``lengths[f]`` chain tokens.
+
+    slots, lengths, checkpoints [f]; path [R, …].
+    """
+    _, xB, dt, log_decay, state = buffers
+    H, P, N = state.shape[1:]
+    heads_per_group = H * N // (xB.shape[2] - H * P)
+    most = 0
+    for f in range(slots.shape[0]):
+        most = max(most, lengths[f])
+    chain = np.empty(most, np.int64)
+    weights = np.empty((H, most), np.float32)
+    for f in range(slots.shape[0]):
+        slot, length, S = slots[f], lengths[f], state[checkpoints[f]]
+        if length == 0:
+            continue
+        for k in range(length):
+            chain[k] = path[slot, history + k] - history
+        last = log_decay[slot, chain[length - 1]]
+        for h in range(H):
+            for k in range(length):
+                j = chain[k]
+                weights[h, k] = exp(last[h] - log_decay[slot, j, h]) * dt[slot, j, h]
+        for h in range(H):
+            decay, of_B = exp(last[h]), H * P + h // heads_per_group * N
+            for p in range(P):
+                s = S[h, p]
+                for n in range(N):
+                    s[n] *= decay
+                at, k = h * P + p, 0
+                while k + 4 <= length:
+                    j0, j1, j2, j3 = chain[k], chain[k + 1], chain[k + 2], chain[k + 3]
+                    w0, w1 = weights[h, k] * xB[slot, j0, at], weights[h, k + 1] * xB[slot, j1, at]
+                    w2, w3 = (
+                        weights[h, k + 2] * xB[slot, j2, at],
+                        weights[h, k + 3] * xB[slot, j3, at],
+                    )
+                    B0, B1 = xB[slot, j0, of_B : of_B + N], xB[slot, j1, of_B : of_B + N]
+                    B2, B3 = xB[slot, j2, of_B : of_B + N], xB[slot, j3, of_B : of_B + N]
+                    for n in range(N):
+                        s[n] += (w0 * B0[n] + w1 * B1[n]) + (w2 * B2[n] + w3 * B3[n])
+                    k += 4
+                while k < length:
+                    j0 = chain[k]
+                    w0, B0 = weights[h, k] * xB[slot, j0, at], xB[slot, j0, of_B : of_B + N]
+                    for n in range(N):
+                        s[n] += w0 * B0[n]
+                    k += 1
+
+
+@kernel
+def snapshot_verify(
+    xbc, dt_raw, slots, rows, parents, path, chain_len, checkpoints, weights, buffers, y
+):
+    """The recurrence node by node, as causal_conv_windows, naive.snapshot_verify, then D x.
+
+    As deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
+    """
+    conv_in, node_states, state = buffers
+    conv, heads, low, high = weights
+    A, dt_bias, D = heads[0], heads[1], heads[2]
+    b, T = rows.shape
+    K = conv.shape[0] - 1
+    history = K - 1
+    H, P, N = state.shape[1:]
+    inner, channels = H * P, xbc.shape[1]
+    heads_per_group = 2 * H * N // (channels - inner)
+    half = (channels - inner) // 2
+    convolved = np.empty(channels, np.float32)
+    for r in range(b):
+        slot, first = slots[r], r * T
+        inputs, above = conv_in[slot], parents[r]
+        tail = history + chain_len[slot] - 1
+        for i in range(T):
+            raw, kept = xbc[first + i], inputs[history + rows[r, i]]
+            for c in range(channels):
+                kept[c] = raw[c]
+            _convolve(convolved, conv, inputs, history, rows[r], above, path[slot], tail, i)
+            before = node_states[slot, above[i]] if i > 0 else state[checkpoints[r]]
+            after, out = node_states[slot, i], y[first + i]
+            for h in range(H):
+                step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
+                decay = exp(step * A[h])
+                of_B = inner + h // heads_per_group * N
+                B, C = convolved[of_B : of_B + N], convolved[of_B + half : of_B + half + N]
+                for p in range(P):
+                    x = convolved[h * P + p]
+                    added, old, new, total = step * x, before[h, p], after[h, p], ZERO
+                    for n in range(N):
+                        value = decay * old[n] + added * B[n]
+                        new[n] = value
+                        total += value * C[n]
+                    out[h * P + p] = total + D[h] * x
+
+
+class SnapshotBuffers(NamedTuple):
+    """What the snapshot scheme keeps of one layer."""
+
+    conv_in: np.ndarray  # [R, K-1 + W, C]
+    node_states: np.ndarray  # [R, W, H, P, N]
+    state: np.ndarray  # [checkpoints, H, P, N]: where the root starts
+
+
+# ── bookkeeping between the layers' passes: indices, and the rows of all layers at once ──
+
+
+@kernel
+def free_rows(slots, path, chain_len, history, rows):
+    """rows [b, T] out: each request's T lowest rows outside its chain of at most W - T."""
+    taken = np.empty(path.shape[1], np.bool_)
+    for r in range(slots.shape[0]):
+        slot = slots[r]
+        taken[:] = False
+        for k in range(chain_len[slot]):
+            taken[path[slot, history + k] - history] = True
+        row = 0
+        for i in range(rows.shape[1]):
+            while taken[row]:
+                row += 1
+            rows[r, i] = row
+            row += 1
+
+
+@kernel
+def extend_chains(slots, rows, nodes, count, hidden, history, path, chain_len, feature):
+    """The first count[r] of nodes[r] join the chain of slots[r]; their features are kept.
+
+    rows [b, T]; nodes [b, D]; hidden [b*T, hidden_size]; feature [R, W, hidden_size].
+    """
+    for r in range(slots.shape[0]):
+        slot = slots[r]
+        end = history + chain_len[slot]
+        for k in range(count[r]):
+            node = nodes[r, k]
+            row = rows[r, node]
+            path[slot, end + k] = row + history
+            feature[slot, row] = hidden[r * rows.shape[1] + node]
+        chain_len[slot] += count[r]
+
+
+@kernel
+def move_history(slots, lengths, path, history, conv_in):
+    """The history becomes that of the token ``lengths[f]`` tokens along the path, in all layers.
+
+    conv_in [layers, R, K-1 + W, C]. A source is never below its target, so rising order is safe.
+    """
+    for layer in range(conv_in.shape[0]):
+        for f in range(slots.shape[0]):
+            inputs = conv_in[layer, slots[f]]
+            for k in range(history):
+                place = path[slots[f], lengths[f] + k]
+                if place != k:
+                    inputs[k] = inputs[place]
+
+
+@kernel
+def commit_snapshots(slots, nodes, count, hidden, checkpoints, node_states, state, feature):
+    """Copy the state and the feature of each request's last accepted node to its checkpoint.
+
+    nodes [b, D]; hidden [b*T, hidden_size]; node_states [layers, R, W, H, P, N];
+    state [layers, checkpoints, H, P, N]; feature [checkpoints, hidden_size].
+    """
+    b = slots.shape[0]
+    for layer in range(state.shape[0]):
+        for r in range(b):
+            if count[r] > 0:
+                state[layer, checkpoints[r]] = node_states[layer, slots[r], nodes[r, count[r] - 1]]
+    for r in range(b):
+        if count[r] > 0:
+            feature[checkpoints[r]] = hidden[r * (hidden.shape[0] // b) + nodes[r, count[r] - 1]]

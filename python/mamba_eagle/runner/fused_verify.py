@@ -1,0 +1,164 @@
+"""The verify schemes of verify.py on a CPU in float32: one fused call a layer, no gathers.
+
+Index tables and buffers are those of the torch schemes; numpy views of them are made once, since
+the kernels take arrays. A tree's rows are written while it is verified: they are free until
+``accept`` puts them into the chain, so nothing has to be kept aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.tree_verify import cpu
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.runner.verify import DeferredVerify, SnapshotVerify, VerifyScheme
+from mamba_eagle.spec.accept import Truncated
+from mamba_eagle.spec.tree import Tree
+
+
+class _Step(NamedTuple):
+    """What every layer's call reads of a step, in the order of the kernels' arguments."""
+
+    slots: np.ndarray  # [b]
+    rows: np.ndarray  # [b, T]
+    parents: np.ndarray  # [b, T]
+    path: np.ndarray  # [R, …]
+    chain_len: np.ndarray  # [R]
+    checkpoints: np.ndarray  # [b]
+
+
+class _Fused(VerifyScheme):
+    """What both schemes share: the step's arrays and the call a layer."""
+
+    kernel: Callable[..., None]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._path, self._chain_len = self.path.numpy(), self.chain_len.numpy()
+        self._checkpoint_of = self.table.checkpoint.numpy()
+        self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
+
+    def begin(self, slots: Tensor, tree: Tree) -> None:
+        used = slots.numpy()
+        rows = np.empty(tree.parents.shape, np.int64)
+        self._find_rows(used, rows)
+        self.step = _Step(
+            used,
+            rows,
+            tree.parents.numpy(),
+            self._path,
+            self._chain_len,
+            self._checkpoint_of[used],
+        )
+
+    def verify(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        known = self._layers.get(layer.index)
+        if known is None:
+            known = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
+        y = torch.empty(xbc.shape[0], self.config.inner_size)
+        inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
+        self.kernel(*inputs, *self.step, *known, y.numpy())
+        return y
+
+    def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def _buffers(self, layer: int) -> Any:
+        raise NotImplementedError
+
+
+class FusedDeferredVerify(_Fused, DeferredVerify):
+    """Rows and folds; the chain is ``path`` and ``chain_len`` and nothing else."""
+
+    kernel = staticmethod(cpu.deferred_verify)
+
+    def accept(self, accepted: Truncated, hidden: Tensor) -> None:
+        cpu.extend_chains(
+            self.step.slots,
+            self.step.rows,
+            accepted.nodes.numpy(),
+            accepted.count.numpy(),
+            hidden.flatten(0, 1).numpy(),
+            self.history,
+            self._path,
+            self._chain_len,
+            self.feature.numpy(),
+        )
+
+    def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        crowded = self._chain_len[slots] + rows.shape[1] > self.num_rows
+        if crowded.any():
+            self._fold(torch.from_numpy(slots[crowded]))
+        cpu.free_rows(slots, self._path, self._chain_len, self.history, rows)
+
+    def _buffers(self, layer: int) -> cpu.Buffers:
+        own = (self.conv_in, self.xB, self.dt, self.log_decay, self.pool.ssm)
+        return cpu.Buffers(*(part[layer].numpy() for part in own))
+
+    def _fold(self, slots: Tensor, keep: int | None = None) -> None:
+        folded = slots.numpy()
+        lengths = self._chain_len[folded] if keep is None else np.full_like(folded, keep)
+        checkpoints = self._checkpoint_of[folded]
+        for layer in range(self.xB.shape[0]):
+            buffers = self._buffers(layer)
+            cpu.fold(folded, lengths, self._path, checkpoints, self.history, buffers)
+        last = self._path[folded, self.history + lengths - 1] - self.history
+        self.pool.feature.numpy()[checkpoints] = self.feature.numpy()[folded, last]
+        cpu.move_history(folded, lengths, self._path, self.history, self.conv_in.numpy())
+        self._empty_chain(slots)
+
+    def _empty_chain(self, slots: Tensor) -> None:
+        self.chain_len[slots] = 0
+
+
+class FusedSnapshotVerify(_Fused, SnapshotVerify):
+    """One full state a node, written where the torch scheme writes it."""
+
+    kernel = staticmethod(cpu.snapshot_verify)
+
+    def accept(self, accepted: Truncated, hidden: Tensor) -> None:
+        step, count = self.step, accepted.count.numpy()
+        nodes = accepted.nodes.numpy()
+        cpu.commit_snapshots(
+            step.slots,
+            nodes,
+            count,
+            hidden.flatten(0, 1).numpy(),
+            step.checkpoints,
+            self.node_states.numpy(),
+            self.pool.ssm.numpy(),
+            self.pool.feature.numpy(),
+        )
+        # node i stands in row i
+        self._path[step.slots, self.history : self.history + nodes.shape[1]] = nodes + self.history
+        cpu.move_history(step.slots, count, self._path, self.history, self.conv_in.numpy())
+
+    def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        rows[:] = np.arange(rows.shape[1])
+
+    def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
+        own = (self.conv_in, self.node_states, self.pool.ssm)
+        return cpu.SnapshotBuffers(*(part[layer].numpy() for part in own))
+
+
+def layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
+    """A layer's weights in the form the kernels read."""
+    taps = layer.conv1d.weight.detach()[:, 0].t()  # [K, C]
+    bias = layer.conv1d.bias
+    last = taps.new_zeros(taps.shape[1]) if bias is None else bias.detach()
+    heads = torch.stack([layer.decay_rate(), layer.dt_bias.detach(), layer.D.detach()])
+    low, high = layer.config.time_step_limit
+    return cpu.LayerWeights(
+        torch.cat([taps, last[None]]).float().numpy(),
+        heads.detach().float().numpy(),
+        np.float32(low),
+        np.float32(high),
+    )
+
+
+FUSED_SCHEMES = {scheme.name: scheme for scheme in (FusedDeferredVerify, FusedSnapshotVerify)}

@@ -1,0 +1,383 @@
+"""Serves requests on a ModelRunner through plans alone, as the scheduler would, slot by slot.
+
+Slots come in random order, and what is freed is overwritten: a runner that still looks at it gives
+another text.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tiny_model import load_model, write_head, write_model
+from torch import Tensor
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.kernels.sampling_noise.naive import gumbel
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.message import (
+    CheckpointSave,
+    DecodeBatch,
+    DecodeResult,
+    Plan,
+    PrefillItem,
+    Release,
+    StepResult,
+    TokenLogprob,
+)
+from mamba_eagle.runner.model_runner import ModelRunner
+
+GARBAGE = 1000.0
+
+
+def greedy(max_new_tokens: int, **others: Any) -> SamplingParams:
+    others.setdefault("ignore_eos", True)
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **others)
+
+
+def sampled(max_new_tokens: int, seed: int, **others: Any) -> SamplingParams:
+    others.setdefault("ignore_eos", True)
+    return SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **others)
+
+
+class Settings(NamedTuple):
+    """How a runner speculates; the text must not depend on it."""
+
+    algorithm: str = "EAGLE"
+    scheme: str = "deferred"
+    topk: int = 4
+    steps: int = 4
+    nodes: int = 12
+    rows: int = 0
+
+    def config(self, model: Path, head: Path | None, **others: Any) -> EngineConfig:
+        values: dict[str, Any] = {
+            "max_running_requests": 5,
+            "max_total_tokens": 900,
+            "max_mamba_cache_size": 24,
+            **others,
+        }
+        return EngineConfig(
+            model_path=str(model),
+            device="cpu",
+            speculative_algorithm=self.algorithm,
+            speculative_draft_model_path=str(head or ""),
+            speculative_num_steps=self.steps,
+            speculative_eagle_topk=self.topk,
+            speculative_num_draft_tokens=self.nodes,
+            mamba_verify_mode=self.scheme,
+            mamba_rows=self.rows,
+            **values,
+        ).resolved()
+
+
+PLAIN = Settings("NONE")
+TREE = Settings()
+SETTINGS = {
+    "none": PLAIN,
+    "none-snapshot": Settings("NONE", "snapshot"),
+    "tree": TREE,
+    "tree-snapshot": Settings(scheme="snapshot"),
+    "tree-fewest-rows": Settings(rows=12),
+    "tree-of-one-row-more": Settings(rows=13),
+    "tree-many-rows": Settings(rows=150),
+    "chain": Settings(topk=1, steps=4, nodes=5),
+    "chain-snapshot": Settings("EAGLE", "snapshot", topk=1, steps=4, nodes=5),
+    "star": Settings(topk=5, steps=1, nodes=6),
+    "large-tree": Settings(topk=6, steps=7, nodes=40),
+}
+
+
+class Prefix(NamedTuple):
+    """What a cache would keep of a request: tokens, their KV slots, the checkpoint at their end."""
+
+    tokens: list[int]
+    kv_slots: list[int]
+    checkpoint: int
+
+
+class Proposal(NamedTuple):
+    """A draft tree of one request, in plain numbers."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+
+
+@dataclass
+class Live:
+    """A running request and what the runner said about it."""
+
+    slot: int
+    checkpoint: int
+    tokens: list[int]  # prompt, then output
+    prompt_len: int
+    sampling: SamplingParams
+    hit: Prefix | None
+    kv: list[int]  # slots of the tokens that were run
+    folded: int = 0
+    asks: dict[str, Any] = field(default_factory=dict)  # return_logprob, …
+    steps: list[DecodeResult] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    saved: dict[int, Prefix] = field(default_factory=dict)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def run(self) -> int:
+        return len(self.kv)
+
+
+class Engine:
+    """A runner, and the slots nobody uses."""
+
+    def __init__(
+        self, model: Path, head: Path | None, settings: Settings = TREE, **others: Any
+    ) -> None:
+        self.config = settings.config(model, head, **others)
+        self.runner = ModelRunner(self.config)
+        self.shape = self.config.tree_shape
+        self.eos = tuple(self.runner.ready.eos_token_ids)
+        ready, shuffled = self.runner.ready, random.Random(5)
+        self.free_kv = list(range(ready.max_kv_slots))
+        self.free_checkpoints = list(range(ready.max_checkpoints))
+        self.free_slots = list(range(ready.max_running_requests))
+        for slots in (self.free_kv, self.free_checkpoints, self.free_slots):
+            shuffled.shuffle(slots)
+        self.steps = 0
+        self._record_proposals()
+
+    def _record_proposals(self) -> None:
+        propose = self.runner.drafter.propose
+        self.proposed: dict[int, Proposal] = {}
+
+        def recording(slots: Tensor, shape: TreeShape) -> Any:
+            tree = propose(slots, shape)
+            rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist())
+            self.proposed = dict(zip(slots.tolist(), (Proposal(*row) for row in rows)))
+            return tree
+
+        self.runner.drafter.propose = recording  # type: ignore[method-assign]
+
+    # ── plans ──
+
+    def execute(
+        self,
+        prefill: list[PrefillItem] | None = None,
+        decode: list[Live] | None = None,
+        releases: list[Release] | None = None,
+        shape: TreeShape | None = None,
+    ) -> StepResult:
+        """One plan; the results of ``decode`` go to its requests."""
+        self.steps += 1
+        plan = Plan(step=self.steps, releases=releases or [], prefill=prefill or [])
+        shape = shape or self.shape
+        slots = [[self.free_kv.pop() for _ in range(shape.nodes)] for _ in decode or []]
+        if decode:
+            plan.decode = DecodeBatch(
+                shape=shape, slots=[live.slot for live in decode], kv_slots=slots
+            )
+        result = self.runner.execute(plan)
+        for live, kv_slots, made in zip(decode or [], slots, result.decode):
+            live.kv += [kv_slots[node] for node in made.nodes]
+            live.tokens += made.tokens
+            live.logprobs += made.logprobs
+            live.folded = made.folded
+            live.steps.append(made)
+            live.proposals.append(self.proposed[live.slot])
+            self.free([slot for node, slot in enumerate(kv_slots) if node not in made.nodes])
+        return result
+
+    def free(self, kv_slots: list[int]) -> None:
+        self.free_kv = kv_slots + self.free_kv
+        pools = [self.runner.kv]
+        if hasattr(self.runner.drafter, "pool"):
+            pools.append(self.runner.drafter.pool)
+        for pool in pools:
+            pool.k[:, kv_slots], pool.v[:, kv_slots] = GARBAGE, -GARBAGE
+
+    def free_checkpoint(self, checkpoint: int) -> None:
+        self.free_checkpoints.insert(0, checkpoint)
+        self.runner.pool.ssm[:, checkpoint] = GARBAGE
+        self.runner.pool.conv[:, checkpoint] = GARBAGE
+        self.runner.pool.feature[checkpoint] = GARBAGE
+
+    # ── a request ──
+
+    def admit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        hit: Prefix | None = None,
+        prompt_len: int | None = None,
+        **asks: Any,
+    ) -> Live:
+        """Slots for a request; nothing is run. prompt_len: shorter where output is run again."""
+        if hit is not None:
+            assert prompt[: len(hit.tokens)] == hit.tokens and len(prompt) > len(hit.tokens)
+        return Live(
+            self.free_slots.pop(),
+            self.free_checkpoints.pop(),
+            list(prompt),
+            prompt_len or len(prompt),
+            sampling,
+            hit,
+            list(hit.kv_slots) if hit else [],
+            asks=asks,
+        )
+
+    def chunk(self, live: Live, end: int, saves: tuple[int, ...] = ()) -> PrefillItem:
+        """The item that runs the prompt up to ``end`` and saves checkpoints on the way."""
+        start, total = live.run, len(live.tokens)
+        live.kv += [self.free_kv.pop() for _ in range(start, end)]
+        wanted = []
+        for position in saves:
+            if start < position <= end:
+                slot = self.free_checkpoints.pop()
+                wanted.append(CheckpointSave(position, slot))
+                live.saved[position] = Prefix(live.tokens[:position], live.kv[:position], slot)
+        item = PrefillItem(
+            slot=live.slot,
+            checkpoint=live.checkpoint,
+            start=start,
+            token_ids=live.tokens[start:end],
+            kv_slots=live.kv[start:end],
+            saves=wanted,
+            is_first=start == (len(live.hit.tokens) if live.hit else 0),
+            is_last=end == total,
+            output_start=live.prompt_len,
+            return_logprob=live.asks.get("return_logprob", False),
+            top_logprobs=live.asks.get("top_logprobs", 0),
+        )
+        first = live.asks.get("logprob_start", -1)
+        if 0 <= first < end:
+            item.logprob_start = max(first, start)
+        if item.is_first:
+            item.sampling = live.sampling
+            if live.hit:
+                item.load_from, item.prefix_kv_slots = live.hit.checkpoint, live.hit.kv_slots
+            if live.sampling.needs_history:
+                item.history = live.tokens[:start]
+        return item
+
+    def after_chunk(self, live: Live, item: PrefillItem, result: Any) -> None:
+        live.folded = live.run
+        live.input_logprobs += result.input_logprobs
+        if item.is_last:
+            live.tokens.append(result.token)
+            if result.logprob is not None:
+                live.logprobs.append(result.logprob)
+
+    def prefill(self, live: Live, cuts: tuple[int, ...] = (), saves: tuple[int, ...] = ()) -> Live:
+        """The whole prompt, a plan for each part between ``cuts``."""
+        ends = sorted({cut for cut in cuts if live.run < cut < len(live.tokens)})
+        for end in [*ends, len(live.tokens)]:
+            item = self.chunk(live, end, saves)
+            self.after_chunk(live, item, self.execute(prefill=[item]).prefill[0])
+        return live
+
+    def start(
+        self, prompt: list[int], sampling: SamplingParams, hit: Prefix | None = None, **asks: Any
+    ) -> Live:
+        cuts, saves = asks.pop("cuts", ()), asks.pop("saves", ())
+        return self.prefill(self.admit(prompt, sampling, hit, **asks), cuts, saves)
+
+    def ended(self, live: Live) -> bool:
+        stops = live.sampling.stop_tokens(self.eos)
+        return len(live.output) >= live.sampling.max_new_tokens or live.tokens[-1] in stops
+
+    def finish(self, lives: list[Live]) -> None:
+        """Decode until all have ended."""
+        while running := [live for live in lives if not self.ended(live)]:
+            before = [len(live.tokens) for live in running]
+            self.execute(decode=running)
+            assert all(len(live.tokens) > was for live, was in zip(running, before))
+
+    def release(self, live: Live, fold_to: int = -1) -> Prefix | None:
+        """The request leaves; with ``fold_to`` its first tokens are kept as a prefix."""
+        self.execute(releases=[Release(live.slot, fold_to)])
+        self.free_slots.insert(0, live.slot)
+        borrowed = len(live.hit.kv_slots) if live.hit else 0
+        if fold_to < 0:
+            self.free(live.kv[borrowed:])
+            self.free_checkpoint(live.checkpoint)
+            return None
+        self.free(live.kv[max(fold_to, borrowed) :])
+        return Prefix(live.tokens[:fold_to], live.kv[:fold_to], live.checkpoint)
+
+    def generate(
+        self, prompt: list[int], sampling: SamplingParams, hit: Prefix | None = None, **asks: Any
+    ) -> Live:
+        """One request from beginning to end."""
+        live = self.start(prompt, sampling, hit, **asks)
+        self.finish([live])
+        self.release(live)
+        return live
+
+
+class PlainModel:
+    """The same weights in full forward passes, from the zero state: what texts must equal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = load_model(folder)
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[n] -> [n, V]; row i is about token i + 1."""
+        hidden = self.model(torch.tensor(tokens), FullSequenceContext(1, len(tokens)))
+        return self.model.compute_logits(hidden)
+
+    def choices(self, live: Live) -> list[int]:
+        """The token that the plain model takes at each place of the output, given those before:
+        the whole output if and only if it is the plain model's own."""
+        first, sampling = live.prompt_len, live.sampling
+        logits = self.logits(live.tokens[:-1])[first - 1 :]
+        positions = torch.arange(first, first + logits.shape[0])
+        noise = gumbel(torch.full_like(positions, sampling.seed), positions, logits.shape[1])
+        return (logits + sampling.temperature * noise).argmax(1).tolist()
+
+    def logprobs(self, tokens: list[int]) -> Tensor:
+        """Of tokens[1:], from what comes before each. [n - 1]"""
+        logits = self.logits(tokens[:-1]).log_softmax(1)
+        return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+class Tiny(NamedTuple):
+    """The tiny model on disk, its head, and itself in full forward passes."""
+
+    model: Path
+    head: Path
+    plain: PlainModel
+
+    def engine(self, settings: Settings | str = TREE, **others: Any) -> Engine:
+        if isinstance(settings, str):
+            settings = SETTINGS[settings]
+        return Engine(self.model, self.head, settings, **others)
+
+
+def write_tiny(folder: Path) -> Tiny:
+    model = write_model(folder / "model")
+    return Tiny(model, write_head(folder / "head", model), PlainModel(model))
+
+
+def approximately(proposals: list[Proposal]) -> list[Proposal]:
+    """For ==: the same trees, with scores up to rounding."""
+    return [each._replace(scores=pytest.approx(each.scores, abs=1e-3)) for each in proposals]
+
+
+def accepted(lives: list[Live]) -> list[int]:
+    """How many tokens each decode step made."""
+    return [len(step.tokens) for live in lives for step in live.steps]
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 96) for _ in range(length)]

@@ -1,0 +1,197 @@
+"""Prefixes that other requests have run: from a checkpoint on, nothing may differ.
+
+Text and draft trees with a hit equal those without one. DESIGN section 5: "a cache hit must not
+make the drafter blind to the prefix".
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runner_harness import (
+    Engine,
+    Live,
+    Prefix,
+    Tiny,
+    approximately,
+    greedy,
+    random_prompt,
+    sampled,
+    write_tiny,
+)
+from tiny_model import CHUNK
+
+from mamba_eagle.core import SamplingParams
+
+torch.set_num_threads(1)
+
+PROMPT = random_prompt(3 * CHUNK + 3, seed=1)
+TAIL = random_prompt(6, seed=2)
+SCHEMES = ["none", "tree", "tree-snapshot"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def assert_same(live: Live, fresh: Live) -> None:
+    """Texts, draft trees, and what was accepted, step by step."""
+    assert live.output == fresh.output
+    steps = [step.nodes for step in live.steps if step.nodes]
+    assert steps == [step.nodes for step in fresh.steps if step.nodes]
+    count = len(steps)
+    assert live.proposals[:count] == approximately(fresh.proposals[:count])
+
+
+class Fresh:
+    """Each prompt served once on an engine that has seen nothing else, and checked."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        self.tiny, self.known = tiny, {}
+
+    def __call__(self, settings: str, prompt: list[int], sampling: SamplingParams) -> Live:
+        # what is drafted and accepted does not depend on how states are kept
+        trees = "tree" if settings.startswith("tree") else settings
+        key = (trees, tuple(prompt), sampling.seed, sampling.max_new_tokens)
+        if key not in self.known:
+            live = self.known[key] = self.tiny.engine(trees).generate(prompt, sampling)
+            assert live.output == self.tiny.plain.choices(live)
+        return self.known[key]
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny: Tiny) -> Fresh:
+    return Fresh(tiny)
+
+
+POSITIONS = (1, 3, 4, 15, 16, 17, 25, 33, 50, 51)
+CUTS = [(), (20,), (CHUNK, 2 * CHUNK), (9, 10, 33)]
+
+
+@pytest.mark.parametrize(
+    "settings, cuts",
+    [("tree", cuts) for cuts in CUTS] + [("tree-snapshot", (20,)), ("none", (9, 10, 33))],
+    ids=str,
+)
+def test_a_checkpoint_inside_a_prompt_serves_another_request(
+    tiny: Tiny, fresh: Fresh, settings: str, cuts: tuple[int, ...]
+) -> None:
+    """Saved on the chunk grid and off it, at the ends of plans and in between."""
+    engine, how = tiny.engine(settings), sampled(8, 7)
+    saver = engine.start(PROMPT, how, cuts=cuts, saves=POSITIONS)
+    engine.finish([saver])
+    assert_same(saver, fresh(settings, PROMPT, how))
+    for position in POSITIONS:
+        prompt = PROMPT[:position] + TAIL
+        hit = engine.generate(prompt, how, hit=saver.saved[position])
+        assert_same(hit, fresh(settings, prompt, how))
+    assert_same(engine.generate(PROMPT, how, hit=saver.saved[50]), saver)
+
+
+@pytest.mark.parametrize("settings", SCHEMES)
+def test_a_hit_and_prompt_chunks_behind_it(tiny: Tiny, fresh: Fresh, settings: str) -> None:
+    engine, how = tiny.engine(settings), sampled(8, 7)
+    saver = engine.start(PROMPT, how, saves=(21,))
+    again = engine.start(PROMPT, how, hit=saver.saved[21], cuts=(22, 30, 37), saves=(29, 37))
+    engine.finish([saver, again])
+    third = engine.generate(PROMPT, how, hit=again.saved[29])
+    for live in (saver, again, third):
+        assert_same(live, fresh(settings, PROMPT, how))
+
+
+@pytest.mark.parametrize("settings", [*SCHEMES, "tree-fewest-rows", "chain", "star"])
+def test_a_conversation_continues_from_the_last_turns_checkpoint(
+    tiny: Tiny, fresh: Fresh, settings: str
+) -> None:
+    """Each turn is folded to all that was run. Steps in flight when a turn ends change nothing."""
+    engine = tiny.engine(settings)
+    tokens, hit = list(PROMPT[:20]), None
+    for turn, late_steps in enumerate((0, 2, 1, 0)):
+        live = engine.start(tokens, sampled(14, turn), hit=hit)
+        engine.finish([live])
+        for _ in range(late_steps):
+            engine.execute(decode=[live])
+        assert_same(live, fresh(settings, tokens, sampled(14, turn)))
+        hit = engine.release(live, fold_to=live.run)
+        assert hit is not None and len(hit.tokens) == len(live.tokens) - 1
+        tokens = live.tokens + random_prompt(5, seed=turn)
+
+
+@pytest.mark.parametrize("settings", ["none", "tree", "tree-of-one-row-more", "chain"])
+@pytest.mark.parametrize("count", [14, 31], ids="output{}".format)
+def test_a_request_released_inside_its_chain_leaves_the_state_there(
+    tiny: Tiny, fresh: Fresh, settings: str, count: int
+) -> None:
+    """A stop string cuts the output at some token since the last fold."""
+    how = sampled(count, 7)
+    whole = fresh(settings, PROMPT[:20], how)
+    engine = tiny.engine(settings)
+    inside = 0
+    for back in (0, 1, 2, 4, 9, 12):
+        live = engine.start(PROMPT[:20], how)
+        engine.finish([live])
+        assert live.output == whole.output
+        if live.run - back < live.folded:
+            engine.release(live)
+            break
+        inside += back > 0
+        prefix = engine.release(live, fold_to=live.run - back)
+        assert prefix is not None
+        prompt = prefix.tokens + TAIL
+        hit = engine.generate(prompt, sampled(6, 3), hit=prefix)
+        assert_same(hit, fresh(settings, prompt, sampled(6, 3)))
+        drop(engine, prefix)
+    assert inside >= 1
+
+
+def drop(engine: Engine, prefix: Prefix) -> None:
+    engine.free(prefix.kv_slots)
+    engine.free_checkpoint(prefix.checkpoint)
+
+
+@pytest.mark.parametrize("settings", SCHEMES)
+def test_requests_from_one_checkpoint_do_not_touch_it(tiny: Tiny, settings: str) -> None:
+    """Its owner runs on, two others start from it in one plan, and later a third."""
+    engine = tiny.engine(settings)
+    owner = engine.start(PROMPT, sampled(12, 0), saves=(40,))
+    saved = owner.saved[40]
+    before = [part[:, saved.checkpoint].clone() for part in (engine.runner.pool.ssm,)]
+    prompts = [PROMPT[:40] + random_prompt(n, seed=n) for n in (3, 9)]
+    pair = [engine.admit(prompt, sampled(9, i), hit=saved) for i, prompt in enumerate(prompts)]
+    items = [engine.chunk(live, len(live.tokens)) for live in pair]
+    results = engine.execute(prefill=items, decode=[owner]).prefill
+    for live, item, result in zip(pair, items, results):
+        engine.after_chunk(live, item, result)
+    engine.finish([owner, *pair])
+    third = engine.generate(PROMPT[:40] + TAIL, sampled(9, 2), hit=saved)
+    for live in (owner, *pair, third):
+        assert live.output == tiny.plain.choices(live)
+    assert torch.equal(engine.runner.pool.ssm[:, saved.checkpoint], before[0])
+
+
+@pytest.mark.parametrize("settings", ["tree", "chain"])
+def test_a_drafter_without_its_prefix_would_draft_other_trees(tiny: Tiny, settings: str) -> None:
+    """The comparisons above can fail: the head reads the prefix it is given."""
+    engine = tiny.engine(settings)
+    saver = engine.start(PROMPT, greedy(12), saves=(50,))
+    engine.finish([saver])
+    pool = engine.runner.drafter.pool
+    pool.v[:, saver.saved[50].kv_slots] = 0.0
+    blind = engine.generate(PROMPT, greedy(12), hit=saver.saved[50])
+    assert blind.output == saver.output
+    assert blind.proposals != approximately(saver.proposals)
+
+
+@pytest.mark.parametrize("settings", SCHEMES)
+def test_a_checkpoints_feature_is_the_last_tokens(tiny: Tiny, settings: str) -> None:
+    """What a head needs to go on from there, and what gives the next token's logprob."""
+    engine = tiny.engine(settings)
+    live = engine.start(PROMPT, sampled(20, 1), saves=(7, 32, 51), cuts=(11,))
+    engine.finish([live])
+    prefix = engine.release(live, fold_to=live.run)
+    for position, saved in {**live.saved, live.run: prefix}.items():
+        feature = engine.runner.pool.feature[saved.checkpoint]
+        logits = engine.runner.model.compute_logits(feature[None])[0]
+        expected = tiny.plain.logits(live.tokens[:position])[-1]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
