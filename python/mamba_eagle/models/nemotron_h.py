@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.models.config import ModelConfig
 
 
-class NemotronHBackbone(nn.Module):
+class NemotronHBackbone(Layer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embeddings = Embedding(config.vocab_size, config.hidden_size)
@@ -20,7 +21,7 @@ class NemotronHBackbone(nn.Module):
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps)
 
 
-class NemotronHForCausalLM(nn.Module):
+class NemotronHForCausalLM(Layer):
     """Parameter names are those of the published checkpoints (``backbone.layers.N.mixer…``)."""
 
     def __init__(self, config: ModelConfig) -> None:
