@@ -129,7 +129,7 @@ def test_checkpoints_between_are_spread_over_a_long_prompt():
     plans = record(serving)
     serving.add("a", TRUNK, SHORT)
     serving.finish()
-    assert saves(plans) == [*range(64, 1000, 64), 999]
+    assert saves(plans) == [*range(32, 1000, 32), 999]
 
 
 def test_logprobs_of_the_prompt_limit_the_hit():
