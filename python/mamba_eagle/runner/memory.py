@@ -45,13 +45,13 @@ def plan_memory(
         for part in (model, draft)
         if part is not None and (a := part.attention) is not None
     )
-    m = model.mamba
-    assert m is not None
     ssm_bytes = getattr(torch, config.mamba_ssm_dtype).itemsize
-    checkpoint_bytes = model.num_mamba_layers * (
-        m.num_heads * m.head_dim * m.state_size * ssm_bytes
-        + (m.conv_kernel - 1) * m.conv_dim * dtype.itemsize
-    )
+    checkpoint_bytes = model.hidden_size * dtype.itemsize  # the feature
+    if (m := model.mamba) is not None:
+        checkpoint_bytes += model.num_mamba_layers * (
+            m.num_heads * m.head_dim * m.state_size * ssm_bytes
+            + (m.conv_kernel - 1) * m.conv_dim * dtype.itemsize
+        )
     running = config.max_running_requests
     kv_slots, checkpoints = config.max_total_tokens, config.max_mamba_cache_size
     if device.type == "cuda":
