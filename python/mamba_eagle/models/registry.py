@@ -20,6 +20,13 @@ class Family(NamedTuple):
 # architectures entry -> family
 MODELS = {
     "NemotronHForCausalLM": Family("nemotron_h", "NemotronHForCausalLM"),
+    "Mamba2ForCausalLM": Family("mamba2", "Mamba2ForCausalLM"),
+    "BambaForCausalLM": Family("bamba", "BambaForCausalLM"),
+    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+    "FalconH1ForCausalLM": Family("falcon_h1", "FalconH1ForCausalLM"),
+    "Zamba2ForCausalLM": Family("zamba2", "Zamba2ForCausalLM"),
+    "LlamaForCausalLM": Family("llama", "LlamaForCausalLM"),
+    "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM"),
 }
 
 

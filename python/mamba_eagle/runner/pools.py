@@ -26,7 +26,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.bin_slot = num_slots
-        shape = (0, 0, 1, 1)
+        shape = (0, num_slots + 1, 1, 1)
         if config is not None and num_layers:
             shape = (num_layers, num_slots + 1, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
