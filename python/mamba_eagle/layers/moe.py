@@ -44,8 +44,8 @@ class SigmoidRouter(nn.Module):
         if c.num_groups > 1:
             groups = wanted.unflatten(-1, (c.num_groups, -1))
             best = groups.topk(2, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
-            hidden_groups = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            wanted = groups.masked_fill(hidden_groups[..., None], float("-inf")).flatten(-2)
+            passed_over = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            wanted = groups.masked_fill(passed_over[..., None], float("-inf")).flatten(-2)
         chosen = wanted.topk(c.top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
         if c.normalize:

@@ -22,7 +22,7 @@ class Rotation(NamedTuple):
 
 
 class Rotary:
-    """Positions to angles. Computed once a forward pass: ``ctx.rotation = rotary(ctx.positions)``."""
+    """Positions to angles, once a forward pass: the model puts them into ``ctx.rotation``."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.frequencies = rope_frequencies(config)  # [dim / 2]

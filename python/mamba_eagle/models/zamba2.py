@@ -59,7 +59,8 @@ class SharedAttention(nn.Module):
         for name in "qkv":
             projected = getattr(self, f"{name}_proj")(hidden)
             if self.adapted:
-                projected = projected + getattr(self, f"linear_{name}_adapter_list")[str(use)](hidden)
+                own = getattr(self, f"linear_{name}_adapter_list")[str(use)]
+                projected = projected + own(hidden)
             made.append(projected.unflatten(-1, (-1, self.config.head_dim)))
         q, k, v = made
         if ctx.rotation is not None:
@@ -116,7 +117,9 @@ class MambaLayer(nn.Module):
 class HybridLayer(nn.Module):
     """``use`` numbers the hybrid layers; the shared block is the same module in several."""
 
-    def __init__(self, config: ModelConfig, index: int, use: int, shared: SharedTransformer) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, use: int, shared: SharedTransformer
+    ) -> None:
         super().__init__()
         self.use = use
         self.shared_transformer = shared
@@ -178,6 +181,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         in_bias=bool(values.get("add_bias_linear", False)),
         out_bias=bool(values.get("add_bias_linear", False)),
     )
+    longest = 16384 if values.get("use_long_context") else values.get("max_position_embeddings")
     rope = rope_config(values, head_dim) if values.get("use_mem_rope") else None
     return model_config(
         values,
@@ -187,8 +191,6 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             values, head_dim=head_dim, scale=(head_dim / 2) ** -0.5, rope=rope, bias=False
         ),
         intermediate_size=values.get("intermediate_size") or 4 * hidden,
-        max_position_embeddings=16384
-        if values.get("use_long_context")
-        else values.get("max_position_embeddings", 4096),
+        max_position_embeddings=longest or 4096,
         tie_word_embeddings=values.get("tie_word_embeddings", True),
     )

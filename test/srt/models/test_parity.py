@@ -3,13 +3,14 @@ chunked prefill, checkpoints and verified trees, in both verify modes."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits, peer_text, save_peer
+from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits, peer_text
 from runner_harness import Engine, Settings, greedy
 from safetensors.torch import save_file
 from torch import nn
@@ -60,7 +61,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
     def make(name: str) -> Peer:
         folder = tmp_path_factory.mktemp(name)
         model = make_peer(name)
-        save_peer(model, folder / "model")
+        model.save_pretrained(folder / "model")
         prompt = torch.randint(
             0, VOCAB, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(3)
         ).tolist()
@@ -72,8 +73,6 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def write_head(folder: Path) -> Path:
-    import json
-
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HEAD))
     target = ModelConfig.from_dict(HEAD)
