@@ -14,7 +14,7 @@ from mamba_eagle.scheduler.step import Chunk, Step
 LOOK_AHEAD = 64  # waiting requests whose prompts are compared
 WORTH_WAITING = 32  # tokens; for less, a shared prefix is run twice
 MOST_SHARED_SAVES = 4  # checkpoints a prompt for the sake of waiting ones
-MOST_SPARE_SAVES = 16  # checkpoints a prompt at multiples of --mamba-checkpoint-interval
+MOST_SPARE_SAVES = 32  # checkpoints a prompt at multiples of --mamba-checkpoint-interval
 MOST_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
 

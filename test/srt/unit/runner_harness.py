@@ -203,6 +203,8 @@ class Engine:
         if hasattr(self.runner.drafter, "pool"):
             pools.append(self.runner.drafter.pool)
         for pool in pools:
+            if pool.k.shape[0] == 0:
+                continue  # no attention layer
             pool.k[:, kv_slots], pool.v[:, kv_slots] = GARBAGE, -GARBAGE
 
     def free_checkpoint(self, checkpoint: int) -> None:

@@ -102,6 +102,13 @@ def load_model(folder: Path) -> NemotronHForCausalLM:
     return model.requires_grad_(False)
 
 
+def load_head(folder: Path, model_folder: Path) -> EagleHead:
+    target = ModelConfig.from_pretrained(model_folder)
+    head = EagleHead(ModelConfig.from_pretrained(folder), target)
+    load_weights(head, folder)
+    return head.requires_grad_(False)
+
+
 def write_folder(folder: Path, config: dict[str, object], model: nn.Module) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,8 +1,9 @@
 """tree_verify and fold of naive.py in one pass over the state, rows and state read in place.
 
-A program owns some heads of one group of one request. It forms C·Bᵀ once, and then, a head at a
-time, streams the head's state through the tensor cores while the next one is on its way. P is cut
-into pieces that are powers of two (80 = 64 + 16), so that no lane and no byte is wasted.
+A program owns some tiles of a group of one request: TILE of the H*P channels, all N states. The
+heads of a group share B and C, so it forms B·Cᵀ once; then it streams tile after tile through the
+tensor cores while the next are on their way. Tiles are powers of two and P need not be: a tile may
+lie in two heads (80 channels: 4 heads are 5 tiles of 64), and then takes the weights of both.
 
 Precision: rows of 16 bits are exact operands, what multiplies them is split into two such numbers
 (16 bits of mantissa), and C·S0 takes S0 in tf32. With float32 rows every product is made of three
@@ -60,7 +61,8 @@ class TreeStep(NamedTuple):
 class Config(NamedTuple):
     """How the work is cut; the result does not depend on it."""
 
-    heads: int  # a program; divides the heads of a group
+    tile: int  # channels: a power of two, at least 16, at most P; divides those of a group
+    tiles: int  # a program
     warps: int
     stages: int  # states on their way
 
@@ -72,49 +74,26 @@ def ancestor_bits(ancestors: Tensor) -> Tensor:
 
 
 @triton.jit
-def _dot_split(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a·b for a float32 factor a and an exact factor b."""
-    if b.dtype == tl.float32:
+def _split_dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a·b where one factor is float32 and the other exact in its dtype."""
+    if a.dtype == b.dtype:
         return tl.dot(a, b, acc, input_precision=PRECISION)
-    else:
+    elif a.dtype == tl.float32:
         high = a.to(b.dtype)
         low = (a - high.to(tl.float32)).to(b.dtype)
         return tl.dot(low, b, tl.dot(high, b, acc))
+    else:
+        high = b.to(a.dtype)
+        low = (b - high.to(tl.float32)).to(a.dtype)
+        return tl.dot(a, low, tl.dot(a, high, acc))
 
 
 @triton.jit
-def _piece(
-    x_rows,  # pointers to the head's x in each row, [J]
-    state,  # pointer to the head's state
-    y_rows,  # pointers to the head's outputs of each node, [TP]
-    C,  # [TP, N] float32, or as the state if that has 16 bits
-    B,  # [J, N]
-    weights,  # [TP, J] float32
-    node_decay,  # [TP] float32: exp(L)
-    fold_weights,  # [J] float32
-    fold_decay,
-    folding,
-    valid_rows,  # [J] bool
-    valid_nodes,  # [TP] bool
-    FIRST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    N: tl.constexpr,
-    FOLD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Outputs, and the folded state, of channels FIRST … FIRST + LENGTH of a head."""
-    p = FIRST + tl.arange(0, LENGTH)
-    places = state + p[:, None] * N + tl.arange(0, N)[None, :]
-    before = tl.load(places)  # [LENGTH, N]
-    x = tl.load(x_rows[:, None] + p[None, :], mask=valid_rows[:, None], other=0.0)
-    y = tl.dot(C, tl.trans(before.to(C.dtype)), input_precision=PRECISION)
-    y = _dot_split(weights, x, y * node_decay[:, None], PRECISION)
-    tl.store(y_rows[:, None] + p[None, :], y, mask=valid_nodes[:, None])
-    if FOLD:
-        if folding:
-            added = tl.trans(x.to(tl.float32) * fold_weights[:, None])
-            after = _dot_split(added, B, before.to(tl.float32) * fold_decay, PRECISION)
-            tl.store(places, after)
+def _packed_weights(node_log, row_log, step, skip, scores, visible, own):
+    """What each row adds to each node's output: [J, TP]."""
+    # masked before exp: the difference to an unrelated row may be large and positive
+    gap = tl.where(visible, node_log[None, :] - row_log[:, None], float("-inf"))
+    return tl.exp(gap) * step[:, None] * scores + tl.where(own, skip, 0.0)
 
 
 @triton.jit
@@ -143,51 +122,51 @@ def _tree_verify_kernel(
     N: tl.constexpr,
     TP: tl.constexpr,  # nodes, padded
     J: tl.constexpr,  # packed rows [tree ; chain], padded
-    P0: tl.constexpr,  # the pieces of P
-    P1: tl.constexpr,
-    HEADS: tl.constexpr,
+    TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
+    TILES: tl.constexpr,  # a program, all of one group
     FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    first_head = tl.program_id(0) * HEADS
+    TWO_HEADS: tl.constexpr = P % TILE != 0
+    WIDTH: tl.constexpr = H * P + G * N
+    first_tile = tl.program_id(0) * TILES
     request = tl.program_id(1)
-    group = first_head // (H // G)
+    group = first_tile * TILE // (H // G * P)
+
     node = tl.arange(0, TP)
     packed = tl.arange(0, J)
     valid_nodes = node < T
     is_node = packed < T
-
     slot = tl.load(slots + request).to(tl.int64)
     checkpoint = tl.load(checkpoints + request).to(tl.int64)
     length = tl.load(chain_len + request).to(tl.int32)
     node_row = tl.load(rows + request * T + packed, mask=is_node, other=0)
-    chain_row = tl.load(
-        chain + request * M + packed - T, mask=(packed >= T) & (packed < T + M), other=0
-    )
+    in_table = (packed >= T) & (packed < T + M)
+    chain_row = tl.load(chain + request * M + packed - T, mask=in_table, other=0)
     own_row = tl.load(rows + request * T + node, mask=valid_nodes, other=0).to(tl.int32)
     bits = tl.load(ancestors + request * T + node, mask=valid_nodes, other=0)
-    in_chain = (packed >= T) & (packed < T + length)
+    in_chain = in_table & (packed < T + length)
     valid_rows = is_node | in_chain
-    row = tl.where(in_chain, chain_row, node_row).to(tl.int32)
-    above = (bits[:, None] >> tl.minimum(packed, 63).to(tl.int64)[None, :]) & 1
-    visible = ((above != 0) & is_node[None, :]) | in_chain[None, :]
-    own = node[:, None] == packed[None, :]
+    row = tl.where(in_chain, chain_row, tl.where(is_node, node_row, 0)).to(tl.int32)
+    above = (bits[None, :] >> tl.minimum(packed, 63).to(tl.int64)[:, None]) & 1
+    visible = ((above != 0) & is_node[:, None]) | in_chain[:, None]  # [J, TP]
+    own = packed[:, None] == node[None, :]
 
-    WIDTH: tl.constexpr = H * P + G * N
-    xB += slot * W * WIDTH + first_head * P
-    dt += slot * W * H + first_head
-    log_decay += slot * W * H + first_head
-    state += checkpoint * state_stride + first_head * (P * N)
-    y += request.to(tl.int64) * T * (H * P) + first_head * P
-    D += first_head
+    xB += slot * W * WIDTH
+    dt += slot * W * H
+    log_decay += slot * W * H
+    state += checkpoint * state_stride
+    y += request.to(tl.int64) * T * (H * P)
 
     n = tl.arange(0, N)
-    C_rows = (request * T + node) * (G * N) + group * N
-    C_nodes = tl.load(C + C_rows[:, None] + n[None, :], mask=valid_nodes[:, None], other=0.0)
-    B_rows = row * WIDTH + (H * P - first_head * P + group * N)
-    B_packed = tl.load(xB + B_rows[:, None] + n[None, :], mask=valid_rows[:, None], other=0.0)
-    scores = tl.dot(C_nodes, tl.trans(B_packed), input_precision=PRECISION)  # [TP, J]
+    in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
+    C_rows = C + (request * T + node) * (G * N) + group * N
+    C_nodes = tl.load(C_rows[:, None] + n[None, :], mask=valid_nodes[:, None], other=0.0)
+    B_rows = xB + row * WIDTH + H * P + group * N
+    B = tl.load(B_rows[:, None] + n[None, :], mask=valid_rows[:, None], other=0.0)  # [J, N]
+    C_nodes = tl.trans(C_nodes)  # [N, TP]
+    scores = tl.dot(B, C_nodes, input_precision=PRECISION)  # [J, TP]
     if C_nodes.dtype != state.dtype.element_ty:
         C_nodes = C_nodes.to(tl.float32)
 
@@ -197,42 +176,73 @@ def _tree_verify_kernel(
         folding = (tl.load(fold + request) != 0) & (length > 0)
         last_row = tl.sum(tl.where(packed == T + length - 1, row, 0))
 
-    for i in tl.range(0, HEADS, num_stages=STAGES):
-        step = tl.load(dt + row * H + i, mask=valid_rows, other=0.0)
-        row_log = tl.load(log_decay + row * H + i, mask=valid_rows, other=0.0)
-        node_log = tl.load(log_decay + own_row * H + i, mask=valid_nodes, other=0.0)
-        skip = tl.load(D + i)
-        fold_weights = step
-        fold_decay = 1.0
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        first = (first_tile + i) * TILE
+        channel = first + tl.arange(0, TILE)  # of the flat H*P
+        head = first // P
+        before = tl.load(state + first * N + in_tile)  # [TILE, N]
+        x_rows = xB + row * WIDTH
+        x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
+        step = tl.load(dt + row * H + head, mask=valid_rows, other=0.0)
+        row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
+        node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
+        skip = tl.load(D + head)
+        end_log = 0.0
         if FOLD:
             # a folded request's nodes count from the end of the chain
-            end_log = tl.load(log_decay + last_row * H + i)
-            end_log = tl.where(folding, end_log, 0.0)
-            fold_weights = tl.exp(tl.where(in_chain, end_log - row_log, float("-inf"))) * step
-            fold_decay = tl.exp(end_log)
-            row_log = tl.where(is_node, row_log + end_log, row_log)
+            end_log = tl.where(folding, tl.load(log_decay + last_row * H + head), 0.0)
+            row_log += tl.where(is_node, end_log, 0.0)
             node_log += end_log
-        # masked before exp: the difference to an unrelated row may be large and positive
-        gap = tl.where(visible, node_log[:, None] - row_log[None, :], float("-inf"))
-        weights = tl.exp(gap) * step[None, :] * scores
-        weights += tl.where(own, skip, 0.0)  # D x, with x being the node's own row
-        node_decay = tl.exp(node_log)
-        x_rows = xB + row * WIDTH + i * P
-        y_rows = y + node * (H * P) + i * P
-        head_state = state + i * (P * N)
-        _piece(
-            x_rows, head_state, y_rows, C_nodes, B_packed, weights, node_decay, fold_weights,
-            fold_decay, folding, valid_rows, valid_nodes, 0, P0, N, FOLD, PRECISION,
-        )  # fmt: skip
-        if P1 > 0:
-            _piece(
-                x_rows, head_state, y_rows, C_nodes, B_packed, weights, node_decay, fold_weights,
-                fold_decay, folding, valid_rows, valid_nodes, P0, P1, N, FOLD, PRECISION,
-            )  # fmt: skip
+        weights = _packed_weights(node_log, row_log, step, skip, scores, visible, own)
+        node_decay = tl.exp(node_log)[None, :]
+
+        added = tl.zeros([TILE, TP], tl.float32)
+        added = _split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
+        if TWO_HEADS:
+            head_2 = (first + TILE - 1) // P
+            in_first = channel < (head + 1) * P
+            step_2 = tl.load(dt + row * H + head_2, mask=valid_rows, other=0.0)
+            row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid_rows, other=0.0)
+            node_log_2 = tl.load(log_decay + own_row * H + head_2, mask=valid_nodes, other=0.0)
+            skip_2 = tl.load(D + head_2)
+            end_log_2 = 0.0
+            if FOLD:
+                end_log_2 = tl.where(folding, tl.load(log_decay + last_row * H + head_2), 0.0)
+                row_log_2 += tl.where(is_node, end_log_2, 0.0)
+                node_log_2 += end_log_2
+            weights = _packed_weights(node_log_2, row_log_2, step_2, skip_2, scores, visible, own)
+            added_2 = tl.zeros([TILE, TP], tl.float32)
+            added_2 = _split_dot(tl.trans(x), weights, added_2, PRECISION)
+            added = tl.where(in_first[:, None], added, added_2)
+            node_decay = tl.where(in_first[:, None], node_decay, tl.exp(node_log_2)[None, :])
+
+        from_state = tl.dot(before.to(C_nodes.dtype), C_nodes, input_precision=PRECISION)
+        outputs = y + node[None, :] * (H * P) + channel[:, None]
+        tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
+
+        if FOLD:
+            if folding:
+                gap = tl.where(in_chain, end_log - row_log, float("-inf"))
+                share = (tl.exp(gap) * step)[:, None]  # of a row in the new state
+                decay = tl.exp(end_log)
+                if TWO_HEADS:
+                    gap = tl.where(in_chain, end_log_2 - row_log_2, float("-inf"))
+                    share_2 = (tl.exp(gap) * step_2)[:, None]
+                    share = tl.where(in_first[None, :], share, share_2)
+                    decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
+                dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
+                gained = _split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
+                after = before.to(tl.float32) * decay + gained
+                tl.store(state + first * N + in_tile, after)
 
 
 def choose_config(batch: int, sizes: Sizes, fold: bool) -> Config:
-    return Config(1, 4, 2)
+    """The measured best on an H100; see benchmark/kernels/bench_tree_verify.py --sweep."""
+    channels = sizes.heads // sizes.groups * sizes.head_dim
+    tile = max(t for t in (16, 32, 64) if t <= sizes.head_dim and channels % t == 0)
+    wanted = max(1, batch * sizes.groups * (channels // tile) // 256)
+    tiles = max(t for t in range(1, wanted + 1) if (channels // tile) % t == 0)
+    return Config(tile, tiles, 4, 3)
 
 
 def tree_verify(
@@ -259,8 +269,7 @@ def tree_verify(
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     config = config or choose_config(b, sizes, step.fold is not None)
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
-    piece = 1 << (P.bit_length() - 1)
-    _tree_verify_kernel[(H // config.heads, b)](
+    _tree_verify_kernel[(H * P // (config.tile * config.tiles), b)](
         *buffers,
         C,
         D,
@@ -283,9 +292,8 @@ def tree_verify(
         N=N,
         TP=max(16, triton.next_power_of_2(T)),
         J=max(16, triton.next_power_of_2(T + M)),
-        P0=piece,
-        P1=P - piece,
-        HEADS=config.heads,
+        TILE=config.tile,
+        TILES=config.tiles,
         FOLD=step.fold is not None,
         PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,

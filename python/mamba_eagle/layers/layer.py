@@ -1,0 +1,31 @@
+"""The base class of all layers: a module whose call is its ``forward`` and nothing around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Layer(nn.Module):
+    """A module without hooks.
+
+    A decode step of a small model makes about seventy module calls of a few microseconds each;
+    ``nn.Module``'s own call and its lookup of children would double that. So the call is
+    ``forward``, and children are also plain attributes.
+    """
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value
+
+    def prepare(self) -> None:
+        """Derive what inference reads at each step, once, after the weights are in place.
+
+        Results stay the same up to rounding. Afterwards the layer is not differentiable, and its
+        weights must not change.
+        """

@@ -1,0 +1,80 @@
+"""What a runner says about itself, and the settings it refuses, each with its value."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from runner_harness import TREE, Settings, Tiny, greedy, random_prompt, write_tiny
+from tiny_model import EOS, VOCAB, write_head, write_model
+
+from mamba_eagle.config import ConfigError
+from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.runner.model_runner import ModelRunner
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_runner_says_what_it_holds(tiny: Tiny) -> None:
+    ready = tiny.engine(context_length=300, max_total_tokens=123).runner.ready
+    assert (ready.max_kv_slots, ready.context_length) == (123, 300)
+    assert (ready.max_checkpoints, ready.max_running_requests) == (24, 5)
+    assert (ready.vocab_size, ready.eos_token_ids) == (VOCAB, [EOS])
+    assert ready.details["architecture"] == "NemotronHForCausalLM"
+    assert tiny.engine().runner.ready.context_length == 512
+
+
+def test_a_head_that_does_not_fit_is_refused_with_every_reason(tiny: Tiny, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", hidden_size=32, vocab_size=VOCAB)
+    head = write_head(tmp_path / "head", other, hidden_size=32, vocab_size=95)
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner(TREE.config(tiny.model, head))
+    assert len(refused.value.problems) == 2
+    assert "vocab_size 95, the target 96" in str(refused.value)
+    assert "hidden_size 32, the target 64" in str(refused.value)
+
+
+def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
+    config = dataclasses.replace(TREE.config(tiny.model, tiny.head), mamba_rows=11)
+    with pytest.raises(ConfigError, match="--mamba-rows 11: must be at least the tree's 12 nodes"):
+        ModelRunner(config)
+    config = dataclasses.replace(TREE.config(tiny.model, tiny.head), max_total_tokens=25)
+    with pytest.raises(ConfigError, match="--max-total-tokens 25: one request needs 26 slots"):
+        ModelRunner(config)
+    config = dataclasses.replace(TREE.config(tiny.model, tiny.head), context_length=513)
+    with pytest.raises(ConfigError, match="--context-length 513.*512"):
+        ModelRunner(config)
+
+
+def test_a_model_without_recurrence_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path, hybrid_override_pattern="*-")
+    with pytest.raises(UnsupportedModel, match="no Mamba2 layer"):
+        ModelRunner(Settings("NONE").config(model, None))
+
+
+def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
+    """Mamba2 alone: no KV at all, but for the head's."""
+    from runner_harness import Engine, PlainModel
+
+    model = write_model(tmp_path / "model", hybrid_override_pattern="MM-")
+    head = write_head(tmp_path / "head", model)
+    plain = PlainModel(model)
+    for settings in (TREE, Settings("NONE"), Settings(scheme="snapshot")):
+        engine = Engine(model, head, settings)
+        live = engine.generate(random_prompt(20, 0), greedy(15), cuts=(7,))
+        assert live.output == plain.choices(live)
+
+
+def test_dummy_weights_are_the_same_for_the_same_seed(tiny: Tiny) -> None:
+    def outputs(seed: int) -> list[int]:
+        engine = tiny.engine("none", load_format="dummy", random_seed=seed)
+        return engine.generate(random_prompt(5, 0), greedy(8)).output
+
+    assert outputs(1) == outputs(1) != outputs(2)
