@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.models.config import UnsupportedModel
 
@@ -32,7 +33,7 @@ def gated(both: Tensor, act: Activation) -> Tensor:
     return act(gate) * up
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """Three matrices, under the names that Llama gave them."""
 
     def __init__(
@@ -48,7 +49,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class PackedGatedMLP(nn.Module):
+class PackedGatedMLP(Layer):
     """Gate and up projection in one matrix, as Granite publishes them."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str = "silu") -> None:

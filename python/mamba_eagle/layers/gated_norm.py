@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
 from mamba_eagle.models.config import Mamba2Config
 
@@ -25,7 +26,7 @@ class NormThenGate(RMSNorm):
         return (self.weight.float() * normed * F.silu(gate.float())).to(gate.dtype)
 
 
-class GateOnly(nn.Module):
+class GateOnly(Layer):
     """``y * silu(gate)``: no norm, no weight."""
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:

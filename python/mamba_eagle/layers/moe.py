@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import activation, gated
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.models.config import MoEConfig
@@ -23,7 +24,7 @@ class Routes(NamedTuple):
     weights: Tensor  # [n, k] float32
 
 
-class SigmoidRouter(nn.Module):
+class SigmoidRouter(Layer):
     """Scores by sigmoid; a learned bias takes part in choosing experts, not in weighing them
     (DeepSeek-V3, arXiv 2412.19437). Only the best groups of experts are looked at, a group's score
     being that of its two best."""
@@ -53,7 +54,7 @@ class SigmoidRouter(nn.Module):
         return Routes(chosen, weights * c.scaling)
 
 
-class SoftmaxRouter(nn.Module):
+class SoftmaxRouter(Layer):
     """The best logits, and a softmax over those alone (Mixtral, Granite)."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
@@ -67,7 +68,7 @@ class SoftmaxRouter(nn.Module):
         return Routes(chosen, best.softmax(-1))
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """All experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width].
 
     ``inner`` is twice ``width`` where gate and up projection stand side by side.
@@ -114,7 +115,7 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-class LatentMoE(nn.Module):
+class LatentMoE(Layer):
     """Nemotron 3's layer: relu² experts without gate, one expert that all tokens go through, and in
     the larger models a projection to a smaller width around the routed ones."""
 
@@ -139,7 +140,7 @@ class LatentMoE(nn.Module):
         return routed + self.shared_experts(hidden, ctx)
 
 
-class GatedMoE(nn.Module):
+class GatedMoE(Layer):
     """Granite's routed experts: gate and up projection in one matrix, softmax weights."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, act: str) -> None:

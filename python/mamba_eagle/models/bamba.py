@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
@@ -16,7 +17,7 @@ from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only, rope_config
 
 
-class BambaLayer(nn.Module):
+class BambaLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps

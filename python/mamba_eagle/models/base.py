@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import Rotary
@@ -22,7 +23,15 @@ class Target(NamedTuple):
     scale: float | Tensor = 1.0  # multiplied into it, in float32
 
 
-class CausalLM(nn.Module):
+class Parts(NamedTuple):
+    """A model's modules by what they are, whatever they are called."""
+
+    embedding: Embedding
+    layers: tuple[nn.Module, ...]
+    norm: RMSNorm
+
+
+class CausalLM(Layer):
     """A decoder with a language-model head; parameters bear the names that the family publishes.
 
     A family gives its layers, the three names below, and ``target`` where a checkpoint's tensors
@@ -36,12 +45,14 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, layers: list[nn.Module]) -> None:
         super().__init__()
         self.config = config
-        backbone = nn.Module()
-        self.add_module(self.backbone_name, backbone)
+        backbone = Layer()
         embedding = Embedding(config.vocab_size, config.hidden_size)
-        backbone.add_module(self.embedding_name, embedding)
-        backbone.add_module("layers", nn.ModuleList(layers))
-        backbone.add_module(self.norm_name, RMSNorm(config.hidden_size, config.norm_eps))
+        norm = RMSNorm(config.hidden_size, config.norm_eps)
+        setattr(backbone, self.embedding_name, embedding)
+        backbone.layers = nn.ModuleList(layers)
+        setattr(backbone, self.norm_name, norm)
+        setattr(self, self.backbone_name, backbone)
+        self.parts = Parts(embedding, tuple(layers), norm)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
@@ -50,26 +61,20 @@ class CausalLM(nn.Module):
         self.embedding_scale = 1.0
         self.logits_scale = 1.0
 
-    @property
-    def backbone_module(self) -> nn.Module:
-        return self.get_submodule(self.backbone_name)
-
     def embed(self, input_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, hidden_size]."""
-        embedded = getattr(self.backbone_module, self.embedding_name)(input_ids)
+        embedded = self.parts.embedding(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """input_ids [n] int64 -> hidden states after the final norm, [n, hidden_size]."""
-        backbone = self.backbone_module
         hidden = self.embed(input_ids)
         if self.rotary is not None:
             ctx.rotation = self.rotary(ctx.positions, hidden.device)
-        hidden = self.run_layers(hidden, ctx)
-        return getattr(backbone, self.norm_name)(hidden)
+        return self.parts.norm(self.run_layers(hidden, ctx))
 
     def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        for layer in self.backbone_module.layers:
+        for layer in self.parts.layers:
             hidden = layer(hidden, ctx)
         return hidden
 

@@ -16,6 +16,7 @@ BLOCK_OF_NAME = {
     "mlp": "mlp",
     "moe": "moe",
 }
+ACTIVATIONS = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2"}  # another loads all the same
 
 
 class UnsupportedModel(ValueError):
@@ -120,7 +121,9 @@ class ModelConfig:
         """Read ``folder/config.json`` (and the stop tokens of generation_config.json)."""
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
+            raise FileNotFoundError(
+                f"{path} does not exist: --model-path needs a checkpoint folder"
+            )
         values = json.loads(path.read_text())
         generation = path.with_name("generation_config.json")
         if generation.is_file():
@@ -140,6 +143,9 @@ class ModelConfig:
     def from_nemotron_h(cls, values: dict[str, Any]) -> ModelConfig:
         """``values`` is config.json of a ``nemotron_h`` checkpoint, pattern string or list form."""
         blocks = _blocks(values)
+        for name, known in ACTIVATIONS.items():
+            if values.get(name, known) != known:
+                raise UnsupportedModel(f"{name} {values[name]!r} is not supported; known: {known}")
         hidden = int(values["hidden_size"])
         limit = values.get("time_step_limit") or (0.0, float("inf"))
         mamba = None

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
@@ -22,7 +23,7 @@ from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only, rope_config
 
 
-class FalconH1Layer(nn.Module):
+class FalconH1Layer(Layer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import PackedGatedMLP
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
@@ -32,7 +33,7 @@ NAMES = {
 }
 
 
-class GraniteLayer(nn.Module):
+class GraniteLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps

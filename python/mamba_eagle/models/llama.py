@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.models.base import CausalLM
@@ -18,7 +19,7 @@ from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.parse import attention_config, model_config, only, rope_config
 
 
-class LlamaLayer(nn.Module):
+class LlamaLayer(Layer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps

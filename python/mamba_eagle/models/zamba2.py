@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import activation, gated
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
@@ -38,7 +39,7 @@ def adapters(uses: Iterable[int], size: int, rank: int, out: int) -> nn.ModuleDi
     return nn.ModuleDict(pair)
 
 
-class SharedAttention(nn.Module):
+class SharedAttention(Layer):
     def __init__(self, config: ModelConfig, uses: list[int]) -> None:
         super().__init__()
         assert config.attention is not None
@@ -69,7 +70,7 @@ class SharedAttention(nn.Module):
         return self.o_proj(ctx.attention(place, q, k, v).flatten(1))
 
 
-class SharedMLP(nn.Module):
+class SharedMLP(Layer):
     def __init__(self, config: ModelConfig, uses: list[int]) -> None:
         super().__init__()
         size, width = config.hidden_size, config.intermediate_size
@@ -85,7 +86,7 @@ class SharedMLP(nn.Module):
         return self.down_proj(gated(both, self.act))
 
 
-class SharedTransformer(nn.Module):
+class SharedTransformer(Layer):
     """Reads the hidden states beside the word embeddings; its result is not a residual."""
 
     def __init__(self, config: ModelConfig, uses: list[int]) -> None:
@@ -100,7 +101,7 @@ class SharedTransformer(nn.Module):
         return self.feed_forward(self.pre_ff_layernorm(self.self_attn(both, ctx, use)), use)
 
 
-class MambaLayer(nn.Module):
+class MambaLayer(Layer):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         assert config.mamba is not None
@@ -114,7 +115,7 @@ class MambaLayer(nn.Module):
         return hidden + self.mamba(self.input_layernorm(given), ctx)
 
 
-class HybridLayer(nn.Module):
+class HybridLayer(Layer):
     """``use`` numbers the hybrid layers; the shared block is the same module in several."""
 
     def __init__(
@@ -154,7 +155,7 @@ class Zamba2ForCausalLM(CausalLM):
 
     def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         words = hidden
-        for layer in self.backbone_module.layers:
+        for layer in self.parts.layers:
             hidden = layer(hidden, words, ctx)
         return hidden
 

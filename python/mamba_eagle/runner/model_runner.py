@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from mamba_eagle.runner.contexts import (
     causal_attention,
     tree_attention,
 )
-from mamba_eagle.runner.memory import plan_memory
+from mamba_eagle.runner.memory import memory_table, plan_memory
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
 from mamba_eagle.runner.sampler import SamplingState, sample, token_logprobs
 from mamba_eagle.runner.stateless_verify import StatelessVerify
@@ -47,6 +48,8 @@ from mamba_eagle.runner.verify import VERIFY_SCHEMES, VerifyScheme
 from mamba_eagle.spec.accept import Truncated, accept, truncate
 from mamba_eagle.spec.drafters.base import Drafter, NoDrafter
 from mamba_eagle.spec.drafters.eagle import EagleDrafter
+
+log = logging.getLogger("mamba_eagle.runner")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -76,6 +79,7 @@ class ModelRunner:
         self.memory = plan_memory(
             config, self.model_config, draft_config, self.dtype, self.device
         )
+        log.info("memory of the pools:\n%s", memory_table(self.memory, config))
         self._make_pools()
         self.drafter: Drafter = NoDrafter(self.table.last_token)
         if head is not None:
