@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.models.config import AttentionConfig
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """``index`` is its place among the attention layers, that is, in the KV pool."""
 
     def __init__(self, config: AttentionConfig, hidden_size: int, index: int) -> None:
@@ -24,9 +25,9 @@ class Attention(nn.Module):
         self._qkv: list[Linear] = []  # in a list: a module of its own would add checkpoint names
 
     def prepare(self) -> None:
-        """Join the three input products into one, once, after the weights are there."""
+        # the three input products become one
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-        qkv.pack()
+        qkv.prepare()
         self._qkv = [qkv]
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:

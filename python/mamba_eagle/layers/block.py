@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
@@ -14,7 +14,7 @@ from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.models.config import ModelConfig
 
 
-class Block(nn.Module):
+class Block(Layer):
     """``hidden + mixer(norm(hidden))``; ``kind`` is mamba, attention, mlp or moe."""
 
     def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
@@ -53,8 +53,5 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
 def prepare_for_inference(model: nn.Module) -> None:
     """Pack weights and derive constants, once, after loading; results stay the same."""
     for module in model.modules():
-        if isinstance(module, Attention | Mamba2Mixer):
+        if isinstance(module, Layer):
             module.prepare()
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.layers.layer import Layer
 
-class Embedding(nn.Module):
+
+class Embedding(Layer):
     """[n] int64 -> [n, size]; weight [vocab_size, size]."""
 
     def __init__(self, vocab_size: int, size: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.models.config import Mamba2Config
 
@@ -21,7 +22,7 @@ class Conv1dWeight(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(Layer):
     """Dao and Gu 2024 (arXiv 2405.21060). ``index`` is its place among the Mamba2 layers."""
 
     def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int) -> None:
@@ -41,7 +42,6 @@ class Mamba2Mixer(nn.Module):
         self._dt_bias: Tensor | None = None
 
     def prepare(self) -> None:
-        """Derive what inference reads at each step, once, after the weights are there."""
         self._decay_rate = -torch.exp(self.A_log.detach().float())
         self._dt_bias = self.dt_bias.detach().float()
 

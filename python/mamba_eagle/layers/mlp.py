@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 
 
-class ReluSquaredMLP(nn.Module):
+class ReluSquaredMLP(Layer):
     """``down(relu(up(x))²)``, no gate (Nemotron-H)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.rms_norm import cpu, naive
+from mamba_eagle.layers.layer import Layer
 
-class RMSNorm(nn.Module):
-    """``weight * x / rms(x)`` over the last dimension; sums in float32. x [..., size]."""
+
+class _Norm(Layer):
+    """``weight`` [size], and after ``prepare`` a view of it where the fused kernels can be used."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self._fused: np.ndarray | None = None
+
+    def prepare(self) -> None:
+        if numba_math.usable(self.weight.device, self.weight.dtype):
+            self._fused = self.weight.detach().numpy()
+
+
+class RMSNorm(_Norm):
+    """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        if self._fused is None:
+            return naive.rms_norm(x, self.weight, self.eps)
+        out = torch.empty_like(x)
+        cpu.rms_norm(x.numpy(), self._fused, self.eps, out.numpy())
+        return out
 
 
-class GatedGroupRMSNorm(nn.Module):
+class GatedGroupRMSNorm(_Norm):
     """``weight * rmsnorm_group(y * silu(gate))``: gate first, then a norm over each group.
 
     y, gate [n, size]; groups are ``size // num_groups`` neighbouring channels (Mamba2's
@@ -29,13 +44,19 @@ class GatedGroupRMSNorm(nn.Module):
     """
 
     def __init__(self, size: int, num_groups: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        super().__init__(size, eps)
         self.group_size = size // num_groups
-        self.eps = eps
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        gated = y.float() * F.silu(gate.float())
-        groups = gated.unflatten(-1, (-1, self.group_size))
-        normed = F.rms_norm(groups, (self.group_size,), None, self.eps).flatten(-2)
-        return (self.weight * normed.to(gate.dtype)).to(gate.dtype)
+        if self._fused is None:
+            return naive.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)
+        out = torch.empty_like(y)
+        cpu.gated_group_rms_norm(
+            y.numpy(),
+            gate.contiguous().numpy(),
+            self._fused,
+            self.group_size,
+            self.eps,
+            out.numpy(),
+        )
+        return out

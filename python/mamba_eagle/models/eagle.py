@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.models.config import ModelConfig
 
 
-class EagleHead(nn.Module):
+class EagleHead(Layer):
     """Predicts the target's next hidden state from a token and the hidden state before it.
 
     The entry of position p takes the embedding of token p and the target's hidden state (after

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.causal_conv.naive import causal_conv
 from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -163,7 +165,10 @@ class VerifyContext:
     rotation: Rotation | None = None
 
     def __init__(
-        self, scheme: VerifyScheme, attention: PagedAttention | None, positions: Tensor
+        self,
+        scheme: VerifyScheme,
+        attention: PagedAttention | FusedTreeAttention | None,
+        positions: Tensor,
     ) -> None:
         """positions [b*T]: of the nodes, that is, tokens run before the tree + depth."""
         self.scheme, self.paged, self.positions = scheme, attention, positions
@@ -176,16 +181,56 @@ class VerifyContext:
         return self.scheme.verify(layer, xbc, dt)
 
 
-def tree_attention(
-    pool: KVPool, slot_table: Tensor, run: Tensor, kv_slots: Tensor, ancestors: Tensor
-) -> PagedAttention:
-    """Tree nodes look at the tokens run before them and at their ancestors and themselves.
+class FusedTreeAttention:
+    """Attention of tree nodes on a CPU, straight from the pool."""
 
-    Args: slot_table [b, positions]; run [b]; kv_slots, the nodes' [b, T]; ancestors [b, T, T].
+    def __init__(
+        self,
+        pool: KVPool,
+        slot_table: Tensor,
+        slots: Tensor,
+        prefix: Tensor,
+        kv_slots: Tensor,
+        parents: Tensor,
+    ) -> None:
+        """As ``tree_attention``."""
+        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
+        indices = (slot_table, slots, prefix, kv_slots, parents)
+        self.indices = tuple(part.numpy() for part in indices)
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
+        out = torch.empty(q.shape)
+        paged_tree_attention(
+            *(part.contiguous().numpy() for part in (q, k, v)),
+            self.keys[layer.index],
+            self.values[layer.index],
+            *self.indices,
+            layer.scale,
+            out.numpy(),
+        )
+        return out
+
+
+def tree_attention(
+    pool: KVPool,
+    slot_table: Tensor,
+    slots: Tensor,
+    prefix: Tensor,
+    kv_slots: Tensor,
+    parents: Tensor,
+    ancestors: Tensor,
+) -> PagedAttention | FusedTreeAttention:
+    """Tree nodes look at the tokens before the root and at their ancestors and themselves.
+
+    Args: slot_table [R, positions]; slots [b], request slots; prefix [b], the root's position;
+        kv_slots [b, T], the nodes'; parents [b, T]; ancestors [b, T, T].
     """
-    longest = int(run.max())
-    prefix = torch.arange(longest, device=run.device) < run[:, None]  # [b, longest]
-    visible = torch.cat([prefix[:, None].expand(-1, ancestors.shape[1], -1), ancestors], dim=2)
+    if numba_math.usable(pool.k.device, pool.k.dtype):
+        return FusedTreeAttention(pool, slot_table, slots, prefix, kv_slots, parents)
+    longest = int(prefix.max())
+    before = torch.arange(longest, device=prefix.device) < prefix[:, None]  # [b, longest]
+    visible = torch.cat([before[:, None].expand(-1, ancestors.shape[1], -1), ancestors], dim=2)
     bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
-    read = torch.cat([slot_table[:, :longest], kv_slots], dim=1)
+    read = torch.cat([slot_table[slots, :longest], kv_slots], dim=1)
     return PagedAttention(pool, kv_slots.reshape(-1), read, bias)

@@ -40,7 +40,7 @@ class _Fused(VerifyScheme):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._path, self._chain_len = self.path.numpy(), self.chain_len.numpy()
-        self._checkpoint_of = self.table.checkpoint.numpy()
+        self._checkpoint_of, self._run = self.table.checkpoint.numpy(), self.table.run.numpy()
         self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
@@ -89,6 +89,10 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
             self._chain_len,
             self.feature.numpy(),
         )
+
+    def folded(self, slots: Tensor) -> Tensor:
+        used = slots.numpy()
+        return torch.from_numpy(self._run[used] - self._chain_len[used])
 
     def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
         crowded = self._chain_len[slots] + rows.shape[1] > self.num_rows

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.message import (
     DecodeBatch,
@@ -33,6 +34,7 @@ from mamba_eagle.models.loader import (
     random_weights,
 )
 from mamba_eagle.models.registry import model_class
+from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.contexts import (
     PrefillContext,
     PrefillPart,
@@ -45,7 +47,7 @@ from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
 from mamba_eagle.runner.sampler import SamplingState, sample, token_logprobs
 from mamba_eagle.runner.stateless_verify import StatelessVerify
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, VerifyScheme
-from mamba_eagle.spec.accept import Truncated, accept, truncate
+from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, NoDrafter
 from mamba_eagle.spec.drafters.eagle import EagleDrafter
 
@@ -76,9 +78,7 @@ class ModelRunner:
         make_model = model_class(self.model_config)
         self.model = self._load(lambda: make_model(self.model_config), config.model_path)
         head, draft_config = self._load_head()
-        self.memory = plan_memory(
-            config, self.model_config, draft_config, self.dtype, self.device
-        )
+        self.memory = plan_memory(config, self.model_config, draft_config, self.dtype, self.device)
         log.info("memory of the pools:\n%s", memory_table(self.memory, config))
         self._make_pools()
         self.drafter: Drafter = NoDrafter(self.table.last_token)
@@ -87,12 +87,13 @@ class ModelRunner:
                 head,
                 self.model,
                 self.memory.kv_slots,
-                self.max_depth,
+                self.shape,
                 self.table,
                 self.dtype,
                 self.device,
             )
         self.ready = self._describe()
+        self.warm_up()
 
     # ── one step ──
 
@@ -228,7 +229,7 @@ class ModelRunner:
         attention = None
         if self.kv.k.shape[0]:
             attention = tree_attention(
-                self.kv, table.kv_slots[slots], run, kv_slots, tree.ancestors
+                self.kv, table.kv_slots, slots, run, kv_slots, tree.parents, tree.ancestors
             )
         self.scheme.begin(slots, tree)
         positions = run[:, None] + tree.depths
@@ -237,27 +238,15 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden).unflatten(0, tree.tokens.shape)
         target = sample(self.sampling, batch.slots, logits, positions + 1, tree)
 
-        accepted = truncate(
-            accept(tree, target, batch.shape.steps),
-            table.stop_tokens[slots],
-            table.remaining[slots],
-        )
+        accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
         self._commit(slots, kv_slots, accepted, hidden.unflatten(0, tree.tokens.shape))
         return self._decode_results(batch, slots, accepted, logits)
 
     def _commit(self, slots: Tensor, kv_slots: Tensor, accepted: Truncated, hidden: Tensor) -> None:
         """The accepted nodes become part of the sequence: indices only, in every table."""
-        table, count = self.table, accepted.count
         self.scheme.accept(accepted, hidden)
-        offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)
-        table.kv_slots[slots[:, None], table.run[slots][:, None] + offsets] = kv_slots.gather(
-            1, accepted.nodes
-        )
-        table.run[slots] += count
-        last = accepted.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
-        table.last_token[slots] = torch.where(count > 0, last, table.last_token[slots])
-        table.remaining[slots] = torch.where(accepted.finished, 0, table.remaining[slots] - count)
-        self.sampling.observe_accepted(slots, accepted.tokens, count)
+        commit_tokens(self.table, slots, kv_slots, accepted)
+        self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
         self.drafter.observe_accepted(slots, accepted, hidden)
 
     def _decode_results(
@@ -288,6 +277,26 @@ class ModelRunner:
         ]
 
     # ── start-up ──
+
+    def warm_up(self) -> None:
+        """Serve two tokens, so that no request waits for a kernel to be compiled.
+
+        What it leaves in slot 0 and checkpoint 0 goes when a request takes them.
+        """
+        nodes = self.shape.nodes
+        prompt = PrefillItem(
+            slot=0,
+            checkpoint=0,
+            start=0,
+            token_ids=[0],
+            kv_slots=[0],
+            sampling=SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True),
+            output_start=1,
+        )
+        tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
+        self.execute(Plan(step=0, prefill=[prompt]))
+        self.execute(Plan(step=0, decode=tree))
+        self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
 
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings
@@ -358,9 +367,7 @@ class ModelRunner:
             self.table,
             self.pool,
         )
-        self.sampling = SamplingState(
-            running, model.vocab_size, model.eos_token_ids, self.device
-        )
+        self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, self.device)
 
     def _describe(self) -> RunnerReady:
         memory, weights = self.memory, sum(p.nbytes for p in self.model.parameters())

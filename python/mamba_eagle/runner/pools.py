@@ -14,7 +14,8 @@ from mamba_eagle.models.config import AttentionConfig, Mamba2Config
 class KVPool:
     """Keys and values of one KV slot a token (page size 1), for all attention layers.
 
-    The slot after the last is a bin: padded entries are written there and never read.
+    Behind the scheduler's slots are ``num_spare`` of the pool's own. The first is a bin: padded
+    entries are written there and never read.
     """
 
     def __init__(
@@ -24,11 +25,12 @@ class KVPool:
         config: AttentionConfig | None,
         dtype: torch.dtype,
         device: torch.device,
+        num_spare: int = 1,
     ) -> None:
         self.bin_slot = num_slots
-        shape = (0, num_slots + 1, 1, 1)
+        shape = (0, num_slots + num_spare, 1, 1)
         if config is not None and num_layers:
-            shape = (num_layers, num_slots + 1, config.num_kv_heads, config.head_dim)
+            shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.draft_tree import cpu
+
 
 class Tree(NamedTuple):
     """One tree a request. Parents come before their children; ``depths`` never decrease."""
@@ -108,11 +111,7 @@ class Candidates:
 
     def select(self, num_nodes: int) -> Tree:
         """The root and the best ``num_nodes - 1`` candidates, by depth, then by score."""
-        if not 1 <= num_nodes <= self._seen:
-            raise ValueError(
-                f"num_nodes = {num_nodes}: must be between 1 and {self._seen}, the root and the "
-                f"candidates of {len(self._tokens) - 1} steps with topk {self.topk}"
-            )
+        self._check(num_nodes)
         seen = torch.cat(self._scores, dim=1)  # [b, C]
         order = seen.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]  # [b, T]
         # Numbers are dense: 1 root, k of depth 1, then k² a depth.
@@ -132,3 +131,53 @@ class Candidates:
             ancestors=ancestor_matrix(parents, max_depth=len(self._tokens) - 1),
             scores=seen.gather(1, chosen),
         )
+
+    def _check(self, num_nodes: int) -> None:
+        if not 1 <= num_nodes <= self._seen:
+            raise ValueError(
+                f"num_nodes = {num_nodes}: must be between 1 and {self._seen}, the root and the "
+                f"candidates of {len(self._tokens) - 1} steps with topk {self.topk}"
+            )
+
+
+class FusedCandidates(Candidates):
+    """The same on a CPU, a call for each expansion and one for the choice."""
+
+    def expand(self, log_probs: Tensor) -> Frontier:
+        b, lanes, _ = log_probs.shape
+        tokens, parents = (torch.empty(b, lanes * self.topk, dtype=torch.int64) for _ in range(2))
+        scores = torch.empty(b, lanes * self.topk)
+        parent_lanes, best = (torch.empty(b, self.topk, dtype=torch.int64) for _ in range(2))
+        cpu.expand(
+            log_probs.numpy(),
+            self._frontier_scores.numpy(),
+            self._numbers.numpy(),
+            *(part.numpy() for part in (tokens, parents, scores, parent_lanes, best)),
+        )
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        self._scores.append(scores)
+        self._numbers = best + self._seen
+        self._frontier_scores = scores.gather(1, best)
+        self._seen += tokens.shape[1]
+        return Frontier(tokens.gather(1, best), parent_lanes, self._frontier_scores)
+
+    def select(self, num_nodes: int) -> Tree:
+        self._check(num_nodes)
+        shape = (self.roots.shape[0], num_nodes)
+        tree = Tree(
+            tokens=torch.empty(shape, dtype=torch.int64),
+            parents=torch.empty(shape, dtype=torch.int64),
+            depths=torch.empty(shape, dtype=torch.int64),
+            ancestors=torch.empty(*shape, num_nodes, dtype=torch.bool),
+            scores=torch.empty(shape),
+        )
+        seen = (torch.cat(part, dim=1) for part in (self._tokens, self._parents, self._scores))
+        cpu.select(*(part.numpy() for part in seen), self.topk, *(part.numpy() for part in tree))
+        return tree
+
+
+def candidates(roots: Tensor, topk: int) -> Candidates:
+    """The faster of the two for the roots' device."""
+    kind = FusedCandidates if numba_math.usable(roots.device) else Candidates
+    return kind(roots, topk)

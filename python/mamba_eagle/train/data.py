@@ -27,7 +27,7 @@ from mamba_eagle.train.tokenizer import EOS_ID, read_records
 
 SINGLE_SHARE = 0.55  # of the documents hold one problem
 MAX_PROBLEMS = 8  # in a document
-EXTRA_SHARE = 0.025  # of the problems are extra data; they are longer: about 4 % of the tokens
+EXTRA_SHARE = 0.025  # of the problems are extra data; they are longer: about 5 % of the tokens
 ROWS_PER_BLOCK = 128
 
 TRAIN_STREAM, VALIDATION_STREAM = 1, 2

@@ -1,8 +1,9 @@
 """Grade-school word problems with worked steps, in the form of GSM8K, made by rule.
 
 A problem is ``{"question": str, "answer": str}``; the answer spells every operation with a
-calculator annotation, ``48 / 2 = <<48/2=24>>24``, and ends with ``#### 24``. The stories live in
-:mod:`mamba_eagle.train.scenarios`; this module holds what they are written with, the generator and
+calculator annotation, ``48 / 2 = <<48/2=24>>24``, and ends with ``#### 24``. There are two sources: whole problems in
+:mod:`mamba_eagle.train.scenarios`, and stories put together from parts in
+:mod:`mamba_eagle.train.stories`. This module holds what they are written with, the generator and
 the held-out set.
 
 Every operation is binary and every number small, because the model that learns from this text has
@@ -23,6 +24,7 @@ from mamba_eagle.train import words
 
 HELD_OUT_SEED = 20_250_607
 HELD_OUT_COUNT = 200
+STORY_SHARE = 0.62  # of the problems are stories, shorter than the scenarios: half of the tokens
 HELD_OUT_PATH = Path(__file__).resolve().parent.parent / "assets" / "gsm8k_style_test.jsonl"
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -128,18 +130,23 @@ class Draft:
 
 
 def _stream(seed: int) -> Iterator[Problem]:
+    from mamba_eagle.train import stories
     from mamba_eagle.train.scenarios import SCENARIOS
 
     rng = random.Random(seed)
     names = list(SCENARIOS)
     while True:
-        name = names[int(rng.random() * len(names))]
-        draft = Draft(rng)
         try:
-            SCENARIOS[name](draft)
+            if rng.random() < STORY_SHARE:
+                problem = stories.make(rng)
+            else:
+                name = names[int(rng.random() * len(names))]
+                draft = Draft(rng)
+                SCENARIOS[name](draft)
+                problem = draft.finish(name)
         except ValueError:
             continue  # numbers that do not work out, such as a loss on a sale: draw again
-        yield draft.finish(name)
+        yield problem
 
 
 @functools.cache

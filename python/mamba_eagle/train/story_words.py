@@ -342,6 +342,10 @@ def _place(nouns: str, where: str, come: str, go: str) -> Place:
     return Place(_nouns(nouns), split(where), come_forms, go_forms)
 
 
+HUMANS = frozenset(
+    "person passenger child kid student boy girl pupil customer guest visitor man woman player "
+    "dancer singer runner swimmer member".split()
+)
 PLACES = [
     _place("bird, sparrow, pigeon, crow, robin", "in a tree, on a tree, on a branch, on a wire, "
            "on a fence, on the roof, in the garden", "fly in, join them, land, come, arrive, "

@@ -30,8 +30,9 @@ from mamba_eagle.spec.tree import single_node_tree
 
 torch.set_num_threads(1)
 
-SCHEMES = ["deferred", "snapshot"]
-both = pytest.mark.parametrize("scheme", SCHEMES)
+FORMS = ["", "-torch"]  # fused CPU kernels where numba is installed, and torch
+SCHEMES = [scheme + form for scheme in ("deferred", "snapshot") for form in FORMS]
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
 
 def test_the_rigs_plain_run_is_a_full_forward_pass() -> None:
@@ -47,7 +48,7 @@ def test_the_rigs_plain_run_is_a_full_forward_pass() -> None:
         assert relative_error(expected[t].view_as(y), y) < 1e-5
 
 
-@both
+@every_scheme
 def test_one_node_tree_is_decode(scheme: str) -> None:
     rig = Rig(scheme, rows=5, max_depth=1)
     rig.admit(slot=3, checkpoint=6)
@@ -57,7 +58,7 @@ def test_one_node_tree_is_decode(scheme: str) -> None:
     assert_same_moment(rig.finish(3), rig.plain[3][17 + 40])
 
 
-@both
+@every_scheme
 def test_chain_tree_equals_chain(scheme: str) -> None:
     """Four tokens as one chain-shaped tree, and as four steps of one node."""
     whole, single = Rig(scheme, rows=9), Rig(scheme, rows=9)
@@ -81,7 +82,7 @@ def test_chain_tree_equals_chain(scheme: str) -> None:
     assert_same_moment(whole.finish(2), single.finish(2))
 
 
-@both
+@every_scheme
 @pytest.mark.parametrize("rows", [12, 13, 20, 60], ids="rows{}".format)
 def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> None:
     rig = Rig(scheme, rows)
@@ -92,7 +93,7 @@ def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> N
         assert rig.random_step(slots, nodes=12) < 1e-5
 
 
-@both
+@every_scheme
 @pytest.mark.parametrize("conv_kernel", [2, 3, 4], ids="conv{}".format)
 @pytest.mark.parametrize("nodes, rows", [(1, 3), (1, 30), (5, 5), (5, 7), (8, 24)])
 def test_any_accepts_and_folds_leave_the_plain_state(
@@ -113,12 +114,12 @@ def test_any_accepts_and_folds_leave_the_plain_state(
             for ours, plain in zip(held, expected):
                 assert relative_error(ours.state, plain.state) < 2e-6
     assert sum(map(len, rig.plain.values())) > 60
-    assert (rig.folds > 0) == (scheme == "deferred")
+    assert (rig.folds > 0) == scheme.startswith("deferred")
     for slot in slots:
         assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
 
 
-@both
+@every_scheme
 def test_an_ended_request_keeps_its_state_while_others_go_on(scheme: str) -> None:
     """It accepts nothing, step after step, and still forces the folds its rows ask for."""
     rig = Rig(scheme, rows=11)
@@ -135,7 +136,7 @@ def test_an_ended_request_keeps_its_state_while_others_go_on(scheme: str) -> Non
         assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
 
 
-@both
+@every_scheme
 def test_a_request_that_ran_nothing_keeps_its_prompts_state(scheme: str) -> None:
     rig = Rig(scheme, rows=6)
     rig.admit(slot=1, checkpoint=2)
@@ -145,13 +146,14 @@ def test_a_request_that_ran_nothing_keeps_its_prompts_state(scheme: str) -> None
     assert_same_moment(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
 
 
-def test_finishing_anywhere_in_a_chain_gives_the_state_there() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_finishing_anywhere_in_a_chain_gives_the_state_there(form: str) -> None:
     """Folding only the chain's head, as when a stop string cuts an output."""
     chain = 0
     for past in (0, 1, 4):  # folds before the chain: its history may be rows or folded rows
         keep = 0
         while True:
-            rig = Rig("deferred", rows=14, seed=past)
+            rig = Rig("deferred" + form, rows=14, seed=past)
             for slot, checkpoint in ((0, 3), (1, 8)):
                 rig.admit(slot, checkpoint)
             while rig.folds < 2 * past or int(rig.scheme.chain_len[1]) < 6:
@@ -167,14 +169,14 @@ def test_finishing_anywhere_in_a_chain_gives_the_state_there() -> None:
         assert chain >= 6
 
 
-@both
+@every_scheme
 def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
     """The first one leaves in the middle of a chain, its state unwanted."""
     rig, fresh = Rig(scheme, rows=14), Rig(scheme, rows=14)
     rig.admit(slot=1, checkpoint=2)
     for _ in range(3):
         rig.random_step([1], nodes=8)
-    assert scheme == "snapshot" or int(rig.scheme.chain_len[1]) > 0
+    assert scheme.startswith("snapshot") or int(rig.scheme.chain_len[1]) > 0
     for each in (rig, fresh):
         each.generator.manual_seed(7)
         each.admit(slot=1, checkpoint=2)
@@ -183,7 +185,7 @@ def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
     assert_same_moment(rig.finish(1), fresh.finish(1))
 
 
-@both
+@every_scheme
 def test_the_shape_of_trees_may_change_from_step_to_step(scheme: str) -> None:
     rig = Rig(scheme, rows=16)
     for slot, checkpoint in ((0, 3), (1, 8)):
@@ -228,7 +230,8 @@ def error_after_many_tokens(
     """The largest relative error of the checkpoint's state on the way, random trees and accepts."""
     nodes, max_depth = 8, 8
     sizes = mamba_config(num_heads=6, head_dim=4, state_size=8)
-    rows = 8 if scheme == "snapshot" else 24
+    snapshots = scheme.startswith("snapshot")
+    rows = nodes if snapshots else 24
     rig = Rig(
         scheme, rows, max_depth, sizes, num_layers=1, requests=2, dtype=dtype, ssm_dtype=ssm_dtype
     )
@@ -267,18 +270,20 @@ def error_after_many_tokens(
         if done == tokens:
             break
     state = rig.finish(slot).layers[0].state
-    assert done == tokens and (scheme == "snapshot" or rig.folds > tokens / rows)
+    assert done == tokens and (snapshots or rig.folds > tokens / rows)
     return max(worst, relative_error(state, exact[-1]))
 
 
-def errors_after_many_tokens(**settings: Any) -> dict[str, float]:
-    errors = {scheme: error_after_many_tokens(scheme, **settings) for scheme in SCHEMES}
+def errors_after_many_tokens(form: str = "", **settings: Any) -> dict[str, float]:
+    schemes = ("deferred", "snapshot")
+    errors = {name: error_after_many_tokens(name + form, **settings) for name in schemes}
     print({scheme: f"{value:.2e}" for scheme, value in errors.items()})  # shown by pytest -s
     return errors
 
 
-def test_ten_thousand_tokens_leave_the_state_within_1e_5() -> None:
-    errors = errors_after_many_tokens(tokens=10_000)
+@pytest.mark.parametrize("form", FORMS)
+def test_ten_thousand_tokens_leave_the_state_within_1e_5(form: str) -> None:
+    errors = errors_after_many_tokens(form, tokens=10_000)
     assert errors["deferred"] < 1e-5
     assert errors["deferred"] < 2 * errors["snapshot"]
 

@@ -6,11 +6,14 @@ the scheme must equal.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels import numba_math
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
@@ -23,15 +26,36 @@ HIDDEN = 8
 CPU = torch.device("cpu")
 
 
-def mamba_config(conv_kernel: int = 4, **sizes: int) -> Mamba2Config:
-    """Few numbers, none of them alike: 4 heads of 6 in 2 groups, states of 5."""
-    values = {"num_heads": 4, "head_dim": 6, "state_size": 5, "num_groups": 2, **sizes}
+@contextmanager
+def torch_path(wanted: bool = True) -> Iterator[None]:
+    """Within, fused CPU kernels count as not installed."""
+    numba = numba_math.numba
+    if wanted:
+        numba_math.numba = None
+    try:
+        yield
+    finally:
+        numba_math.numba = numba
+
+
+def mamba_config(
+    conv_kernel: int = 4,
+    num_heads: int = 4,
+    head_dim: int = 6,
+    state_size: int = 5,
+    num_groups: int = 2,
+    time_step_limit: tuple[float, float] = (0.0, float("inf")),
+) -> Mamba2Config:
+    """Few numbers, hardly two of them alike."""
     return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=state_size,
+        num_groups=num_groups,
         conv_kernel=conv_kernel,
         conv_bias=True,
-        time_step_limit=(0.0, float("inf")),
+        time_step_limit=time_step_limit,
         chunk_size=16,
-        **values,
     )
 
 
@@ -132,7 +156,8 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the plain run of each request."""
+    """One scheme, its pools, and the plain run of each request. scheme: a name of VERIFY_SCHEMES,
+    with "-torch" behind it for the form without fused CPU kernels."""
 
     def __init__(
         self,
@@ -154,9 +179,11 @@ class Rig:
         self.pool = CheckpointPool(
             num_layers, checkpoints, self.config, HIDDEN, ssm_dtype, dtype, CPU
         )
-        self.scheme: VerifyScheme = VERIFY_SCHEMES[scheme](
-            self.config, num_layers, HIDDEN, rows, max_depth, self.table, self.pool
-        )
+        name, _, form = scheme.partition("-")
+        with torch_path(form == "torch"):
+            self.scheme: VerifyScheme = VERIFY_SCHEMES[name](
+                self.config, num_layers, HIDDEN, rows, max_depth, self.table, self.pool
+            )
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, Moment]] = {}  # slot -> position -> moment
         self.folds = 0

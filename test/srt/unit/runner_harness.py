@@ -7,6 +7,8 @@ another text.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.message import (
@@ -33,6 +36,18 @@ from mamba_eagle.message import (
 from mamba_eagle.runner.model_runner import ModelRunner
 
 GARBAGE = 1000.0
+
+
+@contextmanager
+def torch_path(wanted: bool = True) -> Iterator[None]:
+    """Within, fused CPU kernels count as not installed."""
+    numba = numba_math.numba
+    if wanted:
+        numba_math.numba = None
+    try:
+        yield
+    finally:
+        numba_math.numba = numba
 
 
 def greedy(max_new_tokens: int, **others: Any) -> SamplingParams:
@@ -54,6 +69,7 @@ class Settings(NamedTuple):
     steps: int = 4
     nodes: int = 12
     rows: int = 0
+    fused: bool = True  # fused CPU kernels, where numba is installed
 
     def config(self, model: Path, head: Path | None, **others: Any) -> EngineConfig:
         values: dict[str, Any] = {
@@ -90,6 +106,10 @@ SETTINGS = {
     "chain-snapshot": Settings("EAGLE", "snapshot", topk=1, steps=4, nodes=5),
     "star": Settings(topk=5, steps=1, nodes=6),
     "large-tree": Settings(topk=6, steps=7, nodes=40),
+    "none-torch": PLAIN._replace(fused=False),
+    "tree-torch": TREE._replace(fused=False),
+    "tree-snapshot-torch": Settings(scheme="snapshot", fused=False),
+    "chain-torch": Settings(topk=1, steps=4, nodes=5, fused=False),
 }
 
 
@@ -143,8 +163,9 @@ class Engine:
     def __init__(
         self, model: Path, head: Path | None, settings: Settings = TREE, **others: Any
     ) -> None:
-        self.config = settings.config(model, head, **others)
-        self.runner = ModelRunner(self.config)
+        self.config, self.fused = settings.config(model, head, **others), settings.fused
+        with torch_path(not self.fused):
+            self.runner = ModelRunner(self.config)
         self.shape = self.config.tree_shape
         self.eos = tuple(self.runner.ready.eos_token_ids)
         ready, shuffled = self.runner.ready, random.Random(5)
@@ -186,7 +207,8 @@ class Engine:
             plan.decode = DecodeBatch(
                 shape=shape, slots=[live.slot for live in decode], kv_slots=slots
             )
-        result = self.runner.execute(plan)
+        with torch_path(not self.fused):
+            result = self.runner.execute(plan)
         for live, kv_slots, made in zip(decode or [], slots, result.decode):
             live.kv += [kv_slots[node] for node in made.nodes]
             live.tokens += made.tokens

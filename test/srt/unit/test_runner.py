@@ -15,6 +15,7 @@ from runner_harness import (
     TREE,
     Engine,
     Live,
+    PlainModel,
     Tiny,
     accepted,
     approximately,
@@ -23,7 +24,7 @@ from runner_harness import (
     sampled,
     write_tiny,
 )
-from tiny_model import CHUNK, EOS, write_head
+from tiny_model import CHUNK, EOS, write_head, write_model
 
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.message import Release
@@ -82,7 +83,9 @@ def test_greedy_text_is_the_plain_models(tiny: Tiny, settings: str) -> None:
         assert 1 in counts and max(counts) > deepest, "drafts must be taken and refused"
 
 
-@pytest.mark.parametrize("settings", ["none", *BOTH_SCHEMES, "chain-snapshot", "large-tree"])
+@pytest.mark.parametrize(
+    "settings", ["none", *BOTH_SCHEMES, "chain-snapshot", "large-tree", "tree-torch"]
+)
 def test_seeded_sampling_is_the_plain_models(tiny: Tiny, settings: str) -> None:
     """Temperature 1, noise keyed by (seed, position)."""
     lives = texts(tiny.engine(settings), [sampled(16, seed) for seed in (3, 3, 1, 2**62, 0)])
@@ -111,6 +114,13 @@ def test_alone_or_in_a_batch_the_text_is_the_same(tiny: Tiny, settings: str) -> 
     engine = tiny.engine(settings)
     for live, prompt, sampling in zip(together, PROMPTS, how):
         assert engine.generate(prompt, sampling).output == live.output
+
+
+def test_weights_that_bfloat16_would_round_are_not_rounded(tiny: Tiny, tmp_path: Path) -> None:
+    model = write_model(tmp_path, seed=4, finer=True)
+    engine, plain = Engine(model, tiny.head), PlainModel(model)
+    for live in texts(engine, [sampled(12, 1)] * 5):
+        assert live.output == plain.choices(live)
 
 
 def test_the_text_does_not_depend_on_the_head(tiny: Tiny, tmp_path: Path) -> None:
@@ -177,9 +187,10 @@ def test_a_then_b_then_a_gives_the_first_answer(tiny: Tiny, settings: str) -> No
     assert again.steps == first.steps
 
 
-def test_trees_may_change_from_step_to_step(tiny: Tiny) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_trees_may_change_from_step_to_step(tiny: Tiny, fused: bool) -> None:
     """Tree, chain, off: as the plan says, with any number of steps."""
-    engine = tiny.engine("large-tree")
+    engine = tiny.engine(SETTINGS["large-tree"]._replace(fused=fused))
     lives = [engine.start(prompt, sampled(40, 4)) for prompt in PROMPTS]
     shapes = [
         TreeShape(6, 7, 40),
@@ -206,7 +217,9 @@ def first_outputs(tiny: Tiny, prompt: list[int], count: int) -> list[int]:
     return tiny.engine(PLAIN).generate(prompt, greedy(count)).output
 
 
-@pytest.mark.parametrize("settings", ["none", *BOTH_SCHEMES, "tree-fewest-rows", "chain"])
+@pytest.mark.parametrize(
+    "settings", ["none", *BOTH_SCHEMES, "tree-fewest-rows", "chain", "tree-torch"]
+)
 def test_output_ends_behind_a_stop_token_and_then_nothing_comes(tiny: Tiny, settings: str) -> None:
     """Plans in flight still name a request that has ended; others go on beside it."""
     plain = first_outputs(tiny, PROMPTS[3], 30)

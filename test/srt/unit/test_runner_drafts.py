@@ -62,7 +62,7 @@ def assert_trees_are_the_heads(live: Live, plain: PlainDrafts) -> None:
         tokens = tokens + step.tokens
 
 
-@pytest.mark.parametrize("settings", ["tree", "tree-snapshot", "chain", "star", "large-tree"])
+@pytest.mark.parametrize("settings", ["tree", "chain", "star", "tree-torch", "chain-torch"])
 def test_trees_are_scored_as_full_passes_of_the_head_score_them(tiny: Tiny, settings: str) -> None:
     """In a batch, over accepted drafts, from prompts in chunks."""
     engine = tiny.engine(settings)

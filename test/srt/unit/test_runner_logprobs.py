@@ -11,7 +11,7 @@ from mamba_eagle.message import TokenLogprob
 torch.set_num_threads(1)
 
 PROMPT = random_prompt(37, seed=1)
-SETTINGS = ["none", "tree", "tree-snapshot", "tree-fewest-rows", "chain"]
+SETTINGS = ["none", "tree", "tree-snapshot", "tree-fewest-rows", "chain", "tree-torch"]
 
 
 @pytest.fixture(scope="module")

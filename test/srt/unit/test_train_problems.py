@@ -9,7 +9,7 @@ from itertools import islice
 
 import pytest
 
-from mamba_eagle.train import problems
+from mamba_eagle.train import problems, stories, story_words
 from mamba_eagle.train.problems import Draft, Problem, document, generate, held_out, stream
 from mamba_eagle.train.scenarios import SCENARIOS
 
@@ -22,7 +22,10 @@ EXACT = {
 }
 
 
-def check_worked_answer(problem: Problem) -> None:
+NUMBER_WORDS = {word: str(k) for k, word in enumerate(story_words.NUMBER_WORDS)} | {"dozen": "12"}
+
+
+def check_worked_answer(problem: Problem, fewest: int = 1) -> None:
     """Each line spells one operation, right, and the last one's result is the answer."""
     *lines, final = problem.answer.split("\n")
     result = None
@@ -34,7 +37,7 @@ def check_worked_answer(problem: Problem) -> None:
         assert EXACT[op](int(a), int(b)) == int(value), line
         result = value
     assert final == f"#### {result}"
-    assert 2 <= len(lines) <= 5
+    assert fewest <= len(lines) <= 5
     assert not re.search(r"[@{}]|  |\bNone\b", problem.question + problem.answer)
 
 
@@ -44,8 +47,82 @@ def test_scenario_arithmetic_is_right(name: str) -> None:
         draft = Draft(random.Random(seed))
         SCENARIOS[name](draft)
         problem = draft.finish(name)
-        check_worked_answer(problem)
+        check_worked_answer(problem, fewest=2)
         assert problem.question[-1] == "?"
+
+
+def draws(family: str, count: int) -> list[Problem]:
+    """Stories of one family; only a ValueError may say that the numbers did not work out."""
+    made, seed = [], 0
+    while len(made) < count and seed < 50 * count:
+        seed += 1
+        draft = stories.Story(random.Random(seed))
+        try:
+            stories.FAMILIES[family][1](draft)
+        except ValueError:
+            continue
+        if 1 <= len(draft.lines) <= stories.MAX_STEPS:
+            made.append(draft.finish(":".join(["story", family, *draft.shape])))
+    assert len(made) == count
+    return made
+
+
+@pytest.mark.parametrize("family", stories.FAMILIES)
+def test_story_arithmetic_is_right(family: str) -> None:
+    made = draws(family, 400)
+    for problem in made:
+        check_worked_answer(problem)
+        assert problem.question[-1] in "?."
+        assert problem.question[0].isupper() or problem.question[0].isdigit()
+    assert len({problem.question for problem in made}) > 250
+
+
+def test_stories_have_many_structures_and_some_single_steps() -> None:
+    rng = random.Random(0)
+    made = []
+    while len(made) < 5000:
+        try:
+            made.append(stories.make(rng))
+        except ValueError:
+            continue
+    assert len({problem.template for problem in made}) > 300
+    single = sum(problem.answer.count("\n") == 1 for problem in made) / len(made)
+    assert 0.2 < single < 0.55
+
+
+def test_no_draw_ends_the_stream() -> None:
+    for seed in range(3):
+        for problem in islice(stream(seed), 10_000):
+            check_worked_answer(problem)
+
+
+@pytest.mark.parametrize(
+    ("phrase", "forms"),
+    [
+        ("buy {a}", ("bought {a}", "buys {a}", "buy {a}")),
+        ("carry it", ("carried it", "carries it", "carry it")),
+        ("play", ("played", "plays", "play")),
+        ("watch {a} now", ("watched {a} now", "watches {a} now", "watch {a} now")),
+        ("be eaten", ("were eaten", "is eaten", "are eaten")),
+        ("have", ("had", "has", "have")),
+    ],
+)
+def test_verbs_are_conjugated(phrase: str, forms: tuple[str, str, str]) -> None:
+    assert story_words.conjugate(phrase) == forms
+
+
+def test_nouns_have_their_plural() -> None:
+    plurals = {noun.one: noun.many for noun in story_words.NOUNS + story_words.ANIMALS}
+    assert plurals["apple"] == "apples" and plurals["berry"] == "berries"
+    assert plurals["peach"] == "peaches" and plurals["leaf"] == "leaves"
+    assert plurals["toy"] == "toys" and plurals["sheep"] == "sheep"
+    assert plurals["slice of pizza"] == "slices of pizza"
+
+
+def test_numbers_are_also_written_as_words() -> None:
+    text = " ".join(p.question for p in islice(stream(6), 4000)).lower()
+    for word in ("three", "a dozen", "twice", "5 dollars", "$5"):
+        assert word in text, word
 
 
 def test_numbers_stay_small() -> None:
@@ -60,19 +137,27 @@ def test_numbers_stay_small() -> None:
 
 def test_numbers_of_the_first_step_are_in_the_question_or_known() -> None:
     """Percent and unit words stand for divisors and factors; everything else must be given."""
-    known = {"2", "3", "4", "5", "6", "10", "12", "25", "60", "1"}
+    known = {"2", "3", "4", "5", "6", "10", "12", "25", "60", "1", "7", "8", "24", "100", "1000"}
     for problem in islice(stream(4), 3000):
+        if problem.template.startswith("story:remainder"):
+            continue  # the quotient, which is not a step, comes first
         a, _, b, *_ = ANNOTATION.findall(problem.answer)[0]
+        words = re.findall(r"[a-z]+", problem.question.lower())
         given = set(re.findall(r"\d+", problem.question)) | known
+        given |= {NUMBER_WORDS[word] for word in words if word in NUMBER_WORDS}
         assert a in given and b in given, problem
 
 
 def test_there_are_many_scenarios_and_wordings() -> None:
     assert len(SCENARIOS) >= 40
     sample = list(islice(stream(5), 5000))
-    assert len({p.template for p in sample}) == len(SCENARIOS)
+    templates = {p.template for p in sample}
+    assert templates >= set(SCENARIOS)
+    assert {t.split(":")[1] for t in templates if t.startswith("story:")} == set(stories.FAMILIES)
+    told = sum(p.template.startswith("story:") for p in sample) / len(sample)
+    assert abs(told - problems.STORY_SHARE) < 0.03
     assert len({p.question for p in sample}) > 4900
-    assert {len(p.answer.split("\n")) - 1 for p in sample} >= {2, 3, 4, 5}
+    assert {len(p.answer.split("\n")) - 1 for p in sample} >= {1, 2, 3, 4, 5}
 
 
 def test_same_seed_gives_the_same_problems() -> None:

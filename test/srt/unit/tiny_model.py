@@ -59,9 +59,10 @@ HEAD_CONFIG = {
 }
 
 
-def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
+def write_model(folder: Path, seed: int = 0, finer: bool = False, **changes: object) -> Path:
     """A target whose text depends on all of its history, with logits about 4 wide: the best two
-    are far apart beside any rounding, and sampling at temperature 1 still chooses."""
+    are far apart beside any rounding, and sampling at temperature 1 still chooses. Weights are
+    bfloat16 numbers, as published ones are, unless ``finer``."""
     config = {**MODEL_CONFIG, **changes}
     model = NemotronHForCausalLM(ModelConfig.from_dict(config))
     random_weights(model, seed)
@@ -73,6 +74,8 @@ def write_model(folder: Path, seed: int = 0, **changes: object) -> Path:
                 parameter.mul_(3.0)
             if name.endswith("dt_bias"):
                 parameter.add_(2.0)  # steps of 0.02 to 0.7: heads forget in 2 to 100 tokens
+    if not finer:
+        round_to_bfloat16(model)
     return write_folder(folder, config, model)
 
 
@@ -92,6 +95,7 @@ def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: objec
         inputs = torch.cat([embeddings[:, 1:], hidden[:, :-1]], dim=2).flatten(0, 1)
         fit = torch.linalg.lstsq(inputs.double(), hidden[:, 1:].flatten(0, 1).double()).solution
         head.fc.weight.copy_(fit.t())
+    round_to_bfloat16(head)
     return write_folder(folder, config, head)
 
 
@@ -107,6 +111,12 @@ def load_head(folder: Path, model_folder: Path) -> EagleHead:
     head = EagleHead(ModelConfig.from_pretrained(folder), target)
     load_weights(head, folder)
     return head.requires_grad_(False)
+
+
+def round_to_bfloat16(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
 
 
 def write_folder(folder: Path, config: dict[str, object], model: nn.Module) -> Path:

@@ -154,11 +154,14 @@ def deferred_verify(
     flat_C = C.reshape(T, G * N)
     decay = np.empty((T, H), np.float32)
     scores, scratch = np.empty(H, np.float32), np.empty(H, np.float32)
+    visible = np.empty(path.shape[1] + T, np.int64)  # rows that a node sees
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, slot_rows, above = conv_in[slot], rows[r], parents[r]
         length = chain_len[slot]
         tail = history + length - 1  # of the path: the last token before the tree
+        for k in range(length):
+            visible[k] = path[slot, history + k] - history
         for i in range(T):
             row = slot_rows[i]
             raw, kept = xbc[first + i], inputs[history + row]
@@ -185,18 +188,18 @@ def deferred_verify(
             for h in range(H):
                 for p in range(h * P, (h + 1) * P):
                     out[p] = D[h] * x[p]
-            for step in range(length):
-                j = path[slot, history + step] - history
-                _read_row(out, C[i], L, xB[slot, j], dt[slot, j], log_decay[slot, j], scores, scratch)
-            j = i
-            while True:  # the node itself, then up to the root
-                at = slot_rows[j]
-                _read_row(
-                    out, C[i], L, xB[slot, at], dt[slot, at], log_decay[slot, at], scores, scratch
-                )
-                if j == 0:
+            seen, node = length, i
+            while True:  # behind the chain the node itself, then up to the root
+                visible[seen] = slot_rows[node]
+                seen += 1
+                if node == 0:
                     break
-                j = above[j]
+                node = above[node]
+            for k in range(seen):
+                j = visible[k]
+                _read_row(
+                    out, C[i], L, xB[slot, j], dt[slot, j], log_decay[slot, j], scores, scratch
+                )
         _read_state(y[first : first + T], state[checkpoints[r]], C, decay)
 
 

@@ -64,7 +64,9 @@ class Config(NamedTuple):
     tile: int  # channels: a power of two, at least 16, at most P; divides those of a group
     tiles: int  # a program
     warps: int
-    stages: int  # states on their way
+    stages: int  # tiles on their way
+    registers: int | None = None  # a thread at most
+    vector: bool = False  # for one node and no fold: without the tensor cores
 
 
 def ancestor_bits(ancestors: Tensor) -> Tensor:
@@ -89,6 +91,19 @@ def _split_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _dot_state(state, C, ROUND: tl.constexpr, PRECISION: tl.constexpr):
+    """state·C: [TILE, N] · [N, TP]."""
+    if C.dtype != state.dtype:
+        C = C.to(tl.float32)
+        state = state.to(tl.float32)
+    if ROUND and state.dtype == tl.float32 and PRECISION == "tf32":
+        # to the nearest: the tensor cores cut the low bits off
+        bits = state.to(tl.uint32, bitcast=True) + 0x1000
+        state = (bits & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return tl.dot(state, C, input_precision=PRECISION)
+
+
+@triton.jit
 def _packed_weights(node_log, row_log, step, skip, scores, visible, own):
     """What each row adds to each node's output: [J, TP]."""
     # masked before exp: the difference to an unrelated row may be large and positive
@@ -104,6 +119,7 @@ def _tree_verify_kernel(
     C,  # [b, T, G*N]
     D,  # [H]
     state,  # [slots, H, P, N]
+    after_chain,  # the same: as one pointer, its addresses would fill registers for all stages
     y,  # [b, T, H*P]
     slots,
     checkpoints,
@@ -157,47 +173,41 @@ def _tree_verify_kernel(
     dt += slot * W * H
     log_decay += slot * W * H
     state += checkpoint * state_stride
+    after_chain += checkpoint * state_stride
     y += request.to(tl.int64) * T * (H * P)
+
+    folding = False
+    if FOLD:
+        folding = (tl.load(fold + request) != 0) & (length > 0)
+    last = packed == T + length - 1
 
     n = tl.arange(0, N)
     in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
     C_rows = C + (request * T + node) * (G * N) + group * N
-    C_nodes = tl.load(C_rows[:, None] + n[None, :], mask=valid_nodes[:, None], other=0.0)
+    loaded_C = tl.load(C_rows[:, None] + n[None, :], mask=valid_nodes[:, None])
     B_rows = xB + row * WIDTH + H * P + group * N
-    B = tl.load(B_rows[:, None] + n[None, :], mask=valid_rows[:, None], other=0.0)  # [J, N]
-    C_nodes = tl.trans(C_nodes)  # [N, TP]
-    scores = tl.dot(B, C_nodes, input_precision=PRECISION)  # [J, TP]
-    if C_nodes.dtype != state.dtype.element_ty:
-        C_nodes = C_nodes.to(tl.float32)
-
-    folding = False
-    last_row = 0
-    if FOLD:
-        folding = (tl.load(fold + request) != 0) & (length > 0)
-        last_row = tl.sum(tl.where(packed == T + length - 1, row, 0))
+    loaded_B = tl.load(B_rows[:, None] + n[None, :], mask=valid_rows[:, None])
+    if TILES > 1:
+        B = tl.where(valid_rows[:, None], loaded_B, 0.0)  # [J, N]
+        C_nodes = tl.trans(tl.where(valid_nodes[:, None], loaded_C, 0.0))  # [N, TP]
+        scores = tl.dot(B, C_nodes, input_precision=PRECISION)  # [J, TP]
 
     for i in tl.range(0, TILES, num_stages=STAGES):
         first = (first_tile + i) * TILE
         channel = first + tl.arange(0, TILE)  # of the flat H*P
         head = first // P
+        # Everything is asked for before anything is waited for. Triton waits where a loaded tile
+        # goes to shared memory, which is at the first operation on it: hence the masks below.
         before = tl.load(state + first * N + in_tile)  # [TILE, N]
         x_rows = xB + row * WIDTH
-        x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
+        if TILES > 1:
+            x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
+        else:
+            x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None])
         step = tl.load(dt + row * H + head, mask=valid_rows, other=0.0)
         row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
         node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
         skip = tl.load(D + head)
-        end_log = 0.0
-        if FOLD:
-            # a folded request's nodes count from the end of the chain
-            end_log = tl.where(folding, tl.load(log_decay + last_row * H + head), 0.0)
-            row_log += tl.where(is_node, end_log, 0.0)
-            node_log += end_log
-        weights = _packed_weights(node_log, row_log, step, skip, scores, visible, own)
-        node_decay = tl.exp(node_log)[None, :]
-
-        added = tl.zeros([TILE, TP], tl.float32)
-        added = _split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
         if TWO_HEADS:
             head_2 = (first + TILE - 1) // P
             in_first = channel < (head + 1) * P
@@ -205,35 +215,127 @@ def _tree_verify_kernel(
             row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid_rows, other=0.0)
             node_log_2 = tl.load(log_decay + own_row * H + head_2, mask=valid_nodes, other=0.0)
             skip_2 = tl.load(D + head_2)
-            end_log_2 = 0.0
-            if FOLD:
-                end_log_2 = tl.where(folding, tl.load(log_decay + last_row * H + head_2), 0.0)
+
+        if TILES == 1:
+            B = tl.where(valid_rows[:, None], loaded_B, 0.0)
+            C_nodes = tl.trans(tl.where(valid_nodes[:, None], loaded_C, 0.0))
+            scores = tl.dot(B, C_nodes, input_precision=PRECISION)
+            x = tl.where(valid_rows[:, None], x, 0.0)
+        end_log = 0.0
+        end_log_2 = 0.0
+        if FOLD:
+            # a folded request's nodes count from the end of the chain
+            end_log = tl.where(folding, tl.sum(tl.where(last, row_log, 0.0)), 0.0)
+            row_log += tl.where(is_node, end_log, 0.0)
+            node_log += end_log
+            if TWO_HEADS:
+                end_log_2 = tl.where(folding, tl.sum(tl.where(last, row_log_2, 0.0)), 0.0)
                 row_log_2 += tl.where(is_node, end_log_2, 0.0)
                 node_log_2 += end_log_2
+        weights = _packed_weights(node_log, row_log, step, skip, scores, visible, own)
+        node_decay = tl.exp(node_log)[None, :]
+
+        added = tl.zeros([TILE, TP], tl.float32)
+        added = _split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
+        if TWO_HEADS:
             weights = _packed_weights(node_log_2, row_log_2, step_2, skip_2, scores, visible, own)
             added_2 = tl.zeros([TILE, TP], tl.float32)
             added_2 = _split_dot(tl.trans(x), weights, added_2, PRECISION)
             added = tl.where(in_first[:, None], added, added_2)
             node_decay = tl.where(in_first[:, None], node_decay, tl.exp(node_log_2)[None, :])
 
-        from_state = tl.dot(before.to(C_nodes.dtype), C_nodes, input_precision=PRECISION)
+        from_state = _dot_state(before, C_nodes, TILES == 1, PRECISION)
         outputs = y + node[None, :] * (H * P) + channel[:, None]
         tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
 
-        if FOLD:
-            if folding:
-                gap = tl.where(in_chain, end_log - row_log, float("-inf"))
-                share = (tl.exp(gap) * step)[:, None]  # of a row in the new state
-                decay = tl.exp(end_log)
-                if TWO_HEADS:
-                    gap = tl.where(in_chain, end_log_2 - row_log_2, float("-inf"))
-                    share_2 = (tl.exp(gap) * step_2)[:, None]
-                    share = tl.where(in_first[None, :], share, share_2)
-                    decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
-                dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
-                gained = _split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
-                after = before.to(tl.float32) * decay + gained
-                tl.store(state + first * N + in_tile, after)
+        if folding:
+            gap = tl.where(in_chain, end_log - row_log, float("-inf"))
+            share = (tl.exp(gap) * step)[:, None]  # of a row in the new state
+            decay = tl.exp(end_log)
+            if TWO_HEADS:
+                gap = tl.where(in_chain, end_log_2 - row_log_2, float("-inf"))
+                share_2 = (tl.exp(gap) * step_2)[:, None]
+                share = tl.where(in_first[None, :], share, share_2)
+                decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
+            dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
+            gained = _split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
+            after = before.to(tl.float32) * decay + gained
+            tl.store(after_chain + first * N + in_tile, after)
+
+
+@triton.jit
+def _one_node_kernel(
+    xB,
+    dt,
+    log_decay,
+    C,
+    D,
+    state,
+    y,
+    slots,
+    checkpoints,
+    chain,
+    chain_len,
+    rows,
+    W,
+    M,
+    state_stride,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    J: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A tree of one node: products with a vector, in float32 and without the tensor cores."""
+    WIDTH: tl.constexpr = H * P + G * N
+    first = tl.program_id(0) * TILE
+    request = tl.program_id(1)
+    group = first // (H // G * P)
+    head = first // P
+    head_2 = (first + TILE - 1) // P
+    channel = first + tl.arange(0, TILE)
+    packed = tl.arange(0, J)  # the node, then the chain
+    n = tl.arange(0, N)
+
+    slot = tl.load(slots + request).to(tl.int64)
+    checkpoint = tl.load(checkpoints + request).to(tl.int64)
+    length = tl.load(chain_len + request).to(tl.int32)
+    own_row = tl.load(rows + request).to(tl.int32)
+    in_table = (packed >= 1) & (packed <= M)
+    chain_row = tl.load(chain + request * M + packed - 1, mask=in_table, other=0).to(tl.int32)
+    valid = (packed == 0) | (in_table & (packed <= length))
+    row = tl.where(packed == 0, own_row, tl.where(valid, chain_row, 0))
+    xB += slot * W * WIDTH
+    dt += slot * W * H
+    log_decay += slot * W * H
+    state += checkpoint * state_stride + first * N
+
+    before = tl.load(state + tl.arange(0, TILE)[:, None] * N + n[None, :])  # [TILE, N]
+    x = tl.load((xB + row * WIDTH)[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
+    B_rows = xB + row * WIDTH + H * P + group * N
+    B = tl.load(B_rows[:, None] + n[None, :], mask=valid[:, None], other=0.0)  # [J, N]
+    C_node = tl.load(C + (request * G + group) * N + n).to(tl.float32)
+    step = tl.load(dt + row * H + head, mask=valid, other=0.0)
+    step_2 = tl.load(dt + row * H + head_2, mask=valid, other=0.0)
+    row_log = tl.load(log_decay + row * H + head, mask=valid, other=0.0)
+    row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid, other=0.0)
+    node_log = tl.load(log_decay + own_row * H + head)
+    node_log_2 = tl.load(log_decay + own_row * H + head_2)
+    skip = tl.load(D + head)
+    skip_2 = tl.load(D + head_2)
+
+    scores = tl.sum(B.to(tl.float32) * C_node[None, :], 1)  # [J]
+    weights = tl.exp(tl.where(valid, node_log - row_log, float("-inf"))) * step * scores
+    weights_2 = tl.exp(tl.where(valid, node_log_2 - row_log_2, float("-inf"))) * step_2 * scores
+    weights += tl.where(packed == 0, skip, 0.0)
+    weights_2 += tl.where(packed == 0, skip_2, 0.0)
+    in_first = channel < (head + 1) * P
+    shares = tl.where(in_first[None, :], weights[:, None], weights_2[:, None])
+    added = tl.sum(x.to(tl.float32) * shares, 0)  # [TILE]
+    from_state = tl.sum(before.to(tl.float32) * C_node[None, :], 1)
+    decay = tl.where(in_first, tl.exp(node_log), tl.exp(node_log_2))
+    tl.store(y + request * (H * P) + channel, added + decay * from_state)
 
 
 def choose_config(batch: int, sizes: Sizes, fold: bool) -> Config:
@@ -269,10 +371,36 @@ def tree_verify(
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     config = config or choose_config(b, sizes, step.fold is not None)
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
+    if config.vector and T == 1 and step.fold is None:
+        _one_node_kernel[(H * P // config.tile, b)](
+            *buffers,
+            C,
+            D,
+            state,
+            y,
+            step.slots,
+            step.checkpoints,
+            step.chain,
+            step.chain_len,
+            step.rows,
+            W,
+            M,
+            state.stride(0),
+            H=H,
+            P=P,
+            G=G,
+            N=N,
+            J=triton.next_power_of_2(1 + M),
+            TILE=config.tile,
+            num_warps=config.warps,
+            maxnreg=config.registers,
+        )
+        return y
     _tree_verify_kernel[(H * P // (config.tile * config.tiles), b)](
         *buffers,
         C,
         D,
+        state,
         state,
         y,
         step.slots,
@@ -298,5 +426,6 @@ def tree_verify(
         PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
         num_warps=config.warps,
+        maxnreg=config.registers,
     )
     return y

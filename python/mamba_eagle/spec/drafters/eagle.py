@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mamba_eagle.core import TreeShape
+from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -13,11 +15,16 @@ from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.runner.contexts import PagedAttention, causal_attention
+from mamba_eagle.runner.contexts import (
+    FusedTreeAttention,
+    PagedAttention,
+    causal_attention,
+    tree_attention,
+)
 from mamba_eagle.runner.pools import KVPool, RequestTable
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter
-from mamba_eagle.spec.tree import Candidates, Tree
+from mamba_eagle.spec.tree import Tree, candidates
 
 
 class AttentionOnly:
@@ -25,7 +32,7 @@ class AttentionOnly:
 
     rotation: Rotation | None = None
 
-    def __init__(self, paged: PagedAttention | LaneAttention) -> None:
+    def __init__(self, paged: PagedAttention | FusedTreeAttention | LaneAttention) -> None:
         self.paged = paged
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,6 +86,31 @@ class LaneAttention:
         return out.flatten(0, 1)
 
 
+class FusedLaneAttention(FusedTreeAttention):
+    """LaneAttention on a CPU: the lanes of a request are a forest behind its prefix, with keys and
+    values in spare slots of the pool."""
+
+    def __init__(
+        self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
+    ) -> None:
+        """max_lanes: how many each request has room for, in all steps."""
+        b = len(slots)
+        nothing = torch.empty(b, 0, dtype=torch.int64)
+        super().__init__(pool, slot_table, slots, prefix, nothing, nothing)
+        spare = pool.bin_slot + 1 + np.arange(b * max_lanes)
+        self.spare = spare.reshape(b, max_lanes)
+
+    def advance(self, lanes: Tensor) -> None:
+        """The next step's lanes continue ``lanes`` [b, topk] of the last one."""
+        table, slots, prefix, _, parents = self.indices
+        first, topk = parents.shape[1], lanes.shape[1]
+        own = np.ascontiguousarray(self.spare[:, : first + topk])
+        # the first lanes are roots: each is its own parent
+        above = lanes.numpy() + first - topk if first else np.tile(np.arange(topk), (len(slots), 1))
+        parents = np.concatenate([parents, above], axis=1)
+        self.indices = (table, slots, prefix, own, parents)
+
+
 class EagleDrafter(Drafter):
     """EAGLE-2 trees (arXiv 2406.16858) from a head of one or a few attention layers.
 
@@ -93,15 +125,23 @@ class EagleDrafter(Drafter):
         head: EagleHead,
         target: CausalLM,
         num_kv_slots: int,
-        max_depth: int,
+        shape: TreeShape,
         table: RequestTable,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.head, self.target, self.table = head, target, table
         self.layers = head.config.num_attention_layers
-        self.pool = KVPool(self.layers, num_kv_slots, head.config.attention, dtype, device)
         requests, hidden = table.run.shape[0], head.config.hidden_size
+        max_depth, self.max_lanes = shape.steps + 1, shape.topk * (shape.steps - 1)
+        self.pool = KVPool(
+            self.layers,
+            num_kv_slots,
+            head.config.attention,
+            dtype,
+            device,
+            num_spare=1 + requests * self.max_lanes,
+        )
         self.pending_tokens = torch.zeros(requests, max_depth, dtype=torch.int64, device=device)
         self.pending_features = torch.zeros(requests, max_depth, hidden, dtype=dtype, device=device)
         self.pending_count = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -136,11 +176,10 @@ class EagleDrafter(Drafter):
     def propose(self, slots: Tensor, shape: TreeShape) -> Tree:
         table, b = self.table, slots.shape[0]
         root = self._run_pending(slots)  # [b, hidden_size], the head's guess after the root
-        candidates = Candidates(table.last_token[slots], shape.topk)
-        frontier = candidates.expand(self._log_probs(root)[:, None])
+        grown = candidates(table.last_token[slots], shape.topk)
+        frontier = grown.expand(self._log_probs(root)[:, None])
         if shape.steps > 1:
-            seen = self._seen(slots, table.run[slots])
-            lanes = LaneAttention(self.pool, self.layers, *seen, shape.topk)
+            lanes = self._lanes(slots, shape.topk)
             features = root[:, None].expand(-1, shape.topk, -1)
         for _ in range(shape.steps - 1):
             index = frontier.lanes[..., None].expand(-1, -1, features.shape[2])
@@ -151,9 +190,9 @@ class EagleDrafter(Drafter):
                 features.flatten(0, 1),
                 AttentionOnly(lanes),
             )
-            frontier = candidates.expand(self._log_probs(hidden).unflatten(0, (b, shape.topk)))
+            frontier = grown.expand(self._log_probs(hidden).unflatten(0, (b, shape.topk)))
             features = hidden.unflatten(0, (b, shape.topk))
-        return candidates.select(shape.nodes)
+        return grown.select(shape.nodes)
 
     def finish(self, slot: int) -> None:
         # all but the last pending entry, the root's: that token is never run
@@ -170,28 +209,39 @@ class EagleDrafter(Drafter):
         longest = max(int(counts.max()), 1)
         last = table.run[slots] if last_position is None else counts.new_tensor([last_position])
         offsets = torch.arange(longest, device=slots.device)
-        positions = (last - counts + 1).clamp_(min=0)[:, None] + offsets  # [b, E]
-        write = table.kv_slots[slots[:, None], positions]
+        prefix = (last - counts + 1).clamp_(min=0)  # [b]
+        write = table.kv_slots[slots[:, None], prefix[:, None] + offsets]  # [b, E]
         write = torch.where(offsets < counts[:, None], write, self.pool.bin_slot)
-        read = table.kv_slots[slots, : int(last.max()) + 1]
-        keys = torch.arange(read.shape[1], device=slots.device)
-        bias = torch.zeros(*positions.shape, read.shape[1], device=slots.device)
-        bias.masked_fill_(keys > positions[..., None], float("-inf"))
-        attention = PagedAttention(self.pool, write.reshape(-1), read, bias)
+        # a chain behind the prefix; what pads it stands at its end, where nobody looks
+        parents = (offsets - 1).clamp_(min=0).expand_as(write).contiguous()
+        chain = torch.ones(longest, longest, dtype=torch.bool, device=slots.device).tril()
+        attention = tree_attention(
+            self.pool,
+            table.kv_slots,
+            slots,
+            prefix,
+            write,
+            parents,
+            chain.expand(len(slots), -1, -1),
+        )
         hidden = self.head(
             self.target.embed(self.pending_tokens[slots, :longest].reshape(-1)),
             self.pending_features[slots, :longest].flatten(0, 1),
             AttentionOnly(attention),
-        ).unflatten(0, positions.shape)
+        ).unflatten(0, write.shape)
         at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
         return hidden.gather(1, at)[:, 0]
 
-    def _seen(self, slots: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """KV slots of positions up to ``last`` [b] and their mask, both [b, S]."""
+    def _lanes(self, slots: Tensor, topk: int) -> LaneAttention | FusedLaneAttention:
+        """Lanes that see all positions up to the root's, that is, up to ``run``."""
+        last, kv_slots = self.table.run[slots], self.table.kv_slots
+        if numba_math.usable(self.pool.k.device, self.pool.k.dtype):
+            return FusedLaneAttention(self.pool, kv_slots, slots, last + 1, self.max_lanes)
         longest = int(last.max()) + 1
         hidden = torch.arange(longest, device=slots.device) > last[:, None]
         bias = torch.zeros(hidden.shape, device=slots.device)
-        return self.table.kv_slots[slots, :longest], bias.masked_fill_(hidden, float("-inf"))
+        bias.masked_fill_(hidden, float("-inf"))
+        return LaneAttention(self.pool, self.layers, kv_slots[slots, :longest], bias, topk)
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, vocab_size] float32."""

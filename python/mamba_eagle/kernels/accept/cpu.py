@@ -1,0 +1,55 @@
+"""Accepting on a CPU: spec/accept.py and runner/commit.py, whose forty small operations on a
+handful of integers cost more than a layer, as one loop each."""
+
+from __future__ import annotations
+
+from mamba_eagle.kernels.numba_math import kernel
+
+
+@kernel
+def accept_and_truncate(
+    tree_tokens, parents, target, stop_tokens, remaining, slots, nodes, tokens, count, finished
+):
+    """As accept, then truncate.
+
+    tree_tokens, parents, target [b, T]; stop_tokens [R, S], remaining [R]; slots [b];
+    out: nodes, tokens [b, D], count [b], finished [b].
+    """
+    b, T = parents.shape
+    for r in range(b):
+        slot, left = slots[r], max(remaining[slots[r]], 0)
+        node, kept, cut = 0, 0, False
+        last = False  # the walk has ended
+        for step in range(nodes.shape[1]):
+            token = target[r, node]
+            nodes[r, step], tokens[r, step] = node, token
+            if last or cut:
+                continue
+            if kept < left:
+                kept += 1
+                for stop in stop_tokens[slot]:
+                    cut = cut or token == stop
+            last = True
+            for child in range(node + 1, T):
+                if parents[r, child] == node and tree_tokens[r, child] == token:
+                    node, last = child, False
+                    break
+        count[r] = kept
+        finished[r] = cut or kept >= remaining[slot]
+
+
+@kernel
+def commit(slots, own, nodes, tokens, count, finished, kv_slots, run, last_token, remaining):
+    """The accepted nodes become part of each request's sequence.
+
+    slots, count, finished [b]; own [b, T], the nodes' KV slots; nodes, tokens [b, D]; by request
+    slot, changed: kv_slots [R, positions], run, last_token, remaining [R].
+    """
+    for r in range(slots.shape[0]):
+        slot, kept = slots[r], count[r]
+        for step in range(kept):
+            kv_slots[slot, run[slot] + step] = own[r, nodes[r, step]]
+        run[slot] += kept
+        if kept > 0:
+            last_token[slot] = tokens[r, kept - 1]
+        remaining[slot] = 0 if finished[r] else remaining[slot] - kept

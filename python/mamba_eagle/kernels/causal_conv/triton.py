@@ -1,0 +1,281 @@
+"""Before the recurrence, for all nodes of all trees: convolution along the path, and step sizes.
+
+One pass over in_proj's output. A node's predecessors are its ancestors in the tree and then the
+tail of its request's path; the results go where tree_verify.triton reads them: into the nodes'
+rows, and C, which no later step needs, beside them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+
+
+class ConvWeights(NamedTuple):
+    """Of one layer; K taps over conv_dim = H*P + 2*G*N channels."""
+
+    conv_weight: Tensor  # [K, conv_dim], that is, transposed
+    conv_bias: Tensor | None  # [conv_dim]
+    dt_bias: Tensor  # [H] float32
+    A: Tensor  # [H] float32, negative
+    step_limit: tuple[float, float]  # what dt is clamped to
+
+
+@triton.jit
+def _softplus(x):
+    e = tl.exp(tl.minimum(x, 20.0))
+    # log(1 + e) loses a small e in the sum: 2 artanh(e / (2 + e)) there, as a series
+    z = e / (2.0 + e)
+    z2 = z * z
+    tail = z2 * (1.0 / 3 + z2 * (1.0 / 5 + z2 * (1.0 / 7 + z2 * (1.0 / 9))))
+    small = 2.0 * z * (1.0 + tail)
+    return tl.where(x > 20.0, x, tl.where(e < 0.25, small, tl.log(1.0 + e)))
+
+
+@triton.jit
+def _convolve(
+    block,
+    request,
+    slot,
+    xbc,
+    conv_weight,
+    conv_bias,
+    conv_in,
+    xB,
+    C,
+    rows,
+    parents,
+    tail,
+    T,
+    W,
+    xbc_stride,
+    ROW: tl.constexpr,
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+    TP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Convolution and SiLU of BLOCK channels of all nodes of a request."""
+    node = tl.arange(0, TP)
+    valid = node < T
+    row = tl.load(rows + request * T + node, mask=valid, other=0).to(tl.int32)
+    channel = block * BLOCK + tl.arange(0, BLOCK)
+    in_block = channel < CONV_DIM
+    inside = valid[:, None] & in_block[None, :]
+    buffer = conv_in + slot * (K - 1 + W) * CONV_DIM
+    total = tl.zeros([TP, BLOCK], tl.float32)
+    if conv_bias is not None:
+        total += tl.load(conv_bias + channel, mask=in_block, other=0.0).to(tl.float32)[None, :]
+    # the node itself, its parent, …; below 0 the tail of the path: -1 its last token
+    source = node
+    own = tl.load(
+        xbc + (request * T + node[:, None]) * xbc_stride + channel[None, :],
+        mask=inside,
+        other=0.0,
+    )
+    tap = tl.load(conv_weight + (K - 1) * CONV_DIM + channel, mask=in_block, other=0.0)
+    total += own.to(tl.float32) * tap.to(tl.float32)[None, :]
+    for back in tl.static_range(1, K):
+        above = tl.load(parents + request * T + source, mask=valid & (source > 0), other=0)
+        source = tl.where(source > 0, above.to(tl.int32), source - 1)
+        in_tail = valid & (source < 0)
+        place = tl.load(tail + request * (K - 1) + (K - 1) + source, mask=in_tail, other=0)
+        from_tree = xbc + (request * T + tl.maximum(source, 0)) * xbc_stride
+        from_path = buffer + place.to(tl.int32) * CONV_DIM
+        start = tl.where(in_tail, from_path, from_tree)
+        value = tl.load(start[:, None] + channel[None, :], mask=inside, other=0.0)
+        tap_row = conv_weight + (K - 1 - back) * CONV_DIM
+        tap = tl.load(tap_row + channel, mask=in_block, other=0.0)
+        total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
+    out = (total / (1.0 + tl.exp(-total))).to(own.dtype)  # SiLU
+    in_row = inside & (channel < ROW)[None, :]
+    tl.store(xB + slot * W * ROW + row[:, None] * ROW + channel[None, :], out, mask=in_row)
+    C_nodes = C + (request * T + node[:, None]) * (CONV_DIM - ROW) + channel[None, :] - ROW
+    tl.store(C_nodes, out, mask=inside & (channel >= ROW)[None, :])
+    tl.store(buffer + (K - 1 + row[:, None]) * CONV_DIM + channel[None, :], own, mask=inside)
+
+
+@triton.jit
+def _step_sizes(
+    block,
+    request,
+    slot,
+    dt_raw,
+    dt_bias,
+    A,
+    dt,
+    log_decay,
+    chain,
+    chain_len,
+    rows,
+    ancestors,
+    fold,
+    T,
+    W,
+    M,
+    dt_stride,
+    lowest,
+    highest,
+    H: tl.constexpr,
+    TP: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """dt and L of HEAD_BLOCK heads of all nodes of a request."""
+    PADDED: tl.constexpr = TP if TP == 1 or TP > 16 else 16  # what tl.dot takes
+    node = tl.arange(0, PADDED)
+    valid = node < T
+    row = tl.load(rows + request * T + node, mask=valid, other=0).to(tl.int32)
+    head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    in_block = head < H
+    inside = valid[:, None] & in_block[None, :]
+    length = tl.load(chain_len + request).to(tl.int32)
+    last = tl.load(chain + request * M + length - 1, mask=length > 0, other=0).to(tl.int32)
+    started = tl.where(length > 0, H, 0)  # heads that start from the L of the chain's end
+    if FOLD:
+        started = tl.where(tl.load(fold + request) != 0, 0, started)
+    place = slot * W * H + last * H + head
+    base = tl.load(log_decay + place, mask=head < started, other=0.0)
+    raw = tl.load(
+        dt_raw + (request * T + node[:, None]) * dt_stride + head[None, :],
+        mask=inside,
+        other=0.0,
+    ).to(tl.float32)
+    raw += tl.load(dt_bias + head, mask=in_block, other=0.0)[None, :]
+    step = tl.minimum(tl.maximum(_softplus(raw), lowest), highest)
+    decay = step * tl.load(A + head, mask=in_block, other=0.0)[None, :]
+    decay = tl.where(inside, decay, 0.0)
+    if TP > 1:
+        bits = tl.load(ancestors + request * T + node, mask=valid, other=0)
+        above = ((bits[:, None] >> node.to(tl.int64)[None, :]) & 1).to(tl.float32)
+        decay = tl.dot(above, decay, input_precision="ieee")
+    decay += base[None, :]
+    out = slot * W * H + row[:, None] * H + head[None, :]
+    tl.store(dt + out, step, mask=inside)
+    tl.store(log_decay + out, decay, mask=inside)
+
+
+@triton.jit
+def _tree_conv_kernel(
+    xbc,  # [b*T, conv_dim], rows xbc_stride apart
+    dt_raw,  # [b*T, H], rows dt_stride apart
+    conv_weight,  # [K, conv_dim]
+    conv_bias,  # [conv_dim]
+    dt_bias,  # [H]
+    A,  # [H]
+    conv_in,  # [R, K-1+W, conv_dim]
+    xB,  # [R, W, H*P + G*N]
+    dt,  # [R, W, H]
+    log_decay,  # [R, W, H]
+    C,  # [b, T, G*N]
+    slots,
+    chain,  # [b, M]
+    chain_len,
+    rows,  # [b, T]
+    parents,  # [b, T]
+    ancestors,  # [b, T]
+    tail,  # [b, K-1]
+    fold,
+    T,
+    W,
+    M,
+    xbc_stride,
+    dt_stride,
+    lowest,
+    highest,
+    H: tl.constexpr,
+    ROW: tl.constexpr,  # H*P + G*N
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+    TP: tl.constexpr,  # nodes, padded
+    BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    CHANNEL_BLOCKS: tl.constexpr = (CONV_DIM + BLOCK - 1) // BLOCK
+    block = tl.program_id(0)
+    request = tl.program_id(1)
+    slot = tl.load(slots + request).to(tl.int64)
+    if block < CHANNEL_BLOCKS:
+        _convolve(
+            block, request, slot, xbc, conv_weight, conv_bias, conv_in, xB, C, rows, parents, tail,
+            T, W, xbc_stride, ROW, CONV_DIM, K, TP, BLOCK,
+        )  # fmt: skip
+    else:
+        _step_sizes(
+            block - CHANNEL_BLOCKS, request, slot, dt_raw, dt_bias, A, dt, log_decay, chain,
+            chain_len, rows, ancestors, fold, T, W, M, dt_stride, lowest, highest,
+            H, TP, HEAD_BLOCK, FOLD,
+        )  # fmt: skip
+
+
+def tree_conv(
+    xbc: Tensor,
+    dt_raw: Tensor,
+    weights: ConvWeights,
+    conv_in: Tensor,
+    buffers: RowBuffers,
+    step: TreeStep,
+    sizes: Sizes,
+    block: int | None = None,
+    warps: int = 4,
+) -> Tensor:
+    """Fill the nodes' rows: x, B, dt and L in ``buffers``, raw inputs in ``conv_in``.
+
+    Args:
+        xbc: [b*T, conv_dim] and dt_raw: [b*T, H], views of in_proj's output will do.
+        conv_in: [R, K-1+W, conv_dim]: the history, and the rows.
+    Returns: C [b, T, G*N], dtype of xbc.
+    """
+    b, T = step.rows.shape
+    K, conv_dim = weights.conv_weight.shape
+    if T > 64:
+        raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
+    H, P, G, N = sizes
+    padded = triton.next_power_of_2(T)
+    C = torch.empty(b, T, G * N, dtype=xbc.dtype, device=xbc.device)
+    block = block or max(64, (1024 if b <= 4 else 2048) // padded)
+    head_block = 16 if padded > 16 else 32
+    low, high = weights.step_limit
+    _tree_conv_kernel[(triton.cdiv(conv_dim, block) + triton.cdiv(H, head_block), b)](
+        xbc,
+        dt_raw,
+        weights.conv_weight,
+        weights.conv_bias,
+        weights.dt_bias,
+        weights.A,
+        conv_in,
+        *buffers,
+        C,
+        step.slots,
+        step.chain,
+        step.chain_len,
+        step.rows,
+        step.parents,
+        step.ancestors,
+        step.tail,
+        step.fold,
+        T,
+        buffers.xB.shape[1],
+        step.chain.shape[1],
+        xbc.stride(0),
+        dt_raw.stride(0),
+        float(low),
+        float(high),
+        H=H,
+        ROW=H * P + G * N,
+        CONV_DIM=conv_dim,
+        K=K,
+        TP=padded,
+        BLOCK=block,
+        HEAD_BLOCK=head_block,
+        FOLD=step.fold is not None,
+        num_warps=warps,
+    )
+    return C

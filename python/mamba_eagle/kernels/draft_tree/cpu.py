@@ -1,0 +1,92 @@
+"""Growing and cutting a draft tree on a CPU: spec/tree.py's Candidates as two loops.
+
+Equal scores rank as they do there, the lower number first; equal log-probabilities of one lane
+rank by token id.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mamba_eagle.kernels.numba_math import ZERO, kernel
+
+
+@kernel
+def _insert(score, number, scores, numbers):
+    """Into the best so far, falling [k]; of equals the one that came first stays ahead."""
+    at = scores.shape[0] - 1
+    while at > 0 and scores[at - 1] < score:
+        scores[at], numbers[at] = scores[at - 1], numbers[at - 1]
+        at -= 1
+    scores[at], numbers[at] = score, number
+
+
+@kernel
+def expand(log_probs, lane_scores, lane_numbers, tokens, parents, scores, lanes, frontier):
+    """The best k children of each lane, and the best k of those: the next lanes.
+
+    Args:
+        log_probs: [b, n, V]; lane_scores, lane_numbers: [b, n].
+        Out: tokens, parents, scores [b, n*k]; of the next lanes the parent's lane, lanes [b, k],
+        and frontier [b, k], their place among the new candidates.
+    """
+    b, n, V = log_probs.shape
+    k = frontier.shape[1]
+    best, best_tokens = np.empty(k, np.float32), np.empty(k, np.int64)
+    for r in range(b):
+        for lane in range(n):
+            row = log_probs[r, lane]
+            best[:], best_tokens[:] = -np.inf, 0
+            for token in range(V):
+                if row[token] > best[k - 1]:
+                    _insert(row[token], token, best, best_tokens)
+            for child in range(k):
+                at = lane * k + child
+                tokens[r, at], parents[r, at] = best_tokens[child], lane_numbers[r, lane]
+                # a rounding above 0 must not lift a child above its parent
+                scores[r, at] = lane_scores[r, lane] + min(best[child], ZERO)
+        best[:], frontier[r] = -np.inf, 0
+        for at in range(n * k):
+            if scores[r, at] > best[k - 1]:
+                _insert(scores[r, at], at, best, frontier[r])
+        for lane in range(k):
+            lanes[r, lane] = frontier[r, lane] // k
+
+
+@kernel
+def select(all_tokens, all_parents, all_scores, topk, tokens, parents, depths, ancestors, scores):
+    """The root and the best T - 1 candidates, by depth, then by score.
+
+    all_tokens, all_parents, all_scores [b, candidates]; out: a Tree's fields, [b, T] and
+    ancestors [b, T, T].
+    """
+    b, C = all_scores.shape
+    T = tokens.shape[1]
+    chosen, depth_of = np.empty(T, np.int64), np.empty(T, np.int64)
+    taken, node_of = np.empty(C, np.bool_), np.zeros(C, np.int64)
+    for r in range(b):
+        taken[:] = False
+        for i in range(T):
+            best = -1
+            for c in range(C):
+                if not taken[c] and (best < 0 or all_scores[r, c] > all_scores[r, best]):
+                    best = c
+            taken[best] = True
+            chosen[i] = best
+            # numbers are dense: 1 root, k of depth 1, then k² a depth
+            deeper = (best - topk - 1) // (topk * topk) + 2
+            depth_of[i] = 0 if best == 0 else 1 if best <= topk else deeper
+        node, depth = 0, 0
+        while node < T:
+            for i in range(T):
+                if depth_of[i] == depth:
+                    c = chosen[i]
+                    node_of[c] = node
+                    above = node_of[all_parents[r, c]]
+                    tokens[r, node], parents[r, node] = all_tokens[r, c], above
+                    depths[r, node], scores[r, node] = depth, all_scores[r, c]
+                    for j in range(T):
+                        ancestors[r, node, j] = node > 0 and ancestors[r, above, j]
+                    ancestors[r, node, node] = True
+                    node += 1
+            depth += 1

@@ -1,0 +1,59 @@
+"""layers.norm.GatedGroupRMSNorm in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gated_norm_kernel(
+    y,  # [n, size], rows y_stride apart
+    gate,  # [n, size], rows gate_stride apart
+    weight,  # [size]
+    out,  # [n, size]
+    y_stride,
+    gate_stride,
+    eps,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < GROUP
+    column += tl.program_id(1) * GROUP
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+    gf = g.to(tl.float32)
+    gated = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gated *= gf / (1.0 + tl.exp(-gf))
+    scale = 1.0 / tl.sqrt(tl.sum(gated * gated) / GROUP + eps)
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    normed = (gated * scale).to(g.dtype)  # rounded before the weight, as the layer does
+    tl.store(out + row * SIZE + column, normed.to(tl.float32) * w.to(tl.float32), mask=inside)
+
+
+def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
+    """``weight * rmsnorm_group(y * silu(gate))``: y, gate [n, size], weight [size] -> [n, size].
+
+    The last dimensions must be contiguous; gate may be a view of in_proj's output.
+    """
+    n, size = y.shape
+    out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
+    group = size // num_groups
+    _gated_norm_kernel[(n, num_groups)](
+        y,
+        gate,
+        weight,
+        out,
+        y.stride(0),
+        gate.stride(0),
+        eps,
+        SIZE=size,
+        GROUP=group,
+        BLOCK=triton.next_power_of_2(group),
+        num_warps=4 if group > 512 else 1,
+    )
+    return out

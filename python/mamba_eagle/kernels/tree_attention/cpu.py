@@ -1,0 +1,132 @@
+"""naive.py's attention of tree nodes straight from the paged pool on a CPU, float32, one thread.
+
+No keys are gathered and no mask is made: a node looks at its request's prefix, by the slot table,
+and at its ancestors, by parent indices.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mamba_eagle.kernels.numba_math import ZERO, exp, kernel
+
+
+@kernel
+def _scores(queries, key, scale, out, j):
+    """out[m, j] = scale · queries[m] · key; queries [M, D], key [D]; four share a read of key."""
+    M, D = queries.shape
+    m = 0
+    while m + 4 <= M:
+        q0, q1, q2, q3 = queries[m], queries[m + 1], queries[m + 2], queries[m + 3]
+        t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
+        for d in range(D):
+            value = key[d]
+            t0 += value * q0[d]
+            t1 += value * q1[d]
+            t2 += value * q2[d]
+            t3 += value * q3[d]
+        out[m, j], out[m + 1, j] = scale * t0, scale * t1
+        out[m + 2, j], out[m + 3, j] = scale * t2, scale * t3
+        m += 4
+    while m < M:
+        q0, t0 = queries[m], ZERO
+        for d in range(D):
+            t0 += q0[d] * key[d]
+        out[m, j] = scale * t0
+        m += 1
+
+
+@kernel
+def paged_tree_attention(
+    q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, parents, scale, out
+):
+    """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
+
+    b trees, or forests, of E nodes, the last T of which are new: the others are in the pool.
+
+    Args:
+        q, out: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; pool_k, pool_v: [KV slots, kv_heads, D].
+        slot_table: [R, positions], KV slots of each request slot; slots [b], request slots.
+        prefix: [b], how many positions of the table a tree's nodes see.
+        own: [b, E], the nodes' KV slots; parents: [b, E], a node above or, for a root, itself.
+    """
+    b, E = own.shape
+    T = q.shape[0] // b
+    old = E - T
+    heads, D = q.shape[1:]
+    kv_heads = k.shape[1]
+    group = heads // kv_heads  # query heads that share a key head
+    scale = np.float32(scale)
+    longest = 0
+    for r in range(b):
+        longest = max(longest, prefix[r])
+    queries = np.empty((T * group, D), np.float32)
+    weights = np.empty((T * group, longest + E), np.float32)
+    result = np.empty((T * group, D), np.float32)
+    table = np.empty(longest + E, np.int64)
+    for r in range(b):
+        first, seen = r * T, prefix[r]
+        for j in range(seen):
+            table[j] = slot_table[slots[r], j]
+        for i in range(E):
+            table[seen + i] = own[r, i]
+        for i in range(T):
+            pool_k[own[r, old + i]] = k[first + i]
+            pool_v[own[r, old + i]] = v[first + i]
+        for kv_head in range(kv_heads):
+            for i in range(T):
+                for h in range(group):
+                    queries[i * group + h] = q[first + i, kv_head * group + h]
+            for j in range(seen + E):
+                _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+            for i in range(T):
+                for h in range(group):
+                    _softmax_over_path(weights[i * group + h], seen, parents[r], old + i)
+            result[:] = ZERO
+            j = 0
+            while j < seen + E:
+                # four keys a pass; past the end, the last key again with a weight of zero
+                count = min(4, seen + E - j)
+                v0 = pool_v[table[j], kv_head]
+                v1 = pool_v[table[j + min(1, count - 1)], kv_head]
+                v2 = pool_v[table[j + min(2, count - 1)], kv_head]
+                v3 = pool_v[table[j + count - 1], kv_head]
+                for m in range(T * group):
+                    w, total = weights[m], result[m]
+                    w0 = w[j]
+                    w1 = w[j + 1] if count > 1 else ZERO
+                    w2 = w[j + 2] if count > 2 else ZERO
+                    w3 = w[j + 3] if count > 3 else ZERO
+                    for d in range(D):
+                        total[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
+                j += 4
+            for i in range(T):
+                for h in range(group):
+                    out[first + i, kv_head * group + h] = result[i * group + h]
+
+
+@kernel
+def _softmax_over_path(scores, seen, parents, node):
+    """In place: scores [seen + E] become weights; nodes off the path to ``node`` get zero."""
+    E = parents.shape[0]
+    on_path = np.zeros(E, np.bool_)
+    at = node
+    on_path[at] = True
+    largest = scores[seen + at]
+    while parents[at] != at:
+        at = parents[at]
+        on_path[at] = True
+        largest = max(largest, scores[seen + at])
+    for j in range(seen):
+        largest = max(largest, scores[j])
+    total = ZERO
+    for j in range(seen):
+        weight = exp(scores[j] - largest)
+        scores[j] = weight
+        total += weight
+    for i in range(E):
+        weight = exp(scores[seen + i] - largest) if on_path[i] else ZERO
+        scores[seen + i] = weight
+        total += weight
+    for j in range(seen + E):
+        scores[j] /= total

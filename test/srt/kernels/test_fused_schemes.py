@@ -1,0 +1,78 @@
+"""The fused CPU schemes against the torch schemes, step by step, in shapes of all kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, torch_path, truncated
+
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.spec.tree import Tree
+
+pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
+torch.set_num_threads(1)
+
+CONFIGS = {
+    "even": mamba_config(num_heads=4, head_dim=16, state_size=16, num_groups=2),
+    "P12_N16_G1": mamba_config(num_heads=3, head_dim=12, state_size=16, num_groups=1),
+    "P5_N7_K3": mamba_config(num_heads=4, head_dim=5, state_size=7, conv_kernel=3),
+    "K2": mamba_config(num_heads=2, head_dim=8, state_size=9, num_groups=1, conv_kernel=2),
+    "clamped_steps": dataclasses.replace(mamba_config(), time_step_limit=(0.1, 0.4)),
+}
+
+
+def rig_of(fused: bool, scheme: str, rows: int, config: str) -> Rig:
+    """Three requests in shuffled slots; the same ones, fused or not."""
+    with torch_path(not fused):
+        rig = Rig(scheme, rows=rows, max_depth=7, config=CONFIGS[config])
+    assert type(rig.scheme).__name__.startswith("Fused") == fused
+    for slot, checkpoint in ((4, 2), (0, 7), (3, 5)):
+        rig.admit(slot, checkpoint)
+    return rig
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("nodes", [1, 2, 5, 12, 16])
+@pytest.mark.parametrize("scheme", ["deferred", "snapshot"])
+def test_fused_scheme_is_the_torch_scheme(scheme: str, nodes: int, config: str) -> None:
+    """Outputs, checkpoints and features over steps that fill the rows and fold them."""
+    fused, plain = (rig_of(which, scheme, nodes + 2, config) for which in (True, False))
+    rng = torch.Generator().manual_seed(nodes)
+    for step in range(9):
+        slots = [[4, 0, 3], [3, 4], [0]][step % 3]
+        tree = random_tree(len(slots), nodes, 6, rng)
+        inputs = fused.random_inputs(len(slots), nodes)
+        ends = torch.randint(0, nodes, (len(slots),), generator=rng).tolist()
+        paths = [path_to(tree, row, end) for row, end in enumerate(ends)]
+        counts = [len(path) if (step + row) % 4 else 0 for row, path in enumerate(paths)]
+        outputs = []
+        for rig in (fused, plain):
+            outputs.append(rig.verify(slots, tree, inputs))
+            rig.accept(slots, truncated(paths, counts), inputs.hidden)
+        for ours, theirs in zip(*outputs):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert [fused.folded(slot) for slot in slots] == [plain.folded(slot) for slot in slots]
+    assert scheme == "snapshot" or fused.folds > 0
+    for slot in (4, 0, 3):
+        fused.finish(slot)
+        plain.finish(slot)
+    for part in ("ssm", "conv", "feature"):
+        ours, theirs = getattr(fused.pool, part), getattr(plain.pool, part)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["deferred", "snapshot"])
+def test_a_request_is_the_same_alone_and_in_a_batch(scheme: str) -> None:
+    together, alone = (rig_of(True, scheme, 16, "even") for _ in range(2))
+    slots = [3, 4, 0]
+    tree = random_tree(3, 12, 6, torch.Generator().manual_seed(1))
+    inputs = together.random_inputs(3, 12)
+    outputs = together.verify(slots, tree, inputs)
+    for row, slot in enumerate(slots):
+        own = slice(row, row + 1)
+        part = Inputs([x[own] for x in inputs.xbc], [x[own] for x in inputs.dt], inputs.hidden[own])
+        single = alone.verify([slot], Tree(*(x[own].contiguous() for x in tree)), part)
+        for whole, one in zip(outputs, single):
+            assert torch.equal(whole[own], one)

@@ -1,0 +1,320 @@
+"""The Triton tree_verify against the float64 recurrence over each node's root path.
+
+On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
+GPU one test runs this file again in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
+from mamba_eagle.kernels.tree_verify.triton import (
+    Config,
+    RowBuffers,
+    Sizes,
+    TreeStep,
+    ancestor_bits,
+    tree_verify,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if GPU else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not (GPU or INTERPRETED), reason="no CUDA device; test_in_the_interpreter runs it"
+)
+GARBAGE = 1e15  # in rows that nobody may look at
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the other tests run here")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+class Case(NamedTuple):
+    sizes: Sizes
+    nodes: int
+    max_chain: int
+    chain_lens: tuple[int, ...]  # one a request
+    fold: tuple[bool, ...] | None = None
+    config: Config | None = None
+    dtype: torch.dtype = torch.float32
+    largest_step: float = 0.3
+    state_dtype: torch.dtype = torch.float32
+
+
+NANO = Sizes(128, 80, 8, 128)
+SMALL = Sizes(8, 20, 2, 16)  # 4 heads are 5 tiles of 16, three of which lie in two heads
+CASES = [
+    pytest.param(Case(SMALL, 5, 12, (12, 0, 7)), id="tiles-in-two-heads"),
+    pytest.param(
+        Case(SMALL, 5, 12, (12, 0, 7), (True, True, False), Config(16, 5, 4, 2)), id="fold"
+    ),
+    pytest.param(Case(SMALL, 1, 9, (9, 0, 4)), id="decode"),
+    pytest.param(
+        Case(SMALL, 1, 9, (9, 0, 4), config=Config(16, 1, 4, 1, None, True)), id="decode-by-vectors"
+    ),
+    pytest.param(
+        Case(SMALL, 5, 12, (12, 7), (True, False), Config(16, 1, 4, 1)), id="a-tile-a-program"
+    ),
+    pytest.param(
+        Case(Sizes(2, 64, 1, 32), 17, 3, (2, 3), (True, False)), id="a-tile-is-a-head-fold"
+    ),
+    pytest.param(Case(SMALL, 9, 7, (7,), (True,), None, torch.float32, 60.0), id="underflow"),
+    pytest.param(Case(Sizes(2, 16, 2, 16), 64, 2, (2, 1)), id="64-nodes"),
+]
+
+
+def gpu_cases() -> list[object]:
+    cases = {
+        "nano-tree": Case(NANO, 16, 16, (16, 0, 5)),
+        "nano-fold": Case(NANO, 16, 16, (16, 0, 5), (True, True, False)),
+        "nano-decode": Case(NANO, 1, 16, (16, 0, 5)),
+        "nano-decode-by-vectors": Case(
+            NANO, 1, 16, (16, 0, 5), None, Config(64, 1, 4, 1, None, True)
+        ),
+        "nano-decode-fold": Case(NANO, 1, 16, (16, 0, 5), (False, True, True)),
+        "nano-64-nodes-64-rows": Case(NANO, 64, 64, (64, 33), (True, False), Config(64, 1, 4, 1)),
+        "nano-underflow": Case(NANO, 16, 16, (16, 9), (True, True), largest_step=60.0),
+        "p64-n128-g1": Case(Sizes(8, 64, 1, 128), 12, 20, (20, 3), (True, False)),
+        "p128-n256": Case(Sizes(8, 128, 2, 256), 8, 8, (8, 3), (True, False), Config(64, 2, 4, 1)),
+        "p64-n16-g4": Case(Sizes(8, 64, 4, 16), 31, 33, (33, 3), (True, False)),
+        "bf16-state": Case(NANO, 16, 16, (16, 5), (True, False), state_dtype=torch.bfloat16),
+    }
+    found = []
+    for name, case in cases.items():
+        found.append(pytest.param(case._replace(dtype=torch.bfloat16), id=name))
+        if name in ("nano-fold", "p64-n128-g1"):
+            case = case._replace(config=Config(64, 1, 4, 1))
+            found.append(pytest.param(case, id=name + "-float32-rows"))
+    for config in (
+        Config(64, 4, 4, 2),
+        Config(64, 5, 8, 3),
+        Config(32, 8, 4, 2),
+        Config(64, 2, 4, 2),
+        Config(64, 1, 4, 1, 128),
+    ):
+        case = cases["nano-fold"]._replace(config=config, dtype=torch.bfloat16)
+        found.append(pytest.param(case, id=f"nano-fold-{config}"))
+    return found
+
+
+@dataclass
+class Batch:
+    case: Case
+    buffers: RowBuffers
+    C: Tensor
+    A: Tensor
+    D: Tensor
+    state: Tensor
+    step: TreeStep
+
+    def verify(self) -> Tensor:
+        case = self.case
+        return tree_verify(
+            self.buffers, self.C, self.D, self.state, self.step, case.sizes, case.config
+        )
+
+
+def random_parents(T: int, generator: torch.Generator) -> Tensor:
+    parents = [0] + [int(torch.randint(i, (1,), generator=generator)) for i in range(1, T)]
+    return torch.tensor(parents)
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    above = torch.eye(len(parents), dtype=torch.bool)
+    for i in range(1, len(parents)):
+        above[i] |= above[int(parents[i])]
+    return above
+
+
+def make_batch(case: Case, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    H, P, G, N = case.sizes
+    b, T, M = len(case.chain_lens), case.nodes, case.max_chain
+    R, W, S = b + 1, M + T, b + 2
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    A = -torch.exp(torch.rand(H, generator=generator) * 4 - 2)
+    slots = torch.randperm(R, generator=generator)[:b]
+    checkpoints = torch.randperm(S, generator=generator)[:b]
+    xB = torch.full((R, W, H * P + G * N), GARBAGE)
+    dt = torch.full((R, W, H), GARBAGE)
+    log_decay = torch.full((R, W, H), -GARBAGE)
+    chain = torch.full((b, M), -7)
+    rows = torch.zeros(b, T, dtype=torch.int64)
+    parents = torch.stack([random_parents(T, generator) for _ in range(b)])
+    ancestors = torch.stack([ancestor_matrix(p) for p in parents])
+    for i, (slot, length) in enumerate(zip(slots, case.chain_lens)):
+        order = torch.randperm(W, generator=generator)
+        chain[i, :length], rows[i] = order[:length], order[length : length + T]
+        used = order[: length + T]
+        xB[slot, used] = normal(length + T, H * P + G * N)
+        dt[slot, used] = torch.rand(length + T, H, generator=generator) * case.largest_step
+        decay = dt[slot, used].double() * A
+        chain_L = decay[:length].cumsum(0)
+        tree_L = ancestors[i].double() @ decay[length:]
+        if length and not (case.fold and case.fold[i]):
+            tree_L += chain_L[-1]
+        log_decay[slot, used] = torch.cat([chain_L, tree_L]).float()
+    step = TreeStep(
+        slots=slots,
+        checkpoints=checkpoints,
+        chain=chain,
+        chain_len=torch.tensor(case.chain_lens),
+        rows=rows,
+        parents=parents,
+        ancestors=ancestor_bits(ancestors),
+        tail=torch.zeros(b, 3, dtype=torch.int64),
+        fold=None if case.fold is None else torch.tensor(case.fold),
+    )
+    step = TreeStep(*(part if part is None else part.to(DEVICE) for part in step))
+    return Batch(
+        case,
+        RowBuffers(xB.to(case.dtype).to(DEVICE), dt.to(DEVICE), log_decay.to(DEVICE)),
+        normal(b, T, G * N).to(case.dtype).to(DEVICE),
+        A.to(DEVICE),
+        normal(H).to(DEVICE),
+        normal(S, H, P, N).to(case.state_dtype).to(DEVICE),
+        step,
+    )
+
+
+def expected(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Outputs [b*T, H*P] and the pool after the step, by the plain recurrence in float64."""
+    H, P, G, N = batch.case.sizes
+    step, pool = batch.step, batch.state.double()
+    outputs = []
+    for i, length in enumerate(batch.case.chain_lens):
+        slot, before = step.slots[i], batch.state[step.checkpoints[i]]
+        chain = step.chain[i, :length].tolist()
+
+        def run(rows: list[int], C: Tensor, state: Tensor = before, slot: Tensor = slot):
+            xB = batch.buffers.xB[slot, rows]
+            x, B = xB[:, : H * P].unflatten(1, (H, P)), xB[:, H * P :].unflatten(1, (G, N))
+            C = C.unflatten(-1, (G, N)).expand_as(B)
+            dt = batch.buffers.dt[slot, rows]
+            return recurrence_oracle(x, dt, batch.A, B, C, batch.D, state)
+
+        for node in range(batch.case.nodes):
+            path, at = [], node
+            while True:
+                path.append(int(step.rows[i, at]))
+                if at == 0:
+                    break
+                at = int(step.parents[i, at])
+            outputs.append(run(chain + path[::-1], batch.C[i, node])[0][-1].flatten())
+        if length and batch.case.fold and batch.case.fold[i]:
+            pool[step.checkpoints[i]] = run(chain, batch.C[i, 0])[1][-1]
+    return torch.stack(outputs), pool
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def check(case: Case) -> None:
+    batch = make_batch(case)
+    before = batch.state.clone()
+    y_wanted, pool_wanted = expected(batch)
+    y = batch.verify()
+    y_error, state_error = error(y, y_wanted), 0.0
+    folded = [c for c, f in zip(batch.step.checkpoints, case.fold or []) if f]
+    for checkpoint in folded:
+        state_error = max(state_error, error(batch.state[checkpoint], pool_wanted[checkpoint]))
+        before[checkpoint] = batch.state[checkpoint]
+    print(f"relative error: outputs {y_error:.1e}, folded states {state_error:.1e}")
+    exact_rows = case.dtype == torch.float32
+    assert y_error < (3e-6 if exact_rows else 3e-3)
+    assert state_error < (3e-6 if case.state_dtype == torch.float32 else 4e-3)
+    assert torch.equal(batch.state, before), "a state that was not folded has changed"
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_folds_equal_the_recurrence(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("case", gpu_cases())
+def test_real_sizes_equal_the_recurrence(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
+    """10,000 tokens, folded 16 at a time; the oracle reads the rows as they were stored."""
+    H, P, G, N = sizes = Sizes(8, 80, 2, 128)
+    torch.manual_seed(0)
+    M, folds = 16, 625
+    A = -torch.exp(torch.rand(H, device=DEVICE) * 4 - 4)
+    state = torch.zeros(1, H, P, N, device=DEVICE)
+    oracle = torch.zeros(H, P, N, dtype=torch.float64, device=DEVICE)
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    step = TreeStep(
+        slots=zero[0],
+        checkpoints=zero[0],
+        chain=torch.arange(M, device=DEVICE)[None],
+        chain_len=torch.full((1,), M, device=DEVICE),
+        rows=zero + M,
+        parents=zero,
+        ancestors=zero + 1,
+        tail=zero.expand(1, 3),
+        fold=torch.ones(1, dtype=torch.bool, device=DEVICE),
+    )
+    D = torch.ones(H, device=DEVICE)
+    for _ in range(folds):
+        exact = torch.randn(1, M + 1, H * P + G * N, device=DEVICE)
+        dt = torch.rand(1, M + 1, H, device=DEVICE) * 0.1
+        log_decay = (dt.double() * A).cumsum(1).float()
+        log_decay[:, M] = dt[:, M] * A
+        buffers = RowBuffers(exact.to(dtype), dt, log_decay)
+        tree_verify(
+            buffers, torch.randn(1, 1, G * N, device=DEVICE).to(dtype), D, state, step, sizes
+        )
+        xB, decay = buffers.xB[0, :M].double(), dt[0, :M].double()
+        x = xB[:, : H * P].view(M, H, P) * decay[..., None]
+        B = xB[:, H * P :].view(M, G, N).repeat_interleave(H // G, 1)
+        L = (decay * A).cumsum(0)
+        x *= (L[-1] - L).exp()[..., None]
+        oracle = L[-1].exp()[:, None, None] * oracle + torch.einsum("jhp,jhn->hpn", x, B)
+    found = error(state[0], oracle)
+    print(f"relative error of the state: {found:.1e}")
+    assert found < 1e-5
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_a_graph_replays_with_other_lengths() -> None:
+    case = Case(NANO, 16, 16, (16, 0, 5), (True, False, True), dtype=torch.bfloat16)
+    batch = make_batch(case)
+    first = batch.state.clone()
+    wanted = batch.verify().clone()  # compiles, too
+    folded = batch.state.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = batch.verify()
+    batch.state.copy_(first)
+    graph.replay()
+    assert torch.equal(y, wanted)
+    assert torch.equal(batch.state, folded)
