@@ -14,6 +14,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
+from mamba_eagle.models.quantization import (
+    FLOAT8,
+    SCALE_NAMES,
+    block_size,
+    dequantize,
+    is_scale,
+)
 
 PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints are there before a bar could be read
 MAPPED_BYTES = 256 << 20  # of a file that may stay in memory while it is copied
@@ -56,9 +63,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         desc=f"loading {folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
+        quantized = Quantized(folder, files)
         for name, value in checkpoint_tensors(files, total // 20):
             progress.update(value.nbytes)
-            target = place(name)
+            target = None if is_scale(name) else place(name)
             if target is None:
                 continue
             parameter = parameters.get(target.name)
@@ -66,6 +74,11 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 wrong.append(f"unexpected: {name}")
                 continue
             seen.setdefault(target.name, set()).add(target.index)
+            if not value.is_floating_point():
+                wrong.append(f"dtype of {name}: {value.dtype} is of a quantization not supported")
+                continue
+            if value.dtype in FLOAT8:
+                value = quantized.read(name, value)
             problem = copy(parameter, target, value)
             if problem:
                 wrong.append(f"shape of {name}: {problem}")
@@ -98,6 +111,28 @@ def gaps(name: str, parameter: nn.Parameter, seen: set[int | None]) -> list[str]
     if None in seen:
         return []
     return [f"{name}[{i}]" for i in range(parameter.shape[0]) if i not in seen]
+
+
+class Quantized:
+    """Finds the scales of float8 weights, wherever in the checkpoint they are."""
+
+    def __init__(self, folder: Path, files: list[Path]) -> None:
+        self.files = files
+        config = folder / "config.json"
+        self.block = block_size(json.loads(config.read_text()) if config.is_file() else {})
+        self.file_of: dict[str, Path] = {}
+
+    def read(self, name: str, value: Tensor) -> Tensor:
+        """Raises: CheckpointError when there is no scale."""
+        if not self.file_of:
+            for path in self.files:
+                with safe_open(path, framework="pt") as file:
+                    self.file_of.update(dict.fromkeys(file.keys(), path))
+        for end in SCALE_NAMES:
+            if path := self.file_of.get(name + end):
+                with safe_open(path, framework="pt") as file:
+                    return dequantize(value, file.get_tensor(name + end), self.block)
+        raise CheckpointError(f"{name} is {value.dtype}, and {name}{SCALE_NAMES[0]} is not there")
 
 
 class Opened(NamedTuple):

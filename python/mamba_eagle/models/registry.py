@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.quantization import check_quantization
 
 
 class Family(NamedTuple):
@@ -35,6 +36,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is not known.
     """
+    check_quantization(values)
     architecture = (values.get("architectures") or ["?"])[0]
     if "ssm_cfg" in values:  # state-spaces writes no architectures
         architecture = "Mamba2ForCausalLM"
