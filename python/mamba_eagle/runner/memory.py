@@ -82,7 +82,7 @@ def plan_memory(
     needed = left - max(kv_slots, least) * kv_bytes
     if needed < 0:
         problems.append(
-            f"{memory_table(plan, config, available)}\n"
+            f"{memory_table(plan, config, available.text)}\n"
             f"that is {gigabytes(-needed)} too much: lower --max-running-requests, "
             "--max-mamba-cache-size or --max-total-tokens, or use --mamba-ssm-dtype bfloat16"
         )
@@ -137,8 +137,8 @@ def free_main_memory() -> int:
         return 1 << 62
 
 
-def memory_table(plan: MemoryPlan, config: EngineConfig, available: Available | None = None) -> str:
-    """What the pools take, one line each."""
+def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
+    """What the pools take, one line each, below a line that says what else there is."""
     running = config.max_running_requests
     what = "rows" if config.mamba_verify_mode == "deferred" else "node states"
     lines = [
@@ -150,7 +150,7 @@ def memory_table(plan: MemoryPlan, config: EngineConfig, available: Available | 
         f"{name:<12}{count:>10} {unit:<9} x {size_text(size):>9} = {size_text(count * size):>9}"
         for name, count, unit, size in lines
     ]
-    return "\n".join(([available.text] if available else []) + table)
+    return "\n".join([head, *table] if head else table)
 
 
 def size_text(size: int) -> str:

@@ -42,7 +42,7 @@ from mamba_eagle.runner.contexts import (
     causal_attention,
     tree_attention,
 )
-from mamba_eagle.runner.memory import memory_table, plan_memory
+from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
 from mamba_eagle.runner.sampler import SamplingState, sample, token_logprobs
 from mamba_eagle.runner.stateless_verify import StatelessVerify
@@ -79,7 +79,8 @@ class ModelRunner:
         self.model = self._load(lambda: make_model(self.model_config), config.model_path)
         head, draft_config = self._load_head()
         self.memory = plan_memory(config, self.model_config, draft_config, self.dtype, self.device)
-        log.info("memory of the pools:\n%s", memory_table(self.memory, config))
+        weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
+        log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
         self.drafter: Drafter = NoDrafter(self.table.last_token)
         if head is not None:
