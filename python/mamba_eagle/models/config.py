@@ -168,7 +168,9 @@ class ModelConfig:
             attention = AttentionConfig(
                 num_heads=heads,
                 num_kv_heads=values.get("num_key_value_heads") or heads,
-                head_dim=values.get("head_dim") or hidden // heads,
+                head_dim=values.get("head_dim")
+                or values.get("attention_head_dim")
+                or hidden // heads,
             )
         moe = None
         if "moe" in blocks:

@@ -42,7 +42,7 @@ class GraniteLayer(Layer):
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
         self.input_layernorm = RMSNorm(size, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.shared_mlp = PackedGatedMLP(size, config.raw["shared_intermediate_size"])
+        self.shared_mlp = PackedGatedMLP(size, config.raw.get("shared_intermediate_size", 1024))
         self.has_experts = config.moe is not None
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, size, "silu")

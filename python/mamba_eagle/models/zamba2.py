@@ -50,7 +50,7 @@ class SharedAttention(Layer):
             width = heads * config.attention.head_dim
             self.add_module(f"{name}_proj", Linear(size, width))
             if config.raw.get("use_shared_attention_adapter"):
-                added = adapters(uses, size, config.raw["adapter_rank"], width)
+                added = adapters(uses, size, config.raw.get("adapter_rank", 128), width)
                 self.add_module(f"linear_{name}_adapter_list", added)
         self.adapted = bool(config.raw.get("use_shared_attention_adapter"))
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
@@ -78,7 +78,7 @@ class SharedMLP(Layer):
         self.act = activation(config.raw.get("hidden_act", "gelu"))
         self.gate_up_proj = Linear(size, 2 * width, bias)
         self.down_proj = Linear(width, size, bias)
-        rank = config.raw["adapter_rank"]
+        rank = config.raw.get("adapter_rank", 128)
         self.gate_up_proj_adapter_list = adapters(uses, size, rank, 2 * width)
 
     def forward(self, hidden: Tensor, use: int) -> Tensor:
