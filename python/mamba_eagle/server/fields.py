@@ -56,7 +56,7 @@ async def read_fields(request: Request) -> Fields:
         return Fields({})
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         try:
             # Takes NaN and Infinity, which the readers below then refuse by field.
             value = json.loads(body)

@@ -176,10 +176,8 @@ async def _scheduler_state(state: ServerState) -> dict[str, float]:
         raise RequestError(str(error) or "the scheduler does not answer", 503) from None
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> Response:
-    state = server_state(request)
-    model = {
+def _model_card(state: ServerState) -> dict[str, Any]:
+    return {
         "id": state.model_name,
         "object": "model",
         "created": int(state.started),
@@ -187,7 +185,21 @@ async def models(request: Request) -> Response:
         "root": state.config.model_path,
         "max_model_len": state.context_length,
     }
-    return json_response({"object": "list", "data": [model]})
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model_card(server_state(request))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    state = server_state(request)
+    if name != state.model_name:
+        raise RequestError(
+            f"model = {shown(name)}: this server has {shown(state.model_name)}", 404, "model"
+        )
+    return json_response(_model_card(state))
 
 
 async def _load(state: ServerState) -> dict[str, Any]:

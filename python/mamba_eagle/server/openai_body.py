@@ -28,6 +28,7 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
     prompts: list[PromptRequest]
     stream: bool
     include_usage: bool
+    meta_info: bool  # each choice has /generate's meta_info; sglang's evaluations ask for it
     logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
     echoes: list[str] = []  # completions with echo: the prompts' text, which comes first
 
@@ -109,6 +110,7 @@ def _job(
         prompts=requests,
         stream=fields.flag("stream"),
         include_usage=options.flag("include_usage"),
+        meta_info=fields.flag("return_meta_info"),
         logprobs=logprobs,
         echoes=echoes,
     )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.openai_body import OpenAIJob
+from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -52,6 +53,8 @@ class Choice(ABC):
         }
         if finish is not None and finish.kind == "stop":
             choice["matched_stop"] = finish.matched
+        if finish is not None and self.job.meta_info:
+            choice["meta_info"] = Reply(self.sample, self.tokenizer, False).meta_info()
         return choice
 
 

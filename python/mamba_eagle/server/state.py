@@ -21,6 +21,9 @@ from mamba_eagle.tokenizer.text import TextTokenizer
 # A text of this many characters takes about 10 ms; longer ones are tokenized in a thread, so that
 # streams and /health do not wait for them.
 LONG_TEXT = 20_000
+# A text is refused by its length alone, without seconds of tokenizing, if its tokens do not fit
+# even where a tokenizer's normalizer leaves one character of so many.
+CHARACTERS_TO_SPARE = 4
 
 
 @dataclass
@@ -69,6 +72,12 @@ class ServerState:
         tokenizer = self.need_tokenizer(field_name)
         if len(text) < LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens)
+        if len(text) > CHARACTERS_TO_SPARE * self.max_prompt * tokenizer.longest_token:
+            raise RequestError(
+                f"{field_name}: the text has {len(text)} characters, far more than the "
+                f"{self.max_prompt} tokens that fit: shorten it",
+                param=field_name,
+            )
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
     def check_prompt(self, token_ids: list[Any], field_name: str) -> list[int]:

@@ -20,6 +20,7 @@ class TextTokenizer:
         self._factory = detokenizer_factory(tokenizer)
         self.token_text = self._factory.token_text
         self.token_bytes = self._factory.token_bytes
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, path: str) -> TextTokenizer:

@@ -123,6 +123,18 @@ def test_weights_that_bfloat16_would_round_are_not_rounded(tiny: Tiny, tmp_path:
         assert live.output == plain.choices(live)
 
 
+@pytest.mark.parametrize("settings", ["none", *BOTH_SCHEMES])
+@pytest.mark.parametrize("what", ["dtype", "mamba_ssm_dtype"])
+def test_bfloat16_leaves_the_plain_text_only_at_near_ties(
+    tiny: Tiny, settings: str, what: str
+) -> None:
+    """Logits are 4 wide; each token is within 0.25 of the best one, given those before it."""
+    for live in texts(tiny.engine(settings, **{what: "bfloat16"}), [greedy(16)] * 5):
+        logits = tiny.plain.logits(live.tokens[:-1])[live.prompt_len - 1 :]
+        chosen = logits.gather(1, torch.tensor(live.output)[:, None])[:, 0]
+        assert (logits.max(1).values - chosen).max() < 0.25
+
+
 def test_the_text_does_not_depend_on_the_head(tiny: Tiny, tmp_path: Path) -> None:
     random_head = write_head(tmp_path / "other", tiny.model, seed=9, hybrid_override_pattern="-*-*")
     one = texts(tiny.engine(), [sampled(20, 1)] * 5)

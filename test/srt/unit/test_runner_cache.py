@@ -156,6 +156,41 @@ def test_a_request_released_inside_its_chain_leaves_the_state_there(
     assert inside >= 1
 
 
+@pytest.mark.parametrize("settings", SCHEMES)
+def test_a_request_that_ended_with_its_first_token_leaves_its_prompts_state(
+    tiny: Tiny, fresh: Fresh, settings: str
+) -> None:
+    """Nothing was decoded; a step in flight may have named it."""
+    engine = tiny.engine(settings)
+    for late_steps in (0, 1):
+        live = engine.start(PROMPT[:20], sampled(1, 0))
+        for _ in range(late_steps):
+            engine.execute(decode=[live])
+        prefix = engine.release(live, fold_to=20)
+        assert prefix is not None
+        hit = engine.generate(PROMPT[:20] + TAIL, sampled(8, 3), hit=prefix)
+        assert_same(hit, fresh(settings, PROMPT[:20] + TAIL, sampled(8, 3)))
+        drop(engine, prefix)
+
+
+@pytest.mark.parametrize("settings", SCHEMES)
+def test_a_retracted_request_comes_back_through_its_own_checkpoint(
+    tiny: Tiny, settings: str
+) -> None:
+    """Only its last token is run again; its output so far counts as output."""
+    how = sampled(24, 6, frequency_penalty=0.7, repetition_penalty=1.2, min_new_tokens=20)
+    engine = tiny.engine(settings)
+    whole = engine.generate(PROMPT[:20], how)
+    live = engine.start(PROMPT[:20], how)
+    for steps in (1, 3, 4):
+        for _ in range(steps):
+            engine.execute(decode=[live])
+        prefix = engine.release(live, fold_to=live.run)
+        live = engine.start(live.tokens, how, hit=prefix, prompt_len=20)
+    engine.finish([live])
+    assert live.output == whole.output
+
+
 def drop(engine: Engine, prefix: Prefix) -> None:
     engine.free(prefix.kv_slots)
     engine.free_checkpoint(prefix.checkpoint)
