@@ -33,7 +33,10 @@ def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> 
 class EngineConfig:
     """What the scheduler and the runner need to know."""
 
-    model_path: str = setting("", "checkpoint folder; empty: the embedded model")
+    model_path: str = setting(
+        "", "checkpoint folder or Hugging Face name; empty: the embedded model"
+    )
+    revision: str = setting("", "branch, tag or commit of a Hugging Face name")
     tokenizer_path: str = setting("", "tokenizer folder; empty: the model's")
     load_format: str = setting(
         "auto", "where weights come from; dummy: random ones", ("auto", "safetensors", "dummy")
@@ -93,18 +96,41 @@ class EngineConfig:
         values["model_path"] = str(EMBEDDED_MODEL) if embedded else self.model_path
         values["tokenizer_path"] = self.tokenizer_path or values["model_path"]
         draft = self.speculative_draft_model_path
+        problems = self._find_folders(values)
         if embedded and not draft and self.speculative_algorithm != "NONE":
             draft = str(EMBEDDED_HEAD)
         algorithm = self.speculative_algorithm
         if algorithm == "auto":
             algorithm = "EAGLE" if draft else "NONE"
         values["speculative_algorithm"] = algorithm
-        values["speculative_draft_model_path"] = draft
+        values.setdefault("speculative_draft_model_path", draft)
         config = dataclasses.replace(self, **values)
-        problems = config.problems()
+        problems += config.problems()
         if problems:
             raise ConfigError(problems)
         return config
+
+    def _find_folders(self, values: dict[str, Any]) -> list[str]:
+        """Turns Hugging Face names in ``values`` into folders. Returns what could not be found."""
+        from mamba_eagle.models.hub import NotFound, checkpoint_folder
+
+        problems = []
+        weights = self.load_format != "dummy"
+        name, tokenizer = values["model_path"], values["tokenizer_path"]
+        draft = self.speculative_draft_model_path
+        wanted = [("model_path", name, self.revision, weights)]
+        if tokenizer != name:
+            wanted.append(("tokenizer_path", tokenizer, "", False))
+        if draft and self.speculative_algorithm != "NONE":
+            wanted.append(("speculative_draft_model_path", draft, "", weights))
+        for field_name, path, revision, with_weights in wanted:
+            try:
+                values[field_name] = str(checkpoint_folder(path, revision, with_weights))
+            except NotFound as error:
+                problems.append(f"--{field_name.replace('_', '-')} {path}: {error}")
+        if tokenizer == name:
+            values["tokenizer_path"] = values["model_path"]
+        return problems
 
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change."""
@@ -157,6 +183,14 @@ class ServerConfig(EngineConfig):
     max_queued_requests: int = setting(4096, "requests waiting before 503 is answered")
     stream_interval: int = setting(1, "tokens between two streamed pieces, at least")
     log_requests: bool = setting(False, "log each request's metadata")
+
+    def resolved(self) -> ServerConfig:
+        config = super().resolved()
+        assert isinstance(config, ServerConfig)
+        if self.model_path and not self.served_model_name:
+            # a Hugging Face name has become a folder of the cache: clients know the name
+            return dataclasses.replace(config, served_model_name=self.model_path)
+        return config
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:

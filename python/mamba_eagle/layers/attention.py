@@ -1,4 +1,4 @@
-"""Grouped-query attention without position encoding; keys and values belong to the context."""
+"""Grouped-query attention; keys and values belong to the context. For RoPE see rotary.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Attention(Layer):
         super().__init__()
         self.config = config
         self.index = index
-        self.scale = config.head_dim**-0.5
-        self.q_proj = Linear(hidden_size, config.num_heads * config.head_dim)
-        self.k_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim)
-        self.v_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size)
+        self.scale = config.scale or config.head_dim**-0.5
+        self.q_proj = Linear(hidden_size, config.num_heads * config.head_dim, config.bias)
+        self.k_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim, config.bias)
+        self.v_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim, config.bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
         self._qkv: list[Linear] = []  # in a list: a module of its own would add checkpoint names
 
     def prepare(self) -> None:
@@ -41,4 +41,9 @@ class Attention(Layer):
                 projection(hidden).unflatten(-1, (-1, c.head_dim))
                 for projection in (self.q_proj, self.k_proj, self.v_proj)
             )
+        q, k = self.place(q, k, ctx)
         return self.o_proj(ctx.attention(self, q, k, v).flatten(1))
+
+    def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """What a position encoding does to queries and keys: here nothing."""
+        return q, k

@@ -9,12 +9,13 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.models.config import ModelConfig
 
 
 class Block(Layer):
-    """``hidden + mixer(norm(hidden))``; ``kind`` is mamba, attention or mlp."""
+    """``hidden + mixer(norm(hidden))``; ``kind`` is mamba, attention, mlp or moe."""
 
     def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -26,8 +27,13 @@ class Block(Layer):
         elif kind == "attention":
             assert config.attention is not None
             self.mixer = Attention(config.attention, config.hidden_size, index)
+        elif kind == "moe":
+            assert config.moe is not None
+            self.mixer = LatentMoE(config.moe, config.hidden_size, config.mlp_bias)
         else:
-            self.mixer = ReluSquaredMLP(config.hidden_size, config.intermediate_size)
+            self.mixer = ReluSquaredMLP(
+                config.hidden_size, config.intermediate_size, config.mlp_bias
+            )
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.mixer(self.norm(hidden), ctx)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,10 +19,17 @@ from mamba_eagle.kernels.ssd.naive import ssd_chunked
 if TYPE_CHECKING:
     from mamba_eagle.layers.attention import Attention
     from mamba_eagle.layers.mamba2 import Mamba2Mixer
+    from mamba_eagle.layers.rotary import Rotation
 
 
 class ForwardContext(Protocol):
     """The sequence side of a forward pass over n tokens, flat."""
+
+    rotation: Rotation | None  # of positions; a model with RoPE sets it as its pass begins
+
+    @property
+    def positions(self) -> Tensor:
+        """[n] int64: where each token stands in its sequence."""
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         """xbc [n, conv_dim] before the convolution, dt [n, H] raw -> y [n, H*P] with D skip."""
@@ -36,8 +44,14 @@ class FullSequenceContext:
     Stateless and differentiable; n = batch * length, sequences one after the other.
     """
 
+    rotation: Rotation | None = None
+
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.length).repeat(self.batch)
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         xbc = xbc.unflatten(0, (self.batch, self.length))

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_norm import make_gated_norm
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.models.config import Mamba2Config
 
 
@@ -30,13 +30,14 @@ class Mamba2Mixer(Layer):
         self.config = config
         self.index = index
         inner, heads = config.inner_size, config.num_heads
-        self.in_proj = Linear(hidden_size, inner + config.conv_dim + heads)
+        self.in_proj = Linear(hidden_size, inner + config.conv_dim + heads, config.in_bias)
         self.conv1d = Conv1dWeight(config.conv_dim, config.conv_kernel, config.conv_bias)
-        self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.A_log = nn.Parameter(torch.empty(heads))
-        self.D = nn.Parameter(torch.empty(heads))
-        self.norm = GatedGroupRMSNorm(inner, config.num_groups, norm_eps)
-        self.out_proj = Linear(inner, hidden_size)
+        # a handful of numbers that act on every token: float32 whatever the model's dtype
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.norm = make_gated_norm(config, norm_eps)
+        self.out_proj = Linear(inner, hidden_size, config.out_bias)
         self._decay_rate: Tensor | None = None
         self._dt_bias: Tensor | None = None
 

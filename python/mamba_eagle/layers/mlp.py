@@ -13,10 +13,10 @@ from mamba_eagle.layers.linear import Linear
 class ReluSquaredMLP(Layer):
     """``down(relu(up(x))²)``, no gate (Nemotron-H)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.up_proj = Linear(hidden_size, intermediate_size)
-        self.down_proj = Linear(intermediate_size, hidden_size)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(hidden)).square())

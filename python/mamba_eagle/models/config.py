@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
+BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 BLOCK_OF_NAME = {
     "mamba": "mamba",
     "linear_attention": "mamba",
     "attention": "attention",
     "full_attention": "attention",
     "mlp": "mlp",
+    "moe": "moe",
 }
 ACTIVATIONS = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2"}  # another loads all the same
 
@@ -32,6 +33,10 @@ class Mamba2Config:
     conv_bias: bool
     time_step_limit: tuple[float, float]
     chunk_size: int
+    in_bias: bool = False
+    out_bias: bool = False
+    norm: str = "gate_first"  # or norm_first, or gate_only: y * silu(gate), no weight
+    norm_groups: int = 0  # of the gated norm; 0: num_groups
 
     @property
     def inner_size(self) -> int:
@@ -45,15 +50,46 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position encoding of the first ``dim`` channels of a head."""
+
+    dim: int
+    theta: float
+    kind: str = "default"  # default, linear or llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # the rest: llama3 only
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    bias: bool = False
+    scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
+    rope: RopeConfig | None = None  # None: no position encoding
+    head_norm: bool = False  # RMS norms of each head's query and key (Qwen3)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0  # of the expert all tokens go through; 0: none
+    latent_size: int = 0  # width the routed experts work in; 0: hidden_size
+    num_groups: int = 1  # experts stand in groups, of which only the best top_groups are looked at
+    top_groups: int = 1
+    normalize: bool = True  # chosen scores sum to 1
+    scaling: float = 1.0  # of the routed experts' sum
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder model. ``blocks`` names the mixer of each layer: mamba, attention or mlp."""
+    """One decoder model. ``blocks`` names the mixer of each layer: mamba, attention, mlp or moe;
+    hybrid is a layer with both attention and Mamba2. What only one family has stays in ``raw``."""
 
     architecture: str
     model_type: str
@@ -67,15 +103,18 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: str = "float32"
+    tie_word_embeddings: bool = False
+    mlp_bias: bool = False
+    moe: MoEConfig | None = None
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_mamba_layers(self) -> int:
-        return self.blocks.count("mamba")
+        return self.blocks.count("mamba") + self.blocks.count("hybrid")
 
     @property
     def num_attention_layers(self) -> int:
-        return self.blocks.count("attention")
+        return self.blocks.count("attention") + self.blocks.count("hybrid")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
@@ -95,6 +134,13 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """``values`` is config.json of a checkpoint of any family of models/registry.py."""
+        from mamba_eagle.models.registry import parse_config  # families import this module
+
+        return parse_config(values)
+
+    @classmethod
+    def from_nemotron_h(cls, values: dict[str, Any]) -> ModelConfig:
         """``values`` is config.json of a ``nemotron_h`` checkpoint, pattern string or list form."""
         blocks = _blocks(values)
         for name, known in ACTIVATIONS.items():
@@ -111,8 +157,10 @@ class ModelConfig:
                 num_groups=values["n_groups"],
                 conv_kernel=values.get("conv_kernel", 4),
                 conv_bias=values.get("use_conv_bias", True),
-                time_step_limit=(_number(limit[0]), _number(limit[1])),
+                time_step_limit=(number(limit[0]), number(limit[1])),
                 chunk_size=values.get("chunk_size", 128),
+                in_bias=bool(values.get("use_bias", False)),
+                out_bias=bool(values.get("use_bias", False)),
             )
         attention = None
         if "attention" in blocks:
@@ -120,10 +168,23 @@ class ModelConfig:
             attention = AttentionConfig(
                 num_heads=heads,
                 num_kv_heads=values.get("num_key_value_heads") or heads,
-                head_dim=values.get("head_dim") or hidden // heads,
+                head_dim=values.get("head_dim")
+                or values.get("attention_head_dim")
+                or hidden // heads,
             )
-        eos = values.get("eos_token_id")
-        eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        moe = None
+        if "moe" in blocks:
+            moe = MoEConfig(
+                num_experts=values["n_routed_experts"],
+                top_k=values["num_experts_per_tok"],
+                intermediate_size=values["moe_intermediate_size"],
+                shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
+                latent_size=values.get("moe_latent_size") or 0,
+                num_groups=values.get("n_group") or 1,
+                top_groups=values.get("topk_group") or 1,
+                normalize=values.get("norm_topk_prob", True),
+                scaling=float(values.get("routed_scaling_factor", 1.0)),
+            )
         return cls(
             architecture=(values.get("architectures") or ["?"])[0],
             model_type=values.get("model_type", "?"),
@@ -135,13 +196,27 @@ class ModelConfig:
             attention=attention,
             intermediate_size=int(values.get("intermediate_size", 0)),
             max_position_embeddings=int(values.get("max_position_embeddings", 4096)),
-            eos_token_ids=eos_ids,
-            dtype=str(values.get("torch_dtype") or values.get("dtype") or "float32"),
+            eos_token_ids=eos_tokens(values),
+            dtype=dtype_name(values),
+            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            mlp_bias=bool(values.get("mlp_bias", False)),
+            moe=moe,
             raw=values,
         )
 
 
-def _number(value: Any) -> float:
+def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
+    """The model's stop tokens: config.json has one, a list, or none."""
+    eos = values.get("eos_token_id")
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def dtype_name(values: dict[str, Any]) -> str:
+    name = str(values.get("torch_dtype") or values.get("dtype") or "float32")
+    return name.removeprefix("torch.")
+
+
+def number(value: Any) -> float:
     """JSON has no infinity; transformers writes ``{"__float__": "Infinity"}``."""
     return float(value["__float__"] if isinstance(value, dict) else value)
 

@@ -1,46 +1,36 @@
-"""Nemotron-H: Mamba2, attention without position encoding, and relu² MLP layers, mixed."""
+"""Nemotron-H: Mamba2, attention without position encoding, relu² MLP and expert layers, mixed.
+
+Serves Nemotron-H, Nemotron Nano v2, and Nemotron 3 (Nano and Super, whose experts work in a latent
+width). The multi-token-prediction layers that Super publishes beside the model are left out.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
+import re
 
 from mamba_eagle.layers.block import make_blocks
-from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.embedding import Embedding
-from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.linear import Linear
-from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.config import ModelConfig
 
-
-class NemotronHBackbone(Layer):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.embeddings = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = make_blocks(config)
-        self.norm_f = RMSNorm(config.hidden_size, config.norm_eps)
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 
 
-class NemotronHForCausalLM(Layer):
+class NemotronHForCausalLM(CausalLM):
     """Parameter names are those of the published checkpoints (``backbone.layers.N.mixer…``)."""
 
+    backbone_name = "backbone"
+    embedding_name = "embeddings"
+    norm_name = "norm_f"
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.backbone = NemotronHBackbone(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        super().__init__(config, list(make_blocks(config)))
 
-    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """input_ids [n] int64 -> hidden states after the final norm, [n, hidden_size]."""
-        hidden = self.embed(input_ids)
-        for layer in self.backbone.layers:
-            hidden = layer(hidden, ctx)
-        return self.backbone.norm_f(hidden)
+    def target(self, name: str) -> Target | None:
+        if name.startswith("mtp."):
+            return None
+        if found := EXPERT.fullmatch(name):
+            return Target(f"{found[1]}.{found[3]}", int(found[2]))
+        return super().target(name)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """[n] int64 -> [n, hidden_size]."""
-        return self.backbone.embeddings(input_ids)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size], float32."""
-        return self.lm_head(hidden).float()
+parse_config = ModelConfig.from_nemotron_h

@@ -14,6 +14,7 @@ from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.pools import CheckpointPool, KVPool
 from mamba_eagle.runner.verify import VerifyScheme
@@ -61,7 +62,7 @@ class PrefillPart:
     item: PrefillItem
     first: int
     length: int
-    attention: PagedAttention
+    attention: PagedAttention | None  # None: the model has no attention layer
 
 
 class PrefillContext:
@@ -71,13 +72,21 @@ class PrefillContext:
     the plan wants at positions in between.
     """
 
+    rotation: Rotation | None = None
+
     def __init__(self, parts: list[PrefillPart], pool: CheckpointPool) -> None:
         self.parts, self.pool = parts, pool
+
+    @property
+    def positions(self) -> Tensor:
+        starts = [(part.item.start, part.item.start + part.length) for part in self.parts]
+        return torch.cat([torch.arange(first, end) for first, end in starts])
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []
         for part in self.parts:
             span = slice(part.first, part.first + part.length)
+            assert part.attention is not None
             outputs.append(part.attention.attend(layer, q[span], k[span], v[span]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -153,10 +162,16 @@ def segments(
 class VerifyContext:
     """The nodes of b trees: attention under the tree mask, recurrence by the verify scheme."""
 
+    rotation: Rotation | None = None
+
     def __init__(
-        self, scheme: VerifyScheme, attention: PagedAttention | FusedTreeAttention | None
+        self,
+        scheme: VerifyScheme,
+        attention: PagedAttention | FusedTreeAttention | None,
+        positions: Tensor,
     ) -> None:
-        self.scheme, self.paged = scheme, attention
+        """positions [b*T]: of the nodes, that is, tokens run before the tree + depth."""
+        self.scheme, self.paged, self.positions = scheme, attention, positions
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.config import Mamba2Config, ModelConfig
 
 CPU_KV_SLOTS = 65536
 CPU_CACHED_CHECKPOINTS = 192
+GPU_KV_SLOTS = 2_000_000
 
 
 class MemoryPlan(NamedTuple):
@@ -19,6 +20,14 @@ class MemoryPlan(NamedTuple):
     rows: int  # rows of a request's buffer
     kv_slot_bytes: int
     checkpoint_bytes: int
+    request_bytes: int = 0  # rows, or a state a node, of a running request
+
+
+class Available(NamedTuple):
+    """Memory for pools, the weights being there already. Bytes."""
+
+    budget: int
+    text: str  # where that number comes from
 
 
 def plan_memory(
@@ -45,36 +54,111 @@ def plan_memory(
         for part in (model, draft)
         if part is not None and (a := part.attention) is not None
     )
-    m = model.mamba
-    assert m is not None
-    ssm_bytes = getattr(torch, config.mamba_ssm_dtype).itemsize
-    checkpoint_bytes = model.num_mamba_layers * (
-        m.num_heads * m.head_dim * m.state_size * ssm_bytes
-        + (m.conv_kernel - 1) * m.conv_dim * dtype.itemsize
-    )
+    checkpoint_bytes = model.hidden_size * dtype.itemsize  # the feature
+    request_bytes = 0
+    if (m := model.mamba) is not None:
+        ssm_bytes = getattr(torch, config.mamba_ssm_dtype).itemsize
+        history = (m.conv_kernel - 1) * m.conv_dim * dtype.itemsize
+        state = m.num_heads * m.head_dim * m.state_size
+        checkpoint_bytes += model.num_mamba_layers * (state * ssm_bytes + history)
+        place = node_bytes(m, config.mamba_verify_mode, dtype.itemsize)
+        request_bytes = model.num_mamba_layers * (history + rows * place)
+        request_bytes += rows * model.hidden_size * dtype.itemsize
+    available = available_memory(config, device)
     running = config.max_running_requests
-    kv_slots, checkpoints = config.max_total_tokens, config.max_mamba_cache_size
+    cached, most_slots = CPU_CACHED_CHECKPOINTS, CPU_KV_SLOTS
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - config.mem_fraction_static) * total)
-        row_bytes = checkpoint_bytes  # row buffers of a request are at most about one state
-        budget -= running * row_bytes * (rows if config.mamba_verify_mode == "snapshot" else 1)
-        checkpoints = checkpoints or max(running, int(budget * 0.5) // checkpoint_bytes)
-        left = budget - checkpoints * checkpoint_bytes
-        kv_slots = kv_slots or max(0, min(2_000_000, left // max(kv_bytes, 64)))
-    kv_slots = kv_slots or CPU_KV_SLOTS
-    checkpoints = checkpoints or running + CPU_CACHED_CHECKPOINTS
+        cached, most_slots = available.budget // checkpoint_bytes, GPU_KV_SLOTS
+    left = available.budget - running * request_bytes
+    checkpoints = config.max_mamba_cache_size
+    if not checkpoints:
+        checkpoints = max(running, min(running + cached, left // 2 // checkpoint_bytes))
+    left -= checkpoints * checkpoint_bytes
+    kv_slots = config.max_total_tokens
+    if not kv_slots:
+        kv_slots = max(0, min(most_slots, left // max(kv_bytes, 64)))
     least = 2 * config.tree_shape.nodes + 2
-    if kv_slots < least:
+    plan = MemoryPlan(kv_slots, checkpoints, rows, kv_bytes, checkpoint_bytes, request_bytes)
+    needed = left - max(kv_slots, least) * kv_bytes
+    if needed < 0:
+        problems.append(
+            f"{memory_table(plan, config, available.text)}\n"
+            f"that is {gigabytes(-needed)} too much: lower --max-running-requests, "
+            "--max-mamba-cache-size or --max-total-tokens, or use --mamba-ssm-dtype bfloat16"
+        )
+    elif kv_slots < least:
         problems.append(
             f"--max-total-tokens {kv_slots}: one request needs {least} slots for two trees of "
             f"{config.tree_shape.nodes} nodes; raise it or lower --speculative-num-draft-tokens"
         )
     if problems:
         raise ConfigError(problems)
-    return MemoryPlan(kv_slots, checkpoints, rows, kv_bytes, checkpoint_bytes)
+    return plan
 
 
 def default_rows(config: EngineConfig) -> int:
     """Room for the tree and some accepted tokens: longer chains cost a step more, folds less."""
     return config.tree_shape.nodes + 20
+
+
+def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
+    """What one row, or one tree node's snapshot, takes in a layer."""
+    inputs = mamba.conv_dim * itemsize
+    if verify_mode == "snapshot":
+        return inputs + mamba.num_heads * mamba.head_dim * mamba.state_size * 4
+    xB = (mamba.inner_size + mamba.num_groups * mamba.state_size) * itemsize
+    return inputs + xB + 2 * mamba.num_heads * 4  # and dt and its sum
+
+
+def available_memory(config: EngineConfig, device: torch.device) -> Available:
+    """What is free now, less what --mem-fraction-static leaves to others."""
+    share = config.mem_fraction_static
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - (1 - share) * total)
+        return Available(
+            budget,
+            f"of {gigabytes(total)} GPU memory {gigabytes(free)} are free beside the weights; "
+            f"--mem-fraction-static {share} leaves {gigabytes(budget)}",
+        )
+    free = free_main_memory()
+    budget = int(share * free)
+    text = f"{gigabytes(free)} memory are free beside the weights; "
+    return Available(budget, text + f"--mem-fraction-static {share} leaves {gigabytes(budget)}")
+
+
+def free_main_memory() -> int:
+    """What programs can still have; where the system does not say, no limit."""
+    try:
+        with open("/proc/meminfo") as file:
+            sizes = dict(line.split(":", 1) for line in file)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 1 << 62
+
+
+def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
+    """What the pools take, one line each, below a line that says what else there is."""
+    running = config.max_running_requests
+    what = "rows" if config.mamba_verify_mode == "deferred" else "node states"
+    lines = [
+        ("KV", plan.kv_slots, "tokens", plan.kv_slot_bytes),
+        ("checkpoints", plan.checkpoints, "states", plan.checkpoint_bytes),
+        (what, running, "requests", plan.request_bytes),
+    ]
+    table = [
+        f"{name:<12}{count:>10} {unit:<9} x {size_text(size):>9} = {size_text(count * size):>9}"
+        for name, count, unit, size in lines
+    ]
+    return "\n".join([head, *table] if head else table)
+
+
+def size_text(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
@@ -24,7 +27,12 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.models.loader import CheckpointError, load_weights, random_weights
+from mamba_eagle.models.loader import (
+    CheckpointError,
+    created_as,
+    load_weights,
+    random_weights,
+)
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.contexts import (
@@ -34,13 +42,20 @@ from mamba_eagle.runner.contexts import (
     causal_attention,
     tree_attention,
 )
-from mamba_eagle.runner.memory import plan_memory
+from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
 from mamba_eagle.runner.sampler import SamplingState, sample, token_logprobs
-from mamba_eagle.runner.verify import VERIFY_SCHEMES
+from mamba_eagle.runner.stateless_verify import StatelessVerify
+from mamba_eagle.runner.verify import VERIFY_SCHEMES, VerifyScheme
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, NoDrafter
 from mamba_eagle.spec.drafters.eagle import EagleDrafter
+
+log = logging.getLogger("mamba_eagle.runner")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+UNLIMITED_CONTEXT = 32768  # of a model whose config.json names no limit, unless a flag says more
 
 
 class ModelRunner:
@@ -56,16 +71,16 @@ class ModelRunner:
         self.device = resolve_device(config.device)
         self.model_config = ModelConfig.from_pretrained(config.model_path)
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
-        if self.model_config.mamba is None:
-            raise UnsupportedModel(f"{config.model_path} has no Mamba2 layer")
         self.context_length = self._context_length()
         self.shape = config.tree_shape
         self.max_depth = self.shape.steps + 1
 
-        self.model = model_class(self.model_config)(self.model_config)
-        self._load(self.model, config.model_path)
+        make_model = model_class(self.model_config)
+        self.model = self._load(lambda: make_model(self.model_config), config.model_path)
         head, draft_config = self._load_head()
         self.memory = plan_memory(config, self.model_config, draft_config, self.dtype, self.device)
+        weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
+        log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
         self.drafter: Drafter = NoDrafter(self.table.last_token)
         if head is not None:
@@ -114,13 +129,15 @@ class ModelRunner:
             length = len(item.token_ids)
             # copied: the pass below overwrites the checkpoint's feature
             befores.append(self.pool.feature[item.checkpoint].clone())
-            attention = causal_attention(
-                self.kv,
-                self.table.kv_slots[item.slot],
-                item.start,
-                length,
-                self.table.kv_slots[item.slot, item.start : item.start + length],
-            )
+            attention = None
+            if self.kv.k.shape[0]:
+                attention = causal_attention(
+                    self.kv,
+                    self.table.kv_slots[item.slot],
+                    item.start,
+                    length,
+                    self.table.kv_slots[item.slot, item.start : item.start + length],
+                )
             parts.append(PrefillPart(item, first, length, attention))
             first += length
         tokens = torch.tensor([t for item in items for t in item.token_ids], device=self.device)
@@ -216,10 +233,11 @@ class ModelRunner:
                 self.kv, table.kv_slots, slots, run, kv_slots, tree.parents, tree.ancestors
             )
         self.scheme.begin(slots, tree)
-        hidden = self.model(tree.tokens.reshape(-1), VerifyContext(self.scheme, attention))
+        positions = run[:, None] + tree.depths
+        context = VerifyContext(self.scheme, attention, positions.reshape(-1))
+        hidden = self.model(tree.tokens.reshape(-1), context)
         logits = self.model.compute_logits(hidden).unflatten(0, tree.tokens.shape)
-        positions = run[:, None] + tree.depths + 1
-        target = sample(self.sampling, batch.slots, logits, positions, tree)
+        target = sample(self.sampling, batch.slots, logits, positions + 1, tree)
 
         accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
         self._commit(slots, kv_slots, accepted, hidden.unflatten(0, tree.tokens.shape))
@@ -284,19 +302,22 @@ class ModelRunner:
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings
         wanted = self.config.context_length
-        if wanted > limit:
+        if limit and wanted > limit:
             raise ConfigError(
                 [f"--context-length {wanted}: the model was made for {limit} tokens at most"]
             )
-        return wanted or limit
+        return wanted or limit or UNLIMITED_CONTEXT
 
-    def _load(self, model: torch.nn.Module, path: str) -> None:
+    def _load(self, make: Callable[[], Model], path: str) -> Model:
+        with created_as(self.dtype, self.device):
+            model = make()
         if self.config.load_format == "dummy":
             random_weights(model, self.config.random_seed)
         else:
             load_weights(model, path)
-        model.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
         prepare_for_inference(model)
+        return model
 
     def _load_head(self) -> tuple[EagleHead | None, ModelConfig | None]:
         if self.config.speculative_algorithm == "NONE":
@@ -318,13 +339,10 @@ class ModelRunner:
             )
         if wrong:
             raise ConfigError(wrong)
-        head = EagleHead(config, self.model_config)
-        self._load(head, path)
-        return head, config
+        return self._load(lambda: EagleHead(config, self.model_config), path), config
 
     def _make_pools(self) -> None:
         config, model, memory = self.config, self.model_config, self.memory
-        assert model.mamba is not None
         running = config.max_running_requests
         self.table = RequestTable(running, self.context_length, self.device)
         self.budget_end = [0] * running
@@ -340,7 +358,8 @@ class ModelRunner:
             self.dtype,
             self.device,
         )
-        self.scheme = VERIFY_SCHEMES[config.mamba_verify_mode](
+        scheme = VERIFY_SCHEMES[config.mamba_verify_mode] if model.mamba else StatelessVerify
+        self.scheme: VerifyScheme = scheme(
             model.mamba,
             model.num_mamba_layers,
             model.hidden_size,

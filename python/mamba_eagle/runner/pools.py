@@ -28,7 +28,7 @@ class KVPool:
         num_spare: int = 1,
     ) -> None:
         self.bin_slot = num_slots
-        shape = (0, 0, 1, 1)
+        shape = (0, num_slots + num_spare, 1, 1)
         if config is not None and num_layers:
             shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
@@ -58,32 +58,26 @@ class CheckpointPool:
 
     ssm [layers, slots, H, P, N]; conv [layers, slots, K-1, conv_dim], the raw convolution inputs
     of the last K-1 tokens, oldest first; feature [slots, hidden], the target's hidden state of
-    the last token, which a draft head needs to continue from here.
+    the last token, which a draft head needs to continue from here. Without Mamba2 layers (config
+    None) only the feature is kept.
     """
 
     def __init__(
         self,
         num_layers: int,
         num_slots: int,
-        config: Mamba2Config,
+        config: Mamba2Config | None,
         hidden_size: int,
         ssm_dtype: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        c = config
-        self.ssm = torch.zeros(
-            num_layers,
-            num_slots,
-            c.num_heads,
-            c.head_dim,
-            c.state_size,
-            dtype=ssm_dtype,
-            device=device,
-        )
-        self.conv = torch.zeros(
-            num_layers, num_slots, c.conv_kernel - 1, c.conv_dim, dtype=dtype, device=device
-        )
+        state, history = (0, 0, 0), (0, 0)
+        if config is not None:
+            state = (config.num_heads, config.head_dim, config.state_size)
+            history = (config.conv_kernel - 1, config.conv_dim)
+        self.ssm = torch.zeros(num_layers, num_slots, *state, dtype=ssm_dtype, device=device)
+        self.conv = torch.zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
         self.feature = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
 
     def copy(self, source: int, target: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -40,6 +41,10 @@ def run(config: EngineConfig, socket_dir: str) -> None:
 
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
 
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="[%(asctime)s runner] %(levelname)s: %(message)s",
+    )
     torch.set_num_threads(config.cpu_threads or default_threads())
     context = zmq.Context()
     plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner")

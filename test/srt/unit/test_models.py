@@ -179,10 +179,10 @@ def config_with(**changes: object) -> ModelConfig:
 
 
 def test_unknown_layer_kinds_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match=r"\['E'\].*known"):
-        config_with(hybrid_override_pattern="M*EM-")
-    with pytest.raises(UnsupportedModel, match=r"\['moe', 'mtp'\].*known"):
-        config_with(layers_block_type=["mamba", "moe", "mlp", "mtp", "moe"])
+    with pytest.raises(UnsupportedModel, match=r"\['X'\].*known"):
+        config_with(hybrid_override_pattern="M*XM-")
+    with pytest.raises(UnsupportedModel, match=r"\['mtp', 'swa'\].*known"):
+        config_with(layers_block_type=["mamba", "swa", "mlp", "mtp", "swa"])
     with pytest.raises(UnsupportedModel, match="neither layers_block_type nor hybrid_override"):
         config_with(hybrid_override_pattern=None)
 
@@ -197,8 +197,8 @@ def test_other_activations_are_refused_by_name() -> None:
 
 
 def test_unknown_architectures_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="'LlamaForCausalLM'.*NemotronHForCausalLM"):
-        model_class(config_with(architectures=["LlamaForCausalLM"]))
+    with pytest.raises(UnsupportedModel, match="'GPT2LMHeadModel'.*NemotronHForCausalLM"):
+        config_with(architectures=["GPT2LMHeadModel"])
     assert model_class(config_with()) is NemotronHForCausalLM
 
 

@@ -11,7 +11,6 @@ from runner_harness import TREE, Settings, Tiny, greedy, random_prompt, write_ti
 from tiny_model import EOS, VOCAB, write_head, write_model
 
 from mamba_eagle.config import ConfigError
-from mamba_eagle.models.config import UnsupportedModel
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -53,10 +52,25 @@ def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
         ModelRunner(config)
 
 
-def test_a_model_without_recurrence_is_refused(tmp_path: Path) -> None:
-    model = write_model(tmp_path, hybrid_override_pattern="*-")
-    with pytest.raises(UnsupportedModel, match="no Mamba2 layer"):
-        ModelRunner(Settings("NONE").config(model, None))
+def test_what_does_not_fit_the_memory_is_refused_with_the_numbers(tiny: Tiny) -> None:
+    config = TREE.config(tiny.model, tiny.head, max_mamba_cache_size=10**9)
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner(config)
+    for part in ("1000000000 states", "900 tokens", "5 requests", "GB too much: lower --max-runn"):
+        assert part in str(refused.value)
+
+
+def test_a_model_without_recurrence_is_served(tmp_path: Path) -> None:
+    """Attention alone: a checkpoint is the last token's feature and nothing else."""
+    from runner_harness import Engine, PlainModel
+
+    model = write_model(tmp_path / "model", hybrid_override_pattern="*-*-")
+    head = write_head(tmp_path / "head", model)
+    plain = PlainModel(model)
+    for settings in (TREE, Settings("NONE"), Settings(scheme="snapshot")):
+        engine = Engine(model, head, settings)
+        live = engine.generate(random_prompt(20, 0), greedy(15), cuts=(7,))
+        assert live.output == plain.choices(live)
 
 
 def test_a_model_without_attention_is_served(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.runner.contexts import (
     FusedTreeAttention,
     PagedAttention,
@@ -27,7 +28,9 @@ from mamba_eagle.spec.tree import Tree, candidates
 
 
 class AttentionOnly:
-    """The context of a head whose only sequence layers are attention."""
+    """The context of a head whose only sequence layers are attention, without RoPE."""
+
+    rotation: Rotation | None = None
 
     def __init__(self, paged: PagedAttention | FusedTreeAttention | LaneAttention) -> None:
         self.paged = paged
@@ -37,6 +40,10 @@ class AttentionOnly:
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         raise AssertionError("heads with Mamba2 layers are refused when they are loaded")
+
+    @property
+    def positions(self) -> Tensor:
+        raise AssertionError("heads have no position encoding")
 
 
 class LaneAttention:
@@ -116,7 +123,7 @@ class EagleDrafter(Drafter):
     def __init__(
         self,
         head: EagleHead,
-        target: NemotronHForCausalLM,
+        target: CausalLM,
         num_kv_slots: int,
         shape: TreeShape,
         table: RequestTable,

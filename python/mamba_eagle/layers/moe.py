@@ -1,0 +1,157 @@
+"""Mixtures of experts: routers, the experts' products, and the layers made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_mlp import activation, gated
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.models.config import MoEConfig
+
+
+class Routes(NamedTuple):
+    """Which experts each of n tokens goes to."""
+
+    experts: Tensor  # [n, k] int64
+    weights: Tensor  # [n, k] float32
+
+
+class SigmoidRouter(Layer):
+    """Scores by sigmoid; a learned bias takes part in choosing experts, not in weighing them
+    (DeepSeek-V3, arXiv 2412.19437). Only the best groups of experts are looked at, a group's score
+    being that of its two best."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.e_score_correction_bias = nn.Parameter(
+            torch.empty(config.num_experts, dtype=torch.float32)
+        )
+
+    def forward(self, hidden: Tensor) -> Routes:
+        """[n, hidden_size]"""
+        c = self.config
+        scores = F.linear(hidden.float(), self.weight.float()).sigmoid()
+        wanted = scores + self.e_score_correction_bias
+        if c.num_groups > 1:
+            groups = wanted.unflatten(-1, (c.num_groups, -1))
+            best = groups.topk(2, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
+            passed_over = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            wanted = groups.masked_fill(passed_over[..., None], float("-inf")).flatten(-2)
+        chosen = wanted.topk(c.top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if c.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routes(chosen, weights * c.scaling)
+
+
+class SoftmaxRouter(Layer):
+    """The best logits, and a softmax over those alone (Mixtral, Granite)."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+
+    def forward(self, hidden: Tensor) -> Routes:
+        """[n, hidden_size]"""
+        best, chosen = F.linear(hidden, self.weight).float().topk(self.top_k, dim=-1)
+        return Routes(chosen, best.softmax(-1))
+
+
+class Experts(Layer):
+    """All experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width].
+
+    ``inner`` is twice ``width`` where gate and up projection stand side by side.
+    """
+
+    def __init__(
+        self, count: int, size: int, width: int, inner: int, act: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.act = act
+        self.up_proj = nn.Parameter(torch.empty(count, inner, size))
+        self.down_proj = nn.Parameter(torch.empty(count, size, width))
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
+        n, k = routes.experts.shape
+        flat = routes.experts.flatten()
+        order = flat.argsort(stable=True)  # token-expert pairs, by expert
+        ends = torch.searchsorted(
+            flat[order], torch.arange(self.up_proj.shape[0], device=x.device), right=True
+        )
+        made = self.act(grouped_linear(x[order // k], self.up_proj, ends))
+        made = grouped_linear(made, self.down_proj, ends)
+        # back to the tokens' order: a sum in a fixed order, so that results do not waver
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
+        weighted = made[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
+        return weighted.sum(1).to(x.dtype)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows ``[ends[e-1], ends[e])`` of x [m, in] by expert e's weight [E, out, in] -> [m, out]."""
+    # one kernel without a round trip to the CPU, where rows begin at multiples of 16 bytes
+    aligned = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and aligned:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.int())
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            torch.mm(x[begin:end], weight[expert].t(), out=out[begin:end])
+        begin = end
+    return out
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+class LatentMoE(Layer):
+    """Nemotron 3's layer: relu² experts without gate, one expert that all tokens go through, and in
+    the larger models a projection to a smaller width around the routed ones."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, bias: bool) -> None:
+        super().__init__()
+        size = config.latent_size or hidden_size
+        inner = config.intermediate_size
+        self.gate = SigmoidRouter(config, hidden_size)
+        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared)
+        self.shared_experts = ReluSquaredMLP(hidden_size, config.shared_intermediate_size, bias)
+        self.has_latent = config.latent_size > 0
+        if self.has_latent:
+            self.fc1_latent_proj = Linear(hidden_size, size, bias)
+            self.fc2_latent_proj = Linear(size, hidden_size, bias)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        routes = self.gate(hidden)
+        if self.has_latent:
+            routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(hidden), routes))
+        else:
+            routed = self.experts(hidden, routes)
+        return routed + self.shared_experts(hidden, ctx)
+
+
+class GatedMoE(Layer):
+    """Granite's routed experts: gate and up projection in one matrix, softmax weights."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, act: str) -> None:
+        super().__init__()
+        width, chosen = config.intermediate_size, activation(act)
+        self.router = SoftmaxRouter(config, hidden_size)
+        self.experts = Experts(
+            config.num_experts, hidden_size, width, 2 * width, lambda both: gated(both, chosen)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.experts(hidden, self.router(hidden))

@@ -1,0 +1,93 @@
+"""Rotary position encoding (arXiv 2104.09864), whole or of the first channels of a head."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.models.config import AttentionConfig, RopeConfig
+
+
+class Rotation(NamedTuple):
+    """Angles of n tokens, the same in all layers and heads."""
+
+    cos: Tensor  # [n, 1, dim / 2], float32
+    sin: Tensor
+
+
+class Rotary:
+    """Positions to angles, once a forward pass: the model puts them into ``ctx.rotation``."""
+
+    def __init__(self, config: RopeConfig) -> None:
+        self.frequencies = rope_frequencies(config)  # [dim / 2]
+
+    def __call__(self, positions: Tensor, device: torch.device) -> Rotation:
+        """positions [n], on any device -> angles on ``device``."""
+        if self.frequencies.device != device:
+            self.frequencies = self.frequencies.to(device)
+        angles = positions.to(device).float()[:, None, None] * self.frequencies
+        return Rotation(angles.cos(), angles.sin())
+
+
+def rope_frequencies(config: RopeConfig) -> Tensor:
+    """Radians a position for each channel pair, [dim / 2] float32; scaled as ``kind`` says."""
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        # long waves are stretched by the factor, short ones stay, between them a ramp
+        turns = config.original_max_position * frequencies / (2 * math.pi)
+        low, high = config.low_freq_factor, config.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - keep) * frequencies / config.factor + keep * frequencies
+    return frequencies
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """x [n, heads, D]: channel i < dim/2 turns with channel i + dim/2; those from dim on stay."""
+    half = rotation.cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = first.float(), second.float()
+    turned = (
+        first * rotation.cos - second * rotation.sin,
+        second * rotation.cos + first * rotation.sin,
+    )
+    return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)
+
+
+class RotaryAttention(Attention):
+    """Attention whose queries and keys are turned by position, after a norm of each head if the
+    family has one."""
+
+    def __init__(
+        self, config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+    ) -> None:
+        super().__init__(config, hidden_size, index)
+        if config.head_norm:
+            self.q_norm = RMSNorm(config.head_dim, norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, norm_eps)
+
+    def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        if self.config.head_norm:
+            q, k = (
+                norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
+        assert ctx.rotation is not None, "the model sets it as its pass begins"
+        return rotate(q, ctx.rotation), rotate(k, ctx.rotation)
+
+
+def make_attention(
+    config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+) -> Attention:
+    """With or without position encoding, as the config says."""
+    if config.rope is None:
+        return Attention(config, hidden_size, index)
+    return RotaryAttention(config, hidden_size, index, norm_eps)

@@ -1,0 +1,107 @@
+"""Falcon-H1: attention and Mamba2 side by side in each layer, and MuP multipliers.
+
+The multipliers are constants next to a matrix, so they are multiplied into the weights when these
+are loaded, in float32 before the one rounding to the model's dtype. What is left of them at run
+time is the scale of the scores (the keys' multiplier), of the embedding and of the logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only, rope_config
+
+
+class FalconH1Layer(Layer):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        assert config.mamba is not None and config.attention is not None
+        self.input_layernorm = RMSNorm(size, eps)
+        self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
+        self.self_attn = make_attention(config.attention, size, index, eps)
+        self.pre_ff_layernorm = RMSNorm(size, eps)
+        self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.mamba(normed, ctx) + self.self_attn(normed, ctx)
+        return hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
+
+
+class FalconH1ForCausalLM(CausalLM):
+    norm_name = "final_layernorm"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, [FalconH1Layer(config, i) for i in range(len(config.blocks))])
+        self.embedding_scale = float(config.raw.get("embedding_multiplier", 1.0))
+        self.logits_scale = float(config.raw.get("lm_head_multiplier", 1.0))
+        self.multipliers = multipliers(config)
+
+    def target(self, name: str) -> Target | None:
+        place = super().target(name)
+        for suffix, scale in self.multipliers.items():
+            if place is not None and name.endswith(suffix):
+                place = Target(place.name, place.index, scale)
+        return place
+
+
+def multipliers(config: ModelConfig) -> dict[str, float | Tensor]:
+    """End of a tensor's name -> what it is multiplied with."""
+    raw, mamba = config.raw, config.mamba
+    assert mamba is not None
+    gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
+    attention_in = raw.get("attention_in_multiplier", 1.0)
+    attention_out = raw.get("attention_out_multiplier", 1.0)
+    ssm_in, ssm_out = raw.get("ssm_in_multiplier", 1.0), raw.get("ssm_out_multiplier", 1.0)
+    bc = mamba.num_groups * mamba.state_size
+    sizes = torch.tensor([mamba.inner_size, mamba.inner_size, bc, bc, mamba.num_heads])
+    parts = torch.tensor(raw.get("ssm_multipliers") or [1.0] * 5)  # of gate, x, B, C, dt
+    projected = parts.repeat_interleave(sizes)
+    return {
+        ".mamba.in_proj.weight": ssm_in * projected[:, None],
+        ".mamba.in_proj.bias": projected,
+        ".mamba.out_proj.weight": ssm_out,
+        ".mamba.out_proj.bias": ssm_out,
+        ".q_proj.weight": attention_in,
+        ".k_proj.weight": attention_in,
+        ".v_proj.weight": attention_in,
+        ".o_proj.weight": attention_out,
+        ".o_proj.bias": attention_out,
+        ".gate_proj.weight": gate,
+        ".gate_proj.bias": gate,
+        ".down_proj.weight": down,
+        ".down_proj.bias": down,
+    }
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    only(values, hidden_act="silu")
+    norm = "gate_only"
+    if values.get("mamba_rms_norm"):
+        norm = "norm_first" if values.get("mamba_norm_before_gate", True) else "gate_first"
+    attention = attention_config(values)
+    attention = attention_config(
+        values,
+        scale=attention.head_dim**-0.5 * float(values.get("key_multiplier", 1.0)),
+        rope=rope_config(values, attention.head_dim),
+    )
+    return model_config(
+        values,
+        ("hybrid",) * values["num_hidden_layers"],
+        mamba=mamba_config(
+            values, norm=norm, norm_groups=0, out_bias=bool(values.get("projectors_bias", False))
+        ),
+        attention=attention,
+    )

@@ -1,0 +1,106 @@
+"""Granite 4.0 H: Mamba2 with a few attention layers, routed and shared experts in each layer, and
+four multipliers in place of MuP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_mlp import PackedGatedMLP
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.moe import GatedMoE
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.config import ModelConfig, MoEConfig
+from mamba_eagle.models.parse import (
+    MAMBA_NAMES,
+    attention_config,
+    mamba_config,
+    model_config,
+    only,
+    rope_config,
+)
+
+# published name -> ours
+NAMES = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+}
+
+
+class GraniteLayer(Layer):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        kind = config.blocks[layer]
+        index = config.blocks[:layer].count(kind)
+        self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.shared_mlp = PackedGatedMLP(size, config.raw.get("shared_intermediate_size", 1024))
+        self.has_experts = config.moe is not None
+        if config.moe is not None:
+            self.block_sparse_moe = GatedMoE(config.moe, size, "silu")
+        self.is_mamba = kind == "mamba"
+        if self.is_mamba:
+            assert config.mamba is not None
+            self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
+        else:
+            assert config.attention is not None
+            self.self_attn = make_attention(config.attention, size, index, eps)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        mixer = self.mamba if self.is_mamba else self.self_attn
+        mixed = mixer(self.input_layernorm(hidden), ctx)
+        hidden = hidden.add(mixed, alpha=self.residual_multiplier)
+        normed = self.post_attention_layernorm(hidden)
+        made = self.shared_mlp(normed)
+        if self.has_experts:
+            made = made + self.block_sparse_moe(normed)
+        return hidden.add(made, alpha=self.residual_multiplier)
+
+
+class GraniteMoeHybridForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, [GraniteLayer(config, i) for i in range(len(config.blocks))])
+        self.embedding_scale = float(config.raw.get("embedding_multiplier", 1.0))
+        self.logits_scale = 1.0 / float(config.raw.get("logits_scaling", 1.0))
+
+    def target(self, name: str) -> Target | None:
+        for published, ours in NAMES.items():
+            name = name.replace(published, ours)
+        return super().target(name)
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    only(values, hidden_act="silu")
+    kinds = values.get("layer_types") or values.get("layers_block_type")
+    kinds = kinds or ["mamba"] * values["num_hidden_layers"]
+    blocks = tuple("mamba" if kind in MAMBA_NAMES else "attention" for kind in kinds)
+    attention = None
+    if "attention" in blocks:
+        attention = attention_config(values, scale=float(values.get("attention_multiplier", 1.0)))
+        if values.get("position_embedding_type") == "rope":
+            rope = rope_config(values, attention.head_dim)
+            attention = attention_config(values, scale=attention.scale, rope=rope)
+    moe = None
+    if values.get("num_local_experts"):
+        moe = MoEConfig(
+            num_experts=values["num_local_experts"],
+            top_k=values["num_experts_per_tok"],
+            intermediate_size=values["intermediate_size"],
+        )
+    mamba = mamba_config(values) if "mamba" in blocks else None
+    return model_config(
+        values,
+        blocks,
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        mamba=mamba,
+        attention=attention,
+        moe=moe,
+    )

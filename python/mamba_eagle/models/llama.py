@@ -1,0 +1,54 @@
+"""Llama and Qwen3: attention and a gated MLP in each layer, no recurrence.
+
+Beside the hybrids these are the plain targets to compare with, and the small draft models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.parse import attention_config, model_config, only, rope_config
+
+
+class LlamaLayer(Layer):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        assert config.attention is not None
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = make_attention(config.attention, size, index, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), ctx)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class LlamaForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, [LlamaLayer(config, i) for i in range(len(config.blocks))])
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    only(values, hidden_act="silu", use_sliding_window=False)
+    attention = attention_config(values)
+    return model_config(
+        values,
+        ("attention",) * values["num_hidden_layers"],
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        attention=attention_config(
+            values,
+            rope=rope_config(values, attention.head_dim),
+            head_norm=values.get("model_type") == "qwen3",
+        ),
+    )

@@ -1,0 +1,88 @@
+"""Mamba2 alone: state-spaces' models and Codestral-Mamba, as either side publishes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.config import Mamba2Config, ModelConfig, UnsupportedModel
+from mamba_eagle.models.parse import model_config, only, time_step_limit
+
+
+class Mamba2ForCausalLM(CausalLM):
+    """transformers writes ``backbone.embeddings``, state-spaces ``backbone.embedding``."""
+
+    backbone_name = "backbone"
+    embedding_name = "embeddings"
+    norm_name = "norm_f"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, list(make_blocks(config)))
+
+    def target(self, name: str) -> Target | None:
+        return super().target(name.replace("backbone.embedding.", "backbone.embeddings."))
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    if "ssm_cfg" in values:
+        values = from_state_spaces(values)
+    only(values, hidden_act="silu")
+    groups = values.get("n_groups", 1)
+    # mamba_ssm, with which all published models were trained, norms each group by itself.
+    # transformers 5 norms all channels at once; that is the same for one group, and what is meant
+    # where neither of mamba_ssm's own settings stands in config.json.
+    by_group = "rms_norm" in values or "norm_before_gate" in values
+    mamba = Mamba2Config(
+        num_heads=values["num_heads"],
+        head_dim=values["head_dim"],
+        state_size=values["state_size"],
+        num_groups=groups,
+        conv_kernel=values.get("conv_kernel", 4),
+        conv_bias=values.get("use_conv_bias", True),
+        time_step_limit=time_step_limit(values),
+        chunk_size=values.get("chunk_size", 256),
+        in_bias=bool(values.get("use_bias", False)),
+        out_bias=bool(values.get("use_bias", False)),
+        norm_groups=groups if by_group else 1,
+    )
+    return model_config(
+        values,
+        ("mamba",) * values["num_hidden_layers"],
+        architecture="Mamba2ForCausalLM",
+        norm_eps=float(values.get("layer_norm_epsilon", 1e-5)),
+        mamba=mamba,
+    )
+
+
+def from_state_spaces(values: dict[str, Any]) -> dict[str, Any]:
+    """mamba_ssm's config.json in transformers' words.
+
+    Raises: UnsupportedModel for Mamba1 layers, attention or MLP layers.
+    """
+    ssm = values["ssm_cfg"]
+    if ssm.get("layer") != "Mamba2":
+        raise UnsupportedModel(f"ssm_cfg.layer {ssm.get('layer')!r}: only 'Mamba2' is supported")
+    for name in ("attn_layer_idx", "d_intermediate"):
+        if values.get(name):
+            raise UnsupportedModel(f"{name} {values[name]!r}: only Mamba2 layers are supported")
+    hidden, head_dim = values["d_model"], ssm.get("headdim", 64)
+    multiple = values.get("pad_vocab_size_multiple", 8)
+    return {
+        "model_type": "mamba2",
+        "hidden_size": hidden,
+        "vocab_size": -(-values["vocab_size"] // multiple) * multiple,
+        "num_hidden_layers": values["n_layer"],
+        "num_heads": ssm.get("expand", 2) * hidden // head_dim,
+        "head_dim": head_dim,
+        "state_size": ssm.get("d_state", 128),
+        "n_groups": ssm.get("ngroups", 1),
+        "conv_kernel": ssm.get("d_conv", 4),
+        "chunk_size": ssm.get("chunk_size", 256),
+        "use_conv_bias": ssm.get("conv_bias", True),
+        "use_bias": ssm.get("bias", False),
+        "rms_norm": True,
+        "tie_word_embeddings": values.get("tie_embeddings", True),
+        "eos_token_id": values.get("eos_token_id", 0),  # of GPT-NeoX's tokenizer
+        "torch_dtype": values.get("torch_dtype", "float16"),
+    }

@@ -1,0 +1,114 @@
+"""What several families' config.json say in the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mamba_eagle.models.config import (
+    AttentionConfig,
+    Mamba2Config,
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModel,
+    dtype_name,
+    eos_tokens,
+    number,
+)
+
+ROPE_KINDS = ("default", "linear", "llama3")
+MAMBA_NAMES = ("mamba", "linear_attention", "mamba2")
+
+
+def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) -> ModelConfig:
+    """A ModelConfig of what nearly all families name alike; ``known`` overrides and adds."""
+    defaults: dict[str, Any] = {
+        "architecture": (values.get("architectures") or ["?"])[0],
+        "model_type": values.get("model_type", "?"),
+        "vocab_size": values.get("vocab_size"),
+        "hidden_size": values.get("hidden_size"),
+        "blocks": blocks,
+        "norm_eps": values.get("rms_norm_eps", 1e-5),
+        "mamba": None,
+        "attention": None,
+        "intermediate_size": values.get("intermediate_size") or 0,
+        "max_position_embeddings": values.get("max_position_embeddings") or 0,
+        "eos_token_ids": eos_tokens(values),
+        "dtype": dtype_name(values),
+        "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
+        "mlp_bias": bool(values.get("mlp_bias", False)),
+        "raw": values,
+    }
+    return ModelConfig(**{**defaults, **known})
+
+
+def mamba_config(values: dict[str, Any], **others: Any) -> Mamba2Config:
+    """Bamba's names (mamba_n_heads, …), which Granite and Falcon-H1 took over."""
+    heads = values["mamba_n_heads"]
+    head_dim = values.get("mamba_d_head", "auto")
+    if head_dim in ("auto", None):
+        inner = values.get("mamba_d_ssm") or values["mamba_expand"] * values["hidden_size"]
+        head_dim = inner // heads
+    known: dict[str, Any] = {
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "state_size": values["mamba_d_state"],
+        "num_groups": values.get("mamba_n_groups", 1),
+        "conv_kernel": values.get("mamba_d_conv", 4),
+        "conv_bias": values.get("mamba_conv_bias", True),
+        "time_step_limit": time_step_limit(values),
+        "chunk_size": values.get("mamba_chunk_size", 256),
+        "in_bias": bool(values.get("mamba_proj_bias", False)),
+        "out_bias": bool(values.get("mamba_proj_bias", False)),
+        "norm_groups": 1,
+    }
+    return Mamba2Config(**{**known, **others})
+
+
+def time_step_limit(values: dict[str, Any]) -> tuple[float, float]:
+    low, high = values.get("time_step_limit") or (0.0, float("inf"))
+    return number(low), number(high)
+
+
+def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
+    """Llama's names. ``rope`` is given by the family: not all that name a theta use it."""
+    heads = values["num_attention_heads"]
+    known: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+        "bias": bool(values.get("attention_bias", False)),
+    }
+    return AttentionConfig(**{**known, **others})
+
+
+def rope_config(values: dict[str, Any], head_dim: int, part: float = 1.0) -> RopeConfig:
+    """``rope_parameters`` as transformers 5 writes them, or ``rope_theta`` and ``rope_scaling`` as
+    they were published. ``part``: the share of a head that turns, unless the config says.
+
+    Raises: UnsupportedModel for a scaling that is not known.
+    """
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; known: {list(ROPE_KINDS)}")
+    part = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or part
+    dim = int(head_dim * part)
+    if dim % 2:
+        raise UnsupportedModel(f"RoPE of {dim} channels of a head: must be an even number")
+    return RopeConfig(
+        dim=dim,
+        theta=float(given.get("rope_theta") or values.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(given.get("factor", 1.0)),
+        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
+        original_max_position=int(given.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def only(values: dict[str, Any], **wanted: Any) -> None:
+    """Raises: UnsupportedModel where config.json asks for something else than ``wanted``."""
+    for name, known in wanted.items():
+        value = values.get(name)
+        if value is not None and value != known:
+            raise UnsupportedModel(f"{name} {value!r} is not supported; known: {known!r}")

@@ -1,0 +1,197 @@
+"""Zamba2: Mamba2 layers, some of which hear a transformer block as well. There are one or two such
+blocks, shared by all these layers; low-rank adapters tell the uses of a block apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_mlp import activation, gated
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import rotate
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
+from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config, rope_config
+
+SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
+MIXER_EPS = 1e-5  # of the Mamba2 norm, whatever config.json says
+
+
+class Place(NamedTuple):
+    """What a context reads of an attention layer: each use of a shared one has KV of its own."""
+
+    index: int
+    scale: float
+    config: AttentionConfig
+
+
+def adapters(uses: Iterable[int], size: int, rank: int, out: int) -> nn.ModuleDict:
+    """A low-rank product for each use, by its number among all hybrid layers."""
+    pair = {str(use): nn.Sequential(Linear(size, rank), Linear(rank, out)) for use in uses}
+    return nn.ModuleDict(pair)
+
+
+class SharedAttention(Layer):
+    def __init__(self, config: ModelConfig, uses: list[int]) -> None:
+        super().__init__()
+        assert config.attention is not None
+        self.config, size = config.attention, 2 * config.hidden_size
+        widths = {"q": config.attention.num_heads, "k": config.attention.num_kv_heads}
+        widths["v"] = widths["k"]
+        for name, heads in widths.items():
+            width = heads * config.attention.head_dim
+            self.add_module(f"{name}_proj", Linear(size, width))
+            if config.raw.get("use_shared_attention_adapter"):
+                added = adapters(uses, size, config.raw.get("adapter_rank", 128), width)
+                self.add_module(f"linear_{name}_adapter_list", added)
+        self.adapted = bool(config.raw.get("use_shared_attention_adapter"))
+        self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext, use: int) -> Tensor:
+        made = []
+        for name in "qkv":
+            projected = getattr(self, f"{name}_proj")(hidden)
+            if self.adapted:
+                own = getattr(self, f"linear_{name}_adapter_list")[str(use)]
+                projected = projected + own(hidden)
+            made.append(projected.unflatten(-1, (-1, self.config.head_dim)))
+        q, k, v = made
+        if ctx.rotation is not None:
+            q, k = rotate(q, ctx.rotation), rotate(k, ctx.rotation)
+        place: Any = Place(use, self.config.scale, self.config)
+        return self.o_proj(ctx.attention(place, q, k, v).flatten(1))
+
+
+class SharedMLP(Layer):
+    def __init__(self, config: ModelConfig, uses: list[int]) -> None:
+        super().__init__()
+        size, width = config.hidden_size, config.intermediate_size
+        bias = bool(config.raw.get("add_bias_linear", False))
+        self.act = activation(config.raw.get("hidden_act", "gelu"))
+        self.gate_up_proj = Linear(size, 2 * width, bias)
+        self.down_proj = Linear(width, size, bias)
+        rank = config.raw.get("adapter_rank", 128)
+        self.gate_up_proj_adapter_list = adapters(uses, size, rank, 2 * width)
+
+    def forward(self, hidden: Tensor, use: int) -> Tensor:
+        both = self.gate_up_proj(hidden) + self.gate_up_proj_adapter_list[str(use)](hidden)
+        return self.down_proj(gated(both, self.act))
+
+
+class SharedTransformer(Layer):
+    """Reads the hidden states beside the word embeddings; its result is not a residual."""
+
+    def __init__(self, config: ModelConfig, uses: list[int]) -> None:
+        super().__init__()
+        self.self_attn = SharedAttention(config, uses)
+        self.feed_forward = SharedMLP(config, uses)
+        self.input_layernorm = RMSNorm(2 * config.hidden_size, config.norm_eps)
+        self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, hidden: Tensor, words: Tensor, ctx: ForwardContext, use: int) -> Tensor:
+        both = self.input_layernorm(torch.cat([hidden, words], dim=-1))
+        return self.feed_forward(self.pre_ff_layernorm(self.self_attn(both, ctx, use)), use)
+
+
+class MambaLayer(Layer):
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        assert config.mamba is not None
+        self.mamba = Mamba2Mixer(config.mamba, config.hidden_size, MIXER_EPS, index)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, hidden: Tensor, words: Tensor, ctx: ForwardContext, heard: Tensor | None = None
+    ) -> Tensor:
+        given = hidden if heard is None else hidden + heard
+        return hidden + self.mamba(self.input_layernorm(given), ctx)
+
+
+class HybridLayer(Layer):
+    """``use`` numbers the hybrid layers; the shared block is the same module in several."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, use: int, shared: SharedTransformer
+    ) -> None:
+        super().__init__()
+        self.use = use
+        self.shared_transformer = shared
+        self.linear = Linear(config.hidden_size, config.hidden_size)
+        self.mamba_decoder = MambaLayer(config, index)
+
+    def forward(self, hidden: Tensor, words: Tensor, ctx: ForwardContext) -> Tensor:
+        heard = self.linear(self.shared_transformer(hidden, words, ctx, self.use))
+        return self.mamba_decoder(hidden, words, ctx, heard)
+
+
+class Zamba2ForCausalLM(CausalLM):
+    norm_name = "final_layernorm"
+
+    def __init__(self, config: ModelConfig) -> None:
+        hybrids = [i for i, kind in enumerate(config.blocks) if kind == "hybrid"]
+        count = min(config.raw.get("num_mem_blocks", 1), len(hybrids))
+        shared = [
+            SharedTransformer(config, list(range(block, len(hybrids), count)))
+            for block in range(count)
+        ]
+        layers: list[nn.Module] = []
+        for i, kind in enumerate(config.blocks):
+            if kind == "hybrid":
+                use = hybrids.index(i)
+                layers.append(HybridLayer(config, i, use, shared[use % count]))
+            else:
+                layers.append(MambaLayer(config, i))
+        super().__init__(config, layers)
+        # a shared block bears the name of the first layer that uses it
+        self.first_user = {layer: hybrids[use % count] for use, layer in enumerate(hybrids)}
+
+    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        words = hidden
+        for layer in self.parts.layers:
+            hidden = layer(hidden, words, ctx)
+        return hidden
+
+    def target(self, name: str) -> Target | None:
+        if found := SHARED.fullmatch(name):
+            owner = self.first_user.get(int(found[1]), int(found[1]))
+            name = f"model.layers.{owner}.{found[2]}"
+        return super().target(name)
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    kinds = values["layers_block_type"]
+    head_dim = 2 * hidden // heads
+    mamba = Mamba2Config(
+        num_heads=values["n_mamba_heads"],
+        head_dim=values.get("mamba_expand", 2) * hidden // values["n_mamba_heads"],
+        state_size=values["mamba_d_state"],
+        num_groups=values.get("mamba_ngroups", 1),
+        conv_kernel=values.get("mamba_d_conv", 4),
+        conv_bias=True,
+        time_step_limit=(0.0, float("inf")),
+        chunk_size=values.get("chunk_size", 256),
+        in_bias=bool(values.get("add_bias_linear", False)),
+        out_bias=bool(values.get("add_bias_linear", False)),
+    )
+    longest = 16384 if values.get("use_long_context") else values.get("max_position_embeddings")
+    rope = rope_config(values, head_dim) if values.get("use_mem_rope") else None
+    return model_config(
+        values,
+        tuple("mamba" if kind in MAMBA_NAMES else "hybrid" for kind in kinds),
+        mamba=mamba,
+        attention=attention_config(
+            values, head_dim=head_dim, scale=(head_dim / 2) ** -0.5, rope=rope, bias=False
+        ),
+        intermediate_size=values.get("intermediate_size") or 4 * hidden,
+        max_position_embeddings=longest or 4096,
+        tie_word_embeddings=values.get("tie_word_embeddings", True),
+    )

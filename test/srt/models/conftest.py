@@ -1,0 +1,8 @@
+"""The runner harness of the unit tests serves here too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))

@@ -1,0 +1,265 @@
+"""Checkpoints as they are published: names, shards, hub names, quantized weights, memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peer_models import CHUNK, VOCAB, make_peer, peer_logits
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.hub import NotFound, checkpoint_folder
+from mamba_eagle.models.loader import CheckpointError, created_as, load_weights, random_weights
+from mamba_eagle.models.registry import model_class
+
+TOKENS = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
+
+
+def load(folder: Path) -> CausalLM:
+    config = ModelConfig.from_pretrained(folder)
+    model = model_class(config)(config)
+    load_weights(model, folder)
+    return model.requires_grad_(False)
+
+
+def logits(model: CausalLM) -> Tensor:
+    hidden = model(TOKENS.flatten(), FullSequenceContext(*TOKENS.shape))
+    return model.compute_logits(hidden).unflatten(0, TOKENS.shape)
+
+
+def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    values = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**values, **changes}))
+
+
+def saved(name: str, folder: Path) -> tuple[Any, Path]:
+    model = make_peer(name)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+# ── names ──
+
+
+def test_state_spaces_names_and_config_give_the_same_model(tmp_path: Path) -> None:
+    peer, folder = saved("mamba2", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights.pop("backbone.embeddings.weight")
+    weights["backbone.embedding.weight"] = embedding
+    weights["lm_head.weight"] = embedding.clone()  # tied, and published all the same
+    save_file(weights, folder / "model.safetensors")
+    (folder / "generation_config.json").unlink()
+    state_spaces = {
+        "d_model": 64,
+        "d_intermediate": 0,
+        "n_layer": 3,
+        "vocab_size": VOCAB - 3,
+        "ssm_cfg": {"layer": "Mamba2", "headdim": 16, "d_state": 24, "chunk_size": CHUNK},
+        "attn_layer_idx": [],
+        "pad_vocab_size_multiple": 16,
+        "tie_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(state_spaces))
+    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+
+
+def test_groups_are_normed_one_by_one_where_mamba_ssm_trained_the_model(tmp_path: Path) -> None:
+    """Codestral-Mamba: transformers norms its eight groups as one, mamba_ssm each by itself."""
+    peer, folder = saved("mamba2-groups", tmp_path)
+    for layer in peer.backbone.layers:
+        layer.mixer.norm.forward = grouped_norm(layer.mixer.norm, layer.mixer.n_groups)
+    plain = logits(load(folder))
+    edit(folder, rms_norm=True, norm_before_gate=True)
+    expected = peer_logits(peer, TOKENS)
+    assert (logits(load(folder)) - expected).abs().max() <= 2e-4
+    assert (plain - expected).abs().max() > 0.1
+
+
+def grouped_norm(norm: Any, groups: int) -> Any:
+    def forward(y: Tensor, gate: Tensor) -> Tensor:
+        gated = (y * torch.nn.functional.silu(gate)).unflatten(-1, (groups, -1))
+        scale = gated.pow(2).mean(-1, keepdim=True).add(norm.variance_epsilon).rsqrt()
+        return norm.weight * (gated * scale).flatten(-2)
+
+    return forward
+
+
+def test_mtp_layers_beside_the_model_are_left_out(tmp_path: Path) -> None:
+    _, folder = saved("nemotron-3-super", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "mtp.layers.0.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    load(folder)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    _, folder = saved("nemotron-3-nano", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["backbone.layers.1.mixer.experts.5.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"missing: .*layers\.1\.mixer\.experts\.up_proj\[5\]"
+    ):
+        load(folder)
+
+
+def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None:
+    peer, folder = saved("zamba2", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    for name in list(weights):
+        if "layers.1.shared_transformer" in name and "adapter" not in name:
+            weights[name.replace("layers.1.", "layers.4.")] = weights[name].clone()
+    save_file(weights, folder / "model.safetensors")
+    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+
+
+# ── what is refused ──
+
+
+def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin.*save_file"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization gptq"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            r"modelopt \(NVFP4\)",
+        ),
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'.*BambaForCausalLM"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_known_is_refused_by_name(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    _, folder = saved("bamba", tmp_path)
+    edit(folder, **changes)
+    with pytest.raises(UnsupportedModel, match=words):
+        ModelConfig.from_pretrained(folder)
+
+
+def test_a_config_that_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
+    _, folder = saved("bamba", tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    del values["mamba_n_heads"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModel, match="BambaForCausalLM lacks 'mamba_n_heads'"):
+        ModelConfig.from_pretrained(folder)
+
+
+# ── quantized ──
+
+
+@pytest.mark.parametrize("form", ["tensor", "channel", "block"])
+def test_float8_weights_are_read_with_their_scales(form: str, tmp_path: Path) -> None:
+    _, folder = saved("nemotron-3-nano", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    exact, stored = dict(weights), dict(weights)
+    for name, value in weights.items():
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = value.shape
+        if form == "block":
+            scale = torch.rand(-(-rows // 16), -(-columns // 32)) * 0.01 + 0.01
+            whole = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+            stored[name + "_scale_inv"] = scale
+        else:
+            whole = scale = torch.rand(rows if form == "channel" else 1, 1) * 0.01 + 0.01
+            stored[name + "_scale"] = scale if form == "channel" else scale.reshape(())
+            stored[name.replace("weight", "input_scale")] = torch.tensor(1.0)
+        stored[name] = (value / whole).to(torch.float8_e4m3fn)
+        exact[name] = stored[name].float() * whole
+    save_file(stored, folder / "model.safetensors")
+    edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 32]})
+    read = logits(load(folder))
+    save_file(exact, folder / "model.safetensors")
+    assert torch.equal(read, logits(load(folder)))
+
+
+# ── where from, into what ──
+
+
+def test_names_come_from_the_local_cache_and_are_refused_clearly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / commit
+    saved("mamba2", snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    assert checkpoint_folder("someone/tiny") == snapshot
+    assert checkpoint_folder("someone/tiny", commit) == snapshot
+    config = ServerConfig(model_path="someone/tiny", speculative_algorithm="NONE").resolved()
+    assert config.model_path == config.tokenizer_path == str(snapshot)
+    assert config.served_model_name == "someone/tiny"
+    with pytest.raises(NotFound, match="huggingface.co did not give someone/tiny, revision v2"):
+        checkpoint_folder("someone/tiny", "v2")
+    with pytest.raises(ConfigError, match="--model-path someone/else: no such folder, not in the"):
+        EngineConfig(model_path="someone/else").resolved()
+    with pytest.raises(ConfigError, match="--model-path /not/there: no such folder; give"):
+        EngineConfig(model_path="/not/there").resolved()
+
+
+def test_parameters_are_made_in_the_wanted_dtype_but_for_the_few_that_must_be_exact() -> None:
+    config = ModelConfig.from_dict(
+        {**make_peer("nemotron-3-nano").config.to_dict(), "architectures": ["NemotronHForCausalLM"]}
+    )
+    with created_as(torch.bfloat16, torch.device("cpu")):
+        model = model_class(config)(config)
+    assert torch.get_default_dtype() == torch.float32
+    random_weights(model, 0)
+    exact = {n.rsplit(".", 1)[1] for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert exact == {"A_log", "D", "dt_bias", "e_score_correction_bias"}
+
+
+MEASURE = """
+import sys, torch
+from mamba_eagle.layers.embedding import Embedding
+from mamba_eagle.models.loader import created_as, load_weights
+
+def peak():
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+class Big(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(Embedding(1 << 14, 640) for _ in range(12))
+
+with created_as(torch.bfloat16, torch.device("cpu")):
+    model = Big()
+before = peak()
+load_weights(model, sys.argv[1])
+size = sum(p.nbytes for p in model.parameters())
+print((peak() - before) / size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
+    weights = {f"parts.{i}.weight": torch.ones(1 << 14, 640).bfloat16() for i in range(12)}
+    save_file(weights, tmp_path / "model.safetensors")
+    run = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    share = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    assert 0.9 < share <= 1.2

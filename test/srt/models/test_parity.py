@@ -1,0 +1,137 @@
+"""Every family gives the logits and the text that transformers gives: in one pass, and served with
+chunked prefill, checkpoints and verified trees, in both verify modes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits, peer_text
+from runner_harness import Engine, Settings, greedy
+from safetensors.torch import save_file
+from torch import nn
+
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.loader import load_weights, random_weights
+from mamba_eagle.models.registry import model_class
+from mamba_eagle.runner.driver import InProcessDriver
+
+HEAD = {
+    "architectures": ["EagleHead"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "hybrid_override_pattern": "*-",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+}
+PROMPT_LENGTH = 3 * CHUNK + 5
+NEW_TOKENS = 32
+SERVED = {
+    "plain": Settings("NONE"),
+    "tree-deferred": Settings(topk=3, steps=3, nodes=8),
+    "tree-snapshot": Settings(scheme="snapshot", topk=3, steps=3, nodes=8),
+}
+
+
+class Peer(NamedTuple):
+    model: nn.Module
+    folder: Path
+    head: Path
+    prompt: list[int]
+    text: list[int]  # transformers' greedy continuation
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def peer(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def make(name: str) -> Peer:
+        folder = tmp_path_factory.mktemp(name)
+        model = make_peer(name)
+        model.save_pretrained(folder / "model")
+        prompt = torch.randint(
+            0, VOCAB, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(3)
+        ).tolist()
+        with torch.no_grad():
+            text = peer_text(model, prompt, NEW_TOKENS)
+        return Peer(model, folder / "model", write_head(folder / "head"), prompt, text)
+
+    return make
+
+
+def write_head(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(HEAD))
+    target = ModelConfig.from_dict(HEAD)
+    head = EagleHead(target, target)
+    random_weights(head, 1)
+    save_file({n: p.detach() for n, p in head.named_parameters()}, folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path) -> CausalLM:
+    config = ModelConfig.from_pretrained(folder)
+    model = model_class(config)(config)
+    load_weights(model, folder)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_logits_of_a_whole_prompt_equal_those_of_transformers(name: str, peer) -> None:
+    made = peer(name)
+    tokens = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = peer_logits(made.model, tokens)
+    model = load(made.folder)
+    hidden = model(tokens.flatten(), FullSequenceContext(2, 45))
+    logits = model.compute_logits(hidden).view_as(expected)
+    assert 0.5 < expected.std() < 20, "flat or wild logits would hide a difference"
+    difference = float((logits - expected).abs().max())
+    print(f"{name}: largest difference of logits {difference:.1e}")
+    assert difference <= 2e-4
+
+
+@pytest.mark.parametrize("settings", SERVED)
+@pytest.mark.parametrize("name", PEERS)
+def test_served_text_equals_that_of_transformers(name: str, settings: str, peer) -> None:
+    made = peer(name)
+    engine = Engine(made.folder, made.head, SERVED[settings], context_length=160)
+    live = engine.start(made.prompt, greedy(NEW_TOKENS), cuts=(7, 33), saves=(CHUNK * 2, 40))
+    engine.finish([live])
+    assert live.output == made.text
+    # a request that finds the prefix in the cache
+    for saved in live.saved.values():
+        again = engine.start(made.prompt, greedy(NEW_TOKENS), hit=saved)
+        engine.finish([again])
+        assert again.output == made.text
+        engine.release(again)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_driver_gives_the_same_text_for_a_batch(name: str, peer) -> None:
+    """Prompts of several lengths side by side: each token at the position of its own request."""
+    made = peer(name)
+    config = SERVED["tree-deferred"].config(
+        made.folder, made.head, chunked_prefill_size=20, context_length=160
+    )
+    engine = Engine(
+        made.folder, made.head, SERVED["tree-deferred"], chunked_prefill_size=20, context_length=160
+    )
+    prompts = [made.prompt, made.prompt[:9], made.prompt[5:30]]
+    result = InProcessDriver(engine.runner, config).generate(prompts, greedy(8))
+    assert result.tokens[0] == made.text[:8]
+    with torch.no_grad():
+        assert result.tokens[1:] == [peer_text(made.model, p, 8) for p in prompts[1:]]
