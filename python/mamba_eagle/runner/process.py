@@ -33,6 +33,8 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
     run(config, arguments.socket_dir)
+    # told to stop by a message: a signal on top of it must not interrupt the interpreter's exit
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def run(config: EngineConfig, socket_dir: str) -> None:
@@ -68,6 +70,7 @@ def default_threads() -> int:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)
 
 
