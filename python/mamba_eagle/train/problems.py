@@ -1,10 +1,10 @@
 """Grade-school word problems with worked steps, in the form of GSM8K, made by rule.
 
 A problem is ``{"question": str, "answer": str}``; the answer spells every operation with a
-calculator annotation, ``48 / 2 = <<48/2=24>>24``, and ends with ``#### 24``. There are two sources: whole problems in
-:mod:`mamba_eagle.train.scenarios`, and stories put together from parts in
-:mod:`mamba_eagle.train.stories`. This module holds what they are written with, the generator and
-the held-out set.
+calculator annotation, ``48 / 2 = <<48/2=24>>24``, and ends with ``#### 24``. Two sources make them:
+:mod:`mamba_eagle.train.scenarios`, whole problems, and :mod:`mamba_eagle.train.stories`, problems
+put together from parts. This module holds what they are written with, the generator and the
+held-out set.
 
 Every operation is binary and every number small, because the model that learns from this text has
 six million parameters: it must be able to do each line without a scratch pad.

@@ -5,6 +5,8 @@ forms of each when the module is loaded. In braces: ``a`` the amount ("5 more ap
 someone ("her brother"), ``his`` and ``him`` the actor's pronouns, ``x`` the things.
 """
 
+# ruff: noqa: E501  (long lists of words)
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -146,7 +148,17 @@ BOYS = (
     "Theo Anton Boris Chen Emil Gus Ravi Jonah Levi Eli Ron Rick Michael William Joseph"
 ).split()
 ROLES_HER = ("teacher", "baker", "librarian", "nurse", "cook", "girl", "woman", "seamstress")
-ROLES_HIS = ("farmer", "gardener", "shopkeeper", "boy", "man", "carpenter", "chef", "coach", "painter")
+ROLES_HIS = (
+    "farmer",
+    "gardener",
+    "shopkeeper",
+    "boy",
+    "man",
+    "carpenter",
+    "chef",
+    "coach",
+    "painter",
+)
 RELATIONS = (
     "brother sister friend neighbor teacher mother mom father dad cousin uncle aunt grandmother "
     "grandma grandfather grandpa classmate brother sister friend friend daughter son roommate"
@@ -347,63 +359,127 @@ HUMANS = frozenset(
     "dancer singer runner swimmer member".split()
 )
 PLACES = [
-    _place("bird, sparrow, pigeon, crow, robin", "in a tree, on a tree, on a branch, on a wire, "
-           "on a fence, on the roof, in the garden", "fly in, join them, land, come, arrive, "
-           "fly over, join the group", "fly away, fly off, leave, fly away, fly away"),
-    _place("person/people, passenger", "on a bus, on the bus, on a train, in a subway car, on the "
-           "train", "get on, board, get in, enter, hop on, get on at the next stop, get on at the "
-           "first stop", "get off, leave, get out, exit, get off at the next stop, get off at the "
-           "second stop"),
-    _place("child/children, kid, student, boy, girl", "at the playground, in the pool, at a "
-           "party, in the classroom, in the park, in the gym, on the field, in a room, at the "
-           "library, in the swimming pool", "join them, arrive, come, join in, show up, come in, "
-           "come to play", "leave, go home, go away, leave early, walk away, go inside"),
-    _place("car, truck, taxi, van, bike, motorcycle", "in a parking lot, in the parking lot, in a "
-           "garage, on the street, at the gas station", "arrive, drive in, park there, come, "
-           "enter, pull in", "leave, drive away, drive off, depart, drive out"),
-    _place("fish/fish, goldfish/goldfish, guppy, turtle", "in a tank, in an aquarium, in the fish "
-           "tank, in a pond, in the pond", "be added, be put in, be born, be bought", "be sold, "
-           "die, be given away, be taken out, be moved to another tank"),
-    _place("book, magazine, DVD, comic book", "on a shelf, on the bookshelf, in the library, in a "
-           "box", "be added, be put on it, be returned, be donated, be bought", "be borrowed, be "
-           "taken, be checked out, be removed, be lent out, be sold"),
-    _place("cookie, muffin, cupcake, brownie, candy, donut, apple, orange, banana, egg, sandwich, "
-           "strawberry", "on a plate, in a jar, on the table, in a bowl, in the kitchen, in a "
-           "basket, in the fridge, in a box, on a tray", "be added, be put in, be baked, be bought",
-           "be eaten, be taken, fall on the floor, be given away, be sold, be used, go bad"),
-    _place("balloon", "at a party, at the party, in the room, tied to a fence", "be blown up, be "
-           "added, be brought", "pop, burst, fly away, lose their air, pop"),
-    _place("flower, rose, tulip, daisy, tree, bush, plant", "in a garden, in the garden, in the "
-           "yard, in the park, in the field", "bloom, be planted, grow, be planted today", "wilt, "
-           "be picked, be cut, die, be cut down, be dug up"),
-    _place("duck, swan, goose/geese", "in a pond, on the lake, in the pond, in the water", "swim "
-           "over, come, join them, arrive, land", "swim away, leave, fly away, fly off"),
-    _place("frog, toad, turtle", "on a log, in a pond, on a rock, on lily pads", "jump on, join "
-           "them, come, hop over", "jump off, jump into the water, hop away, leave"),
-    _place("student, pupil", "in a class, in the class, in the room, on the school bus, in the "
-           "cafeteria, in the drama club", "join the class, transfer in, come in, join, arrive",
-           "leave, move away, be absent, go home, transfer to another school"),
-    _place("cow, sheep/sheep, goat, horse, pig, chicken, hen, rabbit", "in a field, on a farm, in "
-           "the barn, on the farm, in a pen", "be bought, come in, be born, be brought in",
-           "run away, be sold, escape, leave, be given away"),
-    _place("customer, guest, visitor, person/people, man/men, woman/women", "in a store, in a "
-           "cafe, in the restaurant, at a museum, at the hotel, in line, in the waiting room, in a "
-           "movie theater", "enter, come in, arrive, walk in, join the line", "leave, walk out, go "
-           "home, go out, check out"),
-    _place("player, dancer, singer, runner, swimmer, member", "on a team, in a club, in the game, "
-           "in the competition", "join, sign up, be added, enter", "quit, leave, drop out, be "
-           "eliminated"),
-    _place("boat, ship, plane, airplane, bus", "in the harbor, at the dock, at the airport, at the "
-           "station", "arrive, come in", "leave, depart, sail away"),
-    _place("monkey, squirrel, butterfly, bee, ladybug, ant, bug", "in a tree, on a bush, on a leaf, "
-           "on a picnic blanket, in the garden", "come, join them, arrive, climb up", "leave, run "
-           "away, go away, crawl away"),
-    _place("apple, pear, orange, leaf/leaves, peach, coconut", "on a tree, on the tree", "grow, "
-           "ripen", "fall, fall off, fall down, be picked, be blown off"),
-    _place("pencil, crayon, marker, marble, block, toy, ball, chair, cup, plate, coin, stamp",
-           "in a drawer, in a box, in the classroom, on the desk, on the table, in a bag",
-           "be added, be put in, be brought in, be found", "be taken, be taken out, be lost, break, "
-           "be removed, be thrown away, be given away"),
+    _place(
+        "bird, sparrow, pigeon, crow, robin",
+        "in a tree, on a tree, on a branch, on a wire, on a fence, on the roof, in the garden",
+        "fly in, join them, land, come, arrive, fly over, join the group",
+        "fly away, fly off, leave, fly away, fly away",
+    ),
+    _place(
+        "person/people, passenger",
+        "on a bus, on the bus, on a train, in a subway car, on the train",
+        "get on, board, get in, enter, hop on, get on at the next stop, get on at the first stop",
+        "get off, leave, get out, exit, get off at the next stop, get off at the second stop",
+    ),
+    _place(
+        "child/children, kid, student, boy, girl",
+        "at the playground, in the pool, at a "
+        "party, in the classroom, in the park, in the gym, on the field, in a room, at the "
+        "library, in the swimming pool",
+        "join them, arrive, come, join in, show up, come in, come to play",
+        "leave, go home, go away, leave early, walk away, go inside",
+    ),
+    _place(
+        "car, truck, taxi, van, bike, motorcycle",
+        "in a parking lot, in the parking lot, in a garage, on the street, at the gas station",
+        "arrive, drive in, park there, come, enter, pull in",
+        "leave, drive away, drive off, depart, drive out",
+    ),
+    _place(
+        "fish/fish, goldfish/goldfish, guppy, turtle",
+        "in a tank, in an aquarium, in the fish tank, in a pond, in the pond",
+        "be added, be put in, be born, be bought",
+        "be sold, die, be given away, be taken out, be moved to another tank",
+    ),
+    _place(
+        "book, magazine, DVD, comic book",
+        "on a shelf, on the bookshelf, in the library, in a box",
+        "be added, be put on it, be returned, be donated, be bought",
+        "be borrowed, be taken, be checked out, be removed, be lent out, be sold",
+    ),
+    _place(
+        "cookie, muffin, cupcake, brownie, candy, donut, apple, orange, banana, egg, sandwich, "
+        "strawberry",
+        "on a plate, in a jar, on the table, in a bowl, in the kitchen, in a "
+        "basket, in the fridge, in a box, on a tray",
+        "be added, be put in, be baked, be bought",
+        "be eaten, be taken, fall on the floor, be given away, be sold, be used, go bad",
+    ),
+    _place(
+        "balloon",
+        "at a party, at the party, in the room, tied to a fence",
+        "be blown up, be added, be brought",
+        "pop, burst, fly away, lose their air, pop",
+    ),
+    _place(
+        "flower, rose, tulip, daisy, tree, bush, plant",
+        "in a garden, in the garden, in the yard, in the park, in the field",
+        "bloom, be planted, grow, be planted today",
+        "wilt, be picked, be cut, die, be cut down, be dug up",
+    ),
+    _place(
+        "duck, swan, goose/geese",
+        "in a pond, on the lake, in the pond, in the water",
+        "swim over, come, join them, arrive, land",
+        "swim away, leave, fly away, fly off",
+    ),
+    _place(
+        "frog, toad, turtle",
+        "on a log, in a pond, on a rock, on lily pads",
+        "jump on, join them, come, hop over",
+        "jump off, jump into the water, hop away, leave",
+    ),
+    _place(
+        "student, pupil",
+        "in a class, in the class, in the room, on the school bus, in the "
+        "cafeteria, in the drama club",
+        "join the class, transfer in, come in, join, arrive",
+        "leave, move away, be absent, go home, transfer to another school",
+    ),
+    _place(
+        "cow, sheep/sheep, goat, horse, pig, chicken, hen, rabbit",
+        "in a field, on a farm, in the barn, on the farm, in a pen",
+        "be bought, come in, be born, be brought in",
+        "run away, be sold, escape, leave, be given away",
+    ),
+    _place(
+        "customer, guest, visitor, person/people, man/men, woman/women",
+        "in a store, in a "
+        "cafe, in the restaurant, at a museum, at the hotel, in line, in the waiting room, in a "
+        "movie theater",
+        "enter, come in, arrive, walk in, join the line",
+        "leave, walk out, go home, go out, check out",
+    ),
+    _place(
+        "player, dancer, singer, runner, swimmer, member",
+        "on a team, in a club, in the game, in the competition",
+        "join, sign up, be added, enter",
+        "quit, leave, drop out, be eliminated",
+    ),
+    _place(
+        "boat, ship, plane, airplane, bus",
+        "in the harbor, at the dock, at the airport, at the station",
+        "arrive, come in",
+        "leave, depart, sail away",
+    ),
+    _place(
+        "monkey, squirrel, butterfly, bee, ladybug, ant, bug",
+        "in a tree, on a bush, on a leaf, on a picnic blanket, in the garden",
+        "come, join them, arrive, climb up",
+        "leave, run away, go away, crawl away",
+    ),
+    _place(
+        "apple, pear, orange, leaf/leaves, peach, coconut",
+        "on a tree, on the tree",
+        "grow, ripen",
+        "fall, fall off, fall down, be picked, be blown off",
+    ),
+    _place(
+        "pencil, crayon, marker, marble, block, toy, ball, chair, cup, plate, coin, stamp",
+        "in a drawer, in a box, in the classroom, on the desk, on the table, in a bag",
+        "be added, be put in, be brought in, be found",
+        "be taken, be taken out, be lost, break, be removed, be thrown away, be given away",
+    ),
 ]
 
 # --- money ---------------------------------------------------------------------------------------
@@ -484,14 +560,15 @@ PRICED = _nouns(
 )
 COSTLY = (
     "bike phone camera guitar tablet printer desk skateboard watch jacket drone telescope tent "
-    "keyboard monitor scooter laptop computer bicycle TV game dress dollhouse couch coat pair\u00a0of\u00a0shoes"
+    "keyboard monitor scooter laptop computer bicycle TV game dress dollhouse couch coat tablet wallet robot"
 ).split()
-COSTLY = [word.replace("\u00a0", " ") for word in COSTLY]
 
 # --- what a day has ------------------------------------------------------------------------------
 
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 COLORS = "red blue green yellow purple white orange pink black brown".split()
 NUMBER_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
