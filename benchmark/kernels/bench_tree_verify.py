@@ -182,8 +182,6 @@ def copy_tb_s() -> float:
 
 def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
     copy = copy_tb_s()
-    tiny = torch.zeros(1, device="cuda")
-    print(f"an empty launch: {graph_us([tiny.zero_]):.2f} us")
     common = {
         "gpu": torch.cuda.get_device_name(),
         "copy_tb_s": round(copy, 3),
@@ -211,8 +209,10 @@ def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
 
     for mode_name, batch in itertools.product(MODES, (1, 8, 32)):
         inputs = Inputs(batch, MODES[mode_name])
-        config = choose_config(batch, inputs.sizes, MODES[mode_name].fold is not None)
-        config = best.get((mode_name.removesuffix("_unused"), batch), config)
+        mode = MODES[mode_name]
+        fold = mode.fold is not None
+        usual = choose_config(batch, mode.nodes, CHAIN, inputs.sizes, torch.bfloat16, fold)
+        config = best.get((mode_name.removesuffix("_unused"), batch), usual)
         verify = inputs.verify(config)
         add("verify", mode_name, batch, graph_us(verify), config)
         if mode_name in ("tree", "decode"):
@@ -228,16 +228,13 @@ def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
 
 
 def candidates(batch: int, mode: str) -> list[Config]:
-    limits = (None, 168) if "fold" in mode else (None, 128)
-    found = [Config(64, 1, 4, 1, limit) for limit in limits]
-    found += [Config(64, 1, 8, 1), Config(32, 1, 4, 1), Config(32, 1, 2, 1), Config(32, 1, 1, 1)]
+    found = [Config(64, 1, 4, 1), Config(64, 1, 4, 1, bulk=True), Config(32, 1, 2, 1)]
     if mode == "decode":
-        shapes = ((64, 8), (64, 4), (64, 2), (32, 4), (32, 2), (16, 2), (16, 1))
-        found += [Config(tile, 1, warps, 1, None, True) for tile, warps in shapes]
-        found += [Config(64, 1, 4, 1, 128, True), Config(32, 1, 2, 1, 128, True)]
-    for tiles in (2, 4, 5, 10):
+        shapes = ((64, 8), (64, 4), (32, 4), (16, 1))
+        found += [Config(tile, 1, warps, 1, vector=True) for tile, warps in shapes]
+    for tiles, bulk in itertools.product((2, 4, 5, 10), (False, True)):
         if tiles * 8 <= 5 * batch:
-            found.append(Config(64, tiles, 4, 2))
+            found.append(Config(64, tiles, 4, 2, bulk))
     return found
 
 

@@ -66,7 +66,7 @@ CASES = [
     ),
     pytest.param(Case(SMALL, 1, 9, (9, 0, 4)), id="decode"),
     pytest.param(
-        Case(SMALL, 1, 9, (9, 0, 4), config=Config(16, 1, 4, 1, None, True)), id="decode-by-vectors"
+        Case(SMALL, 1, 9, (9, 0, 4), config=Config(16, 1, 4, 1)), id="decode-on-tensor-cores"
     ),
     pytest.param(
         Case(SMALL, 5, 12, (12, 7), (True, False), Config(16, 1, 4, 1)), id="a-tile-a-program"
@@ -75,6 +75,9 @@ CASES = [
         Case(Sizes(2, 64, 1, 32), 17, 3, (2, 3), (True, False)), id="a-tile-is-a-head-fold"
     ),
     pytest.param(Case(SMALL, 9, 7, (7,), (True,), None, torch.float32, 60.0), id="underflow"),
+    pytest.param(
+        Case(SMALL, 5, 12, (12, 7), None, Config(16, 5, 4, 2, bulk=True)), id="bulk-copies"
+    ),
     pytest.param(Case(Sizes(2, 16, 2, 16), 64, 2, (2, 1)), id="64-nodes"),
 ]
 
@@ -84,14 +87,20 @@ def gpu_cases() -> list[object]:
         "nano-tree": Case(NANO, 16, 16, (16, 0, 5)),
         "nano-fold": Case(NANO, 16, 16, (16, 0, 5), (True, True, False)),
         "nano-decode": Case(NANO, 1, 16, (16, 0, 5)),
-        "nano-decode-by-vectors": Case(
-            NANO, 1, 16, (16, 0, 5), None, Config(64, 1, 4, 1, None, True)
+        "nano-decode-on-tensor-cores": Case(
+            NANO, 1, 16, (16, 0, 5), None, Config(64, 5, 4, 2, bulk=True)
+        ),
+        "nano-batch-of-8": Case(NANO, 16, 16, (16, 0, 5, 16, 9, 1, 2, 3)),
+        "nano-batch-of-4-fold": Case(NANO, 16, 16, (16, 0, 5, 9), (True, False, True, False)),
+        "nano-decode-by-wider-tiles": Case(
+            NANO, 1, 16, (16, 0, 5), None, Config(64, 1, 4, 1, vector=True)
         ),
         "nano-decode-fold": Case(NANO, 1, 16, (16, 0, 5), (False, True, True)),
-        "nano-64-nodes-64-rows": Case(NANO, 64, 64, (64, 33), (True, False), Config(64, 1, 4, 1)),
+        "nano-64-nodes-64-rows": Case(NANO, 64, 64, (64, 33), (True, False)),
         "nano-underflow": Case(NANO, 16, 16, (16, 9), (True, True), largest_step=60.0),
         "p64-n128-g1": Case(Sizes(8, 64, 1, 128), 12, 20, (20, 3), (True, False)),
-        "p128-n256": Case(Sizes(8, 128, 2, 256), 8, 8, (8, 3), (True, False), Config(64, 2, 4, 1)),
+        "p128-n256": Case(Sizes(8, 128, 2, 256), 8, 8, (8, 3), (True, False)),
+        "p128-n256-64-nodes": Case(Sizes(8, 128, 2, 256), 64, 64, (64, 3), (True, False)),
         "p64-n16-g4": Case(Sizes(8, 64, 4, 16), 31, 33, (33, 3), (True, False)),
         "bf16-state": Case(NANO, 16, 16, (16, 5), (True, False), state_dtype=torch.bfloat16),
     }
@@ -99,14 +108,13 @@ def gpu_cases() -> list[object]:
     for name, case in cases.items():
         found.append(pytest.param(case._replace(dtype=torch.bfloat16), id=name))
         if name in ("nano-fold", "p64-n128-g1"):
-            case = case._replace(config=Config(64, 1, 4, 1))
             found.append(pytest.param(case, id=name + "-float32-rows"))
     for config in (
         Config(64, 4, 4, 2),
         Config(64, 5, 8, 3),
         Config(32, 8, 4, 2),
-        Config(64, 2, 4, 2),
-        Config(64, 1, 4, 1, 128),
+        Config(64, 4, 4, 2, bulk=True),
+        Config(64, 1, 4, 1, bulk=True),
     ):
         case = cases["nano-fold"]._replace(config=config, dtype=torch.bfloat16)
         found.append(pytest.param(case, id=f"nano-fold-{config}"))

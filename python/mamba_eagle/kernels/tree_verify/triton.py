@@ -3,10 +3,11 @@
 A program owns some tiles of a group of one request: TILE of the H*P channels, all N states. The
 heads of a group share B and C, so it forms B·Cᵀ once; then it streams tile after tile through the
 tensor cores while the next are on their way. Tiles are powers of two and P need not be: a tile may
-lie in two heads (80 channels: 4 heads are 5 tiles of 64), and then takes the weights of both.
+lie in two heads (80 channels: 4 heads are 5 tiles of 64), and then takes the weights of both. Plain
+decoding, a tree of one node, has a kernel of its own.
 
 Precision: rows of 16 bits are exact operands, what multiplies them is split into two such numbers
-(16 bits of mantissa), and C·S0 takes S0 in tf32. With float32 rows every product is made of three
+(16 bits of mantissa), and S0·C takes S0 in tf32. With float32 rows every product is made of three
 tf32 ones. Sums are float32.
 
 Nothing here waits for the device, and the grid depends on the batch alone.
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Sizes(NamedTuple):
@@ -65,7 +67,7 @@ class Config(NamedTuple):
     tiles: int  # a program
     warps: int
     stages: int  # tiles on their way
-    registers: int | None = None  # a thread at most
+    bulk: bool = False  # state by the bulk copy engine (TMA)
     vector: bool = False  # for one node and no fold: without the tensor cores
 
 
@@ -91,19 +93,6 @@ def _split_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _dot_state(state, C, ROUND: tl.constexpr, PRECISION: tl.constexpr):
-    """state·C: [TILE, N] · [N, TP]."""
-    if C.dtype != state.dtype:
-        C = C.to(tl.float32)
-        state = state.to(tl.float32)
-    if ROUND and state.dtype == tl.float32 and PRECISION == "tf32":
-        # to the nearest: the tensor cores cut the low bits off
-        bits = state.to(tl.uint32, bitcast=True) + 0x1000
-        state = (bits & 0xFFFFE000).to(tl.float32, bitcast=True)
-    return tl.dot(state, C, input_precision=PRECISION)
-
-
-@triton.jit
 def _packed_weights(node_log, row_log, step, skip, scores, visible, own):
     """What each row adds to each node's output: [J, TP]."""
     # masked before exp: the difference to an unrelated row may be large and positive
@@ -120,6 +109,7 @@ def _tree_verify_kernel(
     D,  # [H]
     state,  # [slots, H, P, N]
     after_chain,  # the same: as one pointer, its addresses would fill registers for all stages
+    state_rows,  # descriptor of the same as [slots*H*P, N], if BULK
     y,  # [b, T, H*P]
     slots,
     checkpoints,
@@ -141,6 +131,7 @@ def _tree_verify_kernel(
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
     TILES: tl.constexpr,  # a program, all of one group
     FOLD: tl.constexpr,
+    BULK: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -176,38 +167,43 @@ def _tree_verify_kernel(
     after_chain += checkpoint * state_stride
     y += request.to(tl.int64) * T * (H * P)
 
-    folding = False
-    if FOLD:
-        folding = (tl.load(fold + request) != 0) & (length > 0)
-    last = packed == T + length - 1
-
     n = tl.arange(0, N)
     in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
     C_rows = C + (request * T + node) * (G * N) + group * N
-    loaded_C = tl.load(C_rows[:, None] + n[None, :], mask=valid_nodes[:, None])
+    C_nodes = tl.load(C_rows[:, None] + n[None, :], mask=valid_nodes[:, None], other=0.0)
     B_rows = xB + row * WIDTH + H * P + group * N
-    loaded_B = tl.load(B_rows[:, None] + n[None, :], mask=valid_rows[:, None])
-    if TILES > 1:
-        B = tl.where(valid_rows[:, None], loaded_B, 0.0)  # [J, N]
-        C_nodes = tl.trans(tl.where(valid_nodes[:, None], loaded_C, 0.0))  # [N, TP]
-        scores = tl.dot(B, C_nodes, input_precision=PRECISION)  # [J, TP]
+    B = tl.load(B_rows[:, None] + n[None, :], mask=valid_rows[:, None], other=0.0)  # [J, N]
+    C_nodes = tl.trans(C_nodes)  # [N, TP]
+    scores = tl.dot(B, C_nodes, input_precision=PRECISION)  # [J, TP]
+    if C_nodes.dtype != state.dtype.element_ty:
+        C_nodes = C_nodes.to(tl.float32)
+
+    folding = False
+    last_row = 0
+    if FOLD:
+        folding = (tl.load(fold + request) != 0) & (length > 0)
+        last_row = tl.sum(tl.where(packed == T + length - 1, row, 0))
 
     for i in tl.range(0, TILES, num_stages=STAGES):
         first = (first_tile + i) * TILE
         channel = first + tl.arange(0, TILE)  # of the flat H*P
         head = first // P
-        # Everything is asked for before anything is waited for. Triton waits where a loaded tile
-        # goes to shared memory, which is at the first operation on it: hence the masks below.
-        before = tl.load(state + first * N + in_tile)  # [TILE, N]
-        x_rows = xB + row * WIDTH
-        if TILES > 1:
-            x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
+        if BULK:
+            before = state_rows.load([checkpoint.to(tl.int32) * (H * P) + first, 0])
         else:
-            x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None])
+            before = tl.load(state + first * N + in_tile)  # [TILE, N]
+        x_rows = xB + row * WIDTH
+        x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
         step = tl.load(dt + row * H + head, mask=valid_rows, other=0.0)
         row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
         node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
         skip = tl.load(D + head)
+        end_log = 0.0
+        if FOLD:
+            # a folded request's nodes count from the end of the chain
+            end_log = tl.where(folding, tl.load(log_decay + last_row * H + head), 0.0)
+            row_log += tl.where(is_node, end_log, 0.0)
+            node_log += end_log
         if TWO_HEADS:
             head_2 = (first + TILE - 1) // P
             in_first = channel < (head + 1) * P
@@ -215,23 +211,12 @@ def _tree_verify_kernel(
             row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid_rows, other=0.0)
             node_log_2 = tl.load(log_decay + own_row * H + head_2, mask=valid_nodes, other=0.0)
             skip_2 = tl.load(D + head_2)
-
-        if TILES == 1:
-            B = tl.where(valid_rows[:, None], loaded_B, 0.0)
-            C_nodes = tl.trans(tl.where(valid_nodes[:, None], loaded_C, 0.0))
-            scores = tl.dot(B, C_nodes, input_precision=PRECISION)
-            x = tl.where(valid_rows[:, None], x, 0.0)
-        end_log = 0.0
-        end_log_2 = 0.0
-        if FOLD:
-            # a folded request's nodes count from the end of the chain
-            end_log = tl.where(folding, tl.sum(tl.where(last, row_log, 0.0)), 0.0)
-            row_log += tl.where(is_node, end_log, 0.0)
-            node_log += end_log
-            if TWO_HEADS:
-                end_log_2 = tl.where(folding, tl.sum(tl.where(last, row_log_2, 0.0)), 0.0)
+            end_log_2 = 0.0
+            if FOLD:
+                end_log_2 = tl.where(folding, tl.load(log_decay + last_row * H + head_2), 0.0)
                 row_log_2 += tl.where(is_node, end_log_2, 0.0)
                 node_log_2 += end_log_2
+
         weights = _packed_weights(node_log, row_log, step, skip, scores, visible, own)
         node_decay = tl.exp(node_log)[None, :]
 
@@ -244,7 +229,7 @@ def _tree_verify_kernel(
             added = tl.where(in_first[:, None], added, added_2)
             node_decay = tl.where(in_first[:, None], node_decay, tl.exp(node_log_2)[None, :])
 
-        from_state = _dot_state(before, C_nodes, TILES == 1, PRECISION)
+        from_state = tl.dot(before.to(C_nodes.dtype), C_nodes, input_precision=PRECISION)
         outputs = y + node[None, :] * (H * P) + channel[:, None]
         tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
 
@@ -338,13 +323,31 @@ def _one_node_kernel(
     tl.store(y + request * (H * P) + channel, added + decay * from_state)
 
 
-def choose_config(batch: int, sizes: Sizes, fold: bool) -> Config:
-    """The measured best on an H100; see benchmark/kernels/bench_tree_verify.py --sweep."""
+def choose_config(
+    batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, fold: bool
+) -> Config:
+    """The best on an H100 at Nemotron-Nano-9B-v2's sizes (benchmark/kernels/bench_tree_verify.py).
+
+    Small batches want many programs; larger ones two programs a multiprocessor, each with two
+    tiles on their way. Where tiles are too large for that, one tile a program.
+    """
     channels = sizes.heads // sizes.groups * sizes.head_dim
-    tile = max(t for t in (16, 32, 64) if t <= sizes.head_dim and channels % t == 0)
-    wanted = max(1, batch * sizes.groups * (channels // tile) // 256)
-    tiles = max(t for t in range(1, wanted + 1) if (channels // tile) % t == 0)
-    return Config(tile, tiles, 4, 3)
+    fitting = [t for t in (16, 32, 64) if t <= sizes.head_dim and channels % t == 0]
+    if not fitting:
+        raise ValueError(
+            f"{channels} channels a group, {sizes.head_dim} a head: must be multiples of 16"
+        )
+    if nodes == 1 and not fold:
+        return Config(min(32, fitting[-1]), 1, 4, 1, vector=True)
+    tile = fitting[-1]
+    many_states, many_rows = sizes.state_size > 128, nodes + rows > 64
+    if many_states and many_rows:  # shared memory
+        return Config(min(32, tile), 1, 4, 1)
+    large = many_states or many_rows or dtype == torch.float32
+    if large or batch * sizes.groups * channels // tile < 512:
+        return Config(tile, 1, 4, 1)
+    tiles = max(t for t in range(1, 6) if channels // tile % t == 0)
+    return Config(tile, tiles, 4, 2, bulk=not fold)
 
 
 def tree_verify(
@@ -359,9 +362,9 @@ def tree_verify(
     """Outputs of all nodes, ``D x`` included; with ``step.fold`` also S0 after the chain, in place.
 
     Args:
-        buffers: the nodes' rows are already there (see causal_conv.triton).
+        buffers: contiguous; the nodes' rows are already there (see causal_conv.triton).
         C: [b, T, G*N], dtype of the rows; D: [H] float32.
-        state: [slots, H, P, N], the layer's part of the pool.
+        state: [slots, H, P, N], the layer's part of the pool, contiguous.
     Returns: [b*T, H*P], dtype of the rows.
     """
     b, T = step.rows.shape
@@ -369,9 +372,10 @@ def tree_verify(
     W, M = buffers.xB.shape[1], step.chain.shape[1]
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
-    config = config or choose_config(b, sizes, step.fold is not None)
+    fold = step.fold is not None
+    config = config or choose_config(b, T, M, sizes, buffers.xB.dtype, fold)
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
-    if config.vector and T == 1 and step.fold is None:
+    if config.vector and T == 1 and not fold:
         _one_node_kernel[(H * P // config.tile, b)](
             *buffers,
             C,
@@ -393,15 +397,18 @@ def tree_verify(
             J=triton.next_power_of_2(1 + M),
             TILE=config.tile,
             num_warps=config.warps,
-            maxnreg=config.registers,
         )
         return y
+    state_rows = None
+    if config.bulk:
+        state_rows = TensorDescriptor.from_tensor(state.view(-1, N), [config.tile, N])
     _tree_verify_kernel[(H * P // (config.tile * config.tiles), b)](
         *buffers,
         C,
         D,
         state,
         state,
+        state_rows,
         y,
         step.slots,
         step.checkpoints,
@@ -422,10 +429,10 @@ def tree_verify(
         J=max(16, triton.next_power_of_2(T + M)),
         TILE=config.tile,
         TILES=config.tiles,
-        FOLD=step.fold is not None,
+        FOLD=fold,
+        BULK=config.bulk,
         PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
         num_warps=config.warps,
-        maxnreg=config.registers,
     )
     return y
