@@ -7,6 +7,7 @@ the kernels take arrays. A tree's rows are written while it is verified: they ar
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,11 +66,13 @@ class _Fused(VerifyScheme):
         self.kernel(*inputs, *self.step, *known, y.numpy())
         return y
 
+    @abstractmethod
     def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        raise NotImplementedError
+        """Fill ``rows`` [b, T] with a row for each node."""
 
+    @abstractmethod
     def _buffers(self, layer: int) -> Any:
-        raise NotImplementedError
+        """The layer's buffers, as the kernel takes them."""
 
 
 class FusedDeferredVerify(_Fused, DeferredVerify):
