@@ -38,4 +38,4 @@ def make_gated_norm(config: Mamba2Config, eps: float) -> nn.Module:
     if config.norm == "gate_only":
         return GateOnly()
     kind = {"gate_first": GatedGroupRMSNorm, "norm_first": NormThenGate}[config.norm]
-    return kind(config.inner_size, config.norm_groups or config.num_groups, eps)
+    return kind(config.inner_size, config.num_groups, eps)

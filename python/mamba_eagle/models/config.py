@@ -36,7 +36,6 @@ class Mamba2Config:
     in_bias: bool = False
     out_bias: bool = False
     norm: str = "gate_first"  # or norm_first, or gate_only: y * silu(gate), no weight
-    norm_groups: int = 0  # of the gated norm; 0: num_groups
 
     @property
     def inner_size(self) -> int:

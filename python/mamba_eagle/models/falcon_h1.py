@@ -100,8 +100,6 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     return model_config(
         values,
         ("hybrid",) * values["num_hidden_layers"],
-        mamba=mamba_config(
-            values, norm=norm, norm_groups=0, out_bias=bool(values.get("projectors_bias", False))
-        ),
+        mamba=mamba_config(values, norm=norm, out_bias=bool(values.get("projectors_bias", False))),
         attention=attention,
     )

@@ -28,23 +28,17 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     if "ssm_cfg" in values:
         values = from_state_spaces(values)
     only(values, hidden_act="silu")
-    groups = values.get("n_groups", 1)
-    # mamba_ssm, with which all published models were trained, norms each group by itself.
-    # transformers 5 norms all channels at once; that is the same for one group, and what is meant
-    # where neither of mamba_ssm's own settings stands in config.json.
-    by_group = "rms_norm" in values or "norm_before_gate" in values
     mamba = Mamba2Config(
         num_heads=values["num_heads"],
         head_dim=values["head_dim"],
         state_size=values["state_size"],
-        num_groups=groups,
+        num_groups=values.get("n_groups", 1),
         conv_kernel=values.get("conv_kernel", 4),
         conv_bias=values.get("use_conv_bias", True),
         time_step_limit=time_step_limit(values),
         chunk_size=values.get("chunk_size", 256),
         in_bias=bool(values.get("use_bias", False)),
         out_bias=bool(values.get("use_bias", False)),
-        norm_groups=groups if by_group else 1,
     )
     return model_config(
         values,
@@ -81,7 +75,6 @@ def from_state_spaces(values: dict[str, Any]) -> dict[str, Any]:
         "chunk_size": ssm.get("chunk_size", 256),
         "use_conv_bias": ssm.get("conv_bias", True),
         "use_bias": ssm.get("bias", False),
-        "rms_norm": True,
         "tie_word_embeddings": values.get("tie_embeddings", True),
         "eos_token_id": values.get("eos_token_id", 0),  # of GPT-NeoX's tokenizer
         "torch_dtype": values.get("torch_dtype", "float16"),

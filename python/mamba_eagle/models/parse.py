@@ -59,7 +59,6 @@ def mamba_config(values: dict[str, Any], **others: Any) -> Mamba2Config:
         "chunk_size": values.get("mamba_chunk_size", 256),
         "in_bias": bool(values.get("mamba_proj_bias", False)),
         "out_bias": bool(values.get("mamba_proj_bias", False)),
-        "norm_groups": 1,
     }
     return Mamba2Config(**{**known, **others})
 

@@ -73,27 +73,6 @@ def test_state_spaces_names_and_config_give_the_same_model(tmp_path: Path) -> No
     assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
 
 
-def test_groups_are_normed_one_by_one_where_mamba_ssm_trained_the_model(tmp_path: Path) -> None:
-    """Codestral-Mamba: transformers norms its eight groups as one, mamba_ssm each by itself."""
-    peer, folder = saved("mamba2-groups", tmp_path)
-    for layer in peer.backbone.layers:
-        layer.mixer.norm.forward = grouped_norm(layer.mixer.norm, layer.mixer.n_groups)
-    plain = logits(load(folder))
-    edit(folder, rms_norm=True, norm_before_gate=True)
-    expected = peer_logits(peer, TOKENS)
-    assert (logits(load(folder)) - expected).abs().max() <= 2e-4
-    assert (plain - expected).abs().max() > 0.1
-
-
-def grouped_norm(norm: Any, groups: int) -> Any:
-    def forward(y: Tensor, gate: Tensor) -> Tensor:
-        gated = (y * torch.nn.functional.silu(gate)).unflatten(-1, (groups, -1))
-        scale = gated.pow(2).mean(-1, keepdim=True).add(norm.variance_epsilon).rsqrt()
-        return norm.weight * (gated * scale).flatten(-2)
-
-    return forward
-
-
 def test_mtp_layers_beside_the_model_are_left_out(tmp_path: Path) -> None:
     _, folder = saved("nemotron-3-super", tmp_path)
     weights = load_file(folder / "model.safetensors")
