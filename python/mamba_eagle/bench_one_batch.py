@@ -35,8 +35,10 @@ CORRECTNESS_PROMPTS = 3
 def synthetic_prompts(
     config: EngineConfig, vocab_size: int, batch_size: int, length: int
 ) -> list[list[int]]:
-    """``batch_size`` prompts of ``length`` token ids: solved problems where there is a tokenizer
-    (so that a drafter finds the text it knows), random ids with dummy weights."""
+    """``batch_size`` prompts of ``length`` token ids; random ids with dummy weights.
+
+    Where there is a tokenizer: solved problems, then one that asks for a long answer, cut at the
+    front. So what is made next is an answer, the text that a drafter is trained for."""
     tokenizer_file = Path(config.tokenizer_path) / "tokenizer.json"
     if config.load_format == "dummy" or not tokenizer_file.is_file():
         rng = random.Random(0)
@@ -44,17 +46,21 @@ def synthetic_prompts(
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
     problems = gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
+    asked = sorted(problems, key=lambda problem: -len(problem.answer))
     prompts = []
     for i in range(batch_size):
-        ids: list[int] = []
+        ids = encode(f"Question: {asked[i % len(asked)].question}\nAnswer:")
         for k in itertools.count(i * 7):  # prompts of a batch do not begin alike
-            problem = problems[k % len(problems)]
-            text = f"Question: {problem.question}\nAnswer: {problem.answer}\n\n"
-            ids += tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) >= length:
                 break
-        prompts.append(ids[:length])
+            problem = problems[k % len(problems)]
+            ids = encode(f"Question: {problem.question}\nAnswer: {problem.answer}\n\n") + ids
+        prompts.append(ids[len(ids) - length :])
     return prompts
 
 

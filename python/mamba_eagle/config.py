@@ -80,9 +80,9 @@ class EngineConfig:
         ("auto", "EAGLE", "NONE"),
     )
     speculative_draft_model_path: str = setting("", "the drafter's folder")
-    speculative_num_steps: int = setting(4, "depth of the draft tree")
-    speculative_eagle_topk: int = setting(4, "lanes of the draft tree; 1: a chain")
-    speculative_num_draft_tokens: int = setting(12, "nodes verified in a step, the root included")
+    speculative_num_steps: int = setting(5, "depth of the draft tree")
+    speculative_eagle_topk: int = setting(2, "lanes of the draft tree; 1: a chain")
+    speculative_num_draft_tokens: int = setting(8, "nodes verified in a step, the root included")
 
     log_level: str = setting("info", "what is logged", ("debug", "info", "warning", "error"))
 
