@@ -176,6 +176,7 @@ class Engine:
             shuffled.shuffle(slots)
         self.steps = 0
         self._record_proposals()
+        self._overwrite(self.free_kv)
 
     def _record_proposals(self) -> None:
         propose = self.runner.drafter.propose
@@ -221,13 +222,15 @@ class Engine:
 
     def free(self, kv_slots: list[int]) -> None:
         self.free_kv = kv_slots + self.free_kv
+        self._overwrite(kv_slots)
+
+    def _overwrite(self, kv_slots: list[int]) -> None:
         pools = [self.runner.kv]
         if hasattr(self.runner.drafter, "pool"):
             pools.append(self.runner.drafter.pool)
         for pool in pools:
-            if pool.k.shape[0] == 0:
-                continue  # no attention layer
-            pool.k[:, kv_slots], pool.v[:, kv_slots] = GARBAGE, -GARBAGE
+            if pool.k.shape[0] > 0:
+                pool.k[:, kv_slots], pool.v[:, kv_slots] = GARBAGE, -GARBAGE
 
     def free_checkpoint(self, checkpoint: int) -> None:
         self.free_checkpoints.insert(0, checkpoint)

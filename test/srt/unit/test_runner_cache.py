@@ -126,6 +126,28 @@ def test_a_conversation_continues_from_the_last_turns_checkpoint(
         tokens = live.tokens + random_prompt(5, seed=turn)
 
 
+@pytest.mark.parametrize("settings", ["tree", "tree-snapshot", "tree-torch", "chain"])
+def test_a_request_released_after_several_tokens_at_once_leaves_no_gap_for_the_drafter(
+    tiny: Tiny, fresh: Fresh, settings: str
+) -> None:
+    """Its head has not run the last step's tokens yet; whoever continues finds them there."""
+    engine, several = tiny.engine(settings), 0
+    for count in range(6, 16):
+        live = engine.start(PROMPT[:20], sampled(count, 7))
+        engine.finish([live])
+        if len(live.steps[-1].tokens) == 1:
+            engine.release(live)
+            continue
+        several += 1
+        prefix = engine.release(live, fold_to=live.run)
+        assert prefix is not None
+        prompt = prefix.tokens + TAIL
+        hit = engine.generate(prompt, sampled(5, 3), hit=prefix)
+        assert_same(hit, fresh(settings, prompt, sampled(5, 3)))
+        drop(engine, prefix)
+    assert several >= 2
+
+
 @pytest.mark.parametrize(
     "settings, count",
     [
