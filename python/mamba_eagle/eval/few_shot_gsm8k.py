@@ -145,6 +145,14 @@ def measure(
     return Outcome(replies, score(task.questions, replies, time.perf_counter() - begin))
 
 
+def count(text: str) -> int:
+    """An argument that must be 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
+    return value
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-shots", type=int, default=5, help="solved examples in each prompt")
@@ -153,9 +161,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=str(gsm8k.EMBEDDED_PROBLEMS),
         help="GSM8K's jsonl; default: the problems held out from the embedded model",
     )
-    parser.add_argument("--num-questions", type=int, default=200)
+    parser.add_argument("--num-questions", type=count, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--parallel", type=int, default=128, help="requests at the same time")
+    parser.add_argument("--parallel", type=count, default=128, help="requests at the same time")
     parser.add_argument("--host", default="http://127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--api-key", default="")

@@ -58,6 +58,8 @@ def load_task(path: str | Path, num_shots: int, num_questions: int) -> Task:
     else:
         shots = questions[:num_shots]
         questions = questions[num_shots:]
+    if num_shots < 0:
+        raise ValueError(f"--num-shots {num_shots}: must be 0 or more")
     if len(shots) < num_shots or not questions:
         raise ValueError(
             f"--num-shots {num_shots}: {path} has {len(shots) + len(questions)} problems, "

@@ -109,9 +109,10 @@ class Recorder:
         if self.log_requests:
             for sample in live.samples:
                 request_log.info(
-                    "start %s: %d prompt tokens, %s",
+                    "start %s: %d prompt tokens, seed %d, %s",
                     sample.rid,
                     len(sample.prompt.token_ids),
+                    sample.seed,
                     sample.prompt.sampling,
                 )
 

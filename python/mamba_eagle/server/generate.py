@@ -216,6 +216,8 @@ def _read_logprobs(fields: Fields, i: int, count: int, prompt_length: int) -> di
     wanted = mine.flag("return_logprob")
     start = mine.integer("logprob_start_len", -1)
     best = mine.integer("top_logprobs_num", 0)
+    if not wanted:
+        return {}
     if not -1 <= start <= prompt_length:
         raise mine.wrong(
             "logprob_start_len",
@@ -223,8 +225,6 @@ def _read_logprobs(fields: Fields, i: int, count: int, prompt_length: int) -> di
         )
     if not 0 <= best <= MAX_TOP_LOGPROBS:
         raise mine.wrong("top_logprobs_num", f"must be between 0 and {MAX_TOP_LOGPROBS}")
-    if not wanted:
-        return {}
     return {
         "return_logprob": True,
         "logprob_start": -1 if start == prompt_length else start,

@@ -32,14 +32,17 @@ router = APIRouter()
 
 
 class BearerAuth:
-    """Lets through what carries the key, and /health. Plain ASGI: streams pass untouched."""
+    """Lets through what carries the key, /health and the page, which asks for the key. Plain
+    ASGI: streams pass untouched."""
+
+    open_paths = ("/", "/health")
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
         self.expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if scope["type"] != "http" or scope["path"] in self.open_paths:
             await self.app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -51,7 +54,7 @@ class BearerAuth:
 
 
 def make_app(state: ServerState) -> FastAPI:
-    app = FastAPI(title="mamba-eagle", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
     for part in (router, generate.router, openai.router):
         app.include_router(part)

@@ -14,7 +14,13 @@ from starlette.requests import Request
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.tokenizer.manager import DuplicateRid, EngineDead, QueueFull, TokenizerManager
+from mamba_eagle.tokenizer.manager import (
+    DuplicateRid,
+    EngineDead,
+    QueueFull,
+    TokenizerManager,
+    TooManySamples,
+)
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -109,6 +115,8 @@ class ServerState:
             return self.manager.submit(rid, prompts)
         except DuplicateRid as error:
             raise RequestError(str(error), param="rid") from None
+        except TooManySamples as error:
+            raise RequestError(str(error), param="n") from None
         except QueueFull as error:
             raise RequestError(str(error), 503, retry_after=1) from None
         except EngineDead as error:

@@ -44,6 +44,10 @@ class QueueFull(RuntimeError):
     """More requests than the server holds at a time."""
 
 
+class TooManySamples(ValueError):
+    """One request of more samples than the server holds at a time."""
+
+
 class DuplicateRid(ValueError):
     """A live request has this name already."""
 
@@ -100,12 +104,18 @@ class TokenizerManager:
     def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
         """Sends every sample of every prompt to the scheduler.
 
-        Raises: EngineDead, QueueFull, DuplicateRid; then nothing was sent.
+        Raises: EngineDead, TooManySamples, QueueFull, DuplicateRid; then nothing was sent.
         """
         if self.dead is not None:
             raise EngineDead(self.dead)
         wanted = sum(prompt.n for prompt in prompts)
         most = self.engine.max_running_requests + self.config.max_queued_requests
+        if wanted > most:
+            raise TooManySamples(
+                f"{len(prompts)} prompts with n samples each are {wanted} samples, but the server "
+                f"holds at most {most} (--max-running-requests and --max-queued-requests): send "
+                "fewer at a time"
+            )
         if self.num_live + wanted > most:
             raise QueueFull(
                 f"{self.num_live} requests are running or waiting and {wanted} more would exceed "
@@ -140,6 +150,7 @@ class TokenizerManager:
                 prompt.token_ids, prompt.sampling.skip_special_tokens
             )
         sample = Sample(live, prompt, rid, engine_rid, len(live.samples), detokenizer)
+        sample.seed = seed
         live.samples.append(sample)
         live.open += 1
         self._samples[engine_rid] = sample

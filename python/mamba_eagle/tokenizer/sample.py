@@ -48,6 +48,7 @@ class Sample:
         self.rid = rid  # the name that clients see
         self.engine_rid = engine_rid  # never used twice, unlike a client's rid
         self.index = index
+        self.seed = 0  # its own, drawn where the client gave none
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []

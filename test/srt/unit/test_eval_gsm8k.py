@@ -159,3 +159,14 @@ def test_server_errors_end_the_run(scripted_server, tmp_path) -> None:
         few_shot_gsm8k.main([*flags, str(scripted_server.server_port)])
     with pytest.raises(SystemExit, match="no answer from http://127.0.0.1:1"):
         few_shot_gsm8k.main([*flags, "1"])
+
+
+def test_numbers_that_cannot_be_meant_are_refused(tmp_path, capsys) -> None:
+    data = str(write_problems(tmp_path / "test.jsonl", 4))
+    for flag in ("--parallel", "--num-questions"):
+        for value in ("0", "-1"):
+            with pytest.raises(SystemExit):
+                few_shot_gsm8k.main(["--data-path", data, flag, value])
+            assert f"{flag}: {value}: must be 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="--num-shots -1: must be 0 or more"):
+        few_shot_gsm8k.main(["--data-path", data, "--num-shots", "-1"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
-from server_harness import run, says, serving
+from server_harness import run, says, serving, silent
 
 OK = {"text": "hi", "sampling_params": {"max_new_tokens": 2}}
 NOT_AVAILABLE = "constrained output is not available in this server"
@@ -36,6 +37,7 @@ BAD: list[tuple[Any, list[str]]] = [
     ({"input_ids": [[1], 2]}, ["input_ids[1] = 2"]),
     ({"input_ids": [1] * 64}, ["64 tokens", "63", "context of 64"]),
     ({"text": "x" * 100}, ["text", "100 tokens", "63"]),
+    ({"text": "x" * 100_000}, ["text", "100000 characters", "63 tokens"]),
     (params(max_new_tokens="abc"), ['sampling_params.max_new_tokens = "abc"', "integer"]),
     (params(max_new_tokens=True), ["sampling_params.max_new_tokens = true", "integer"]),
     (params(max_new_tokens=1.5), ["sampling_params.max_new_tokens = 1.5", "integer"]),
@@ -92,6 +94,7 @@ RAW: list[tuple[bytes, list[str]]] = [
     (b"[1]", ["must be a JSON object", "[1]"]),
     (b'"x"', ["must be a JSON object"]),
     (b"\xff\xfe", ["not valid JSON"]),
+    (b'{"text": "\xff"}', ["not valid JSON"]),
     (b'{"text": "\\ud800"}', ["text"]),
     (b'{"text": "a", "sampling_params": {"temperature": NaN}}', ["temperature = NaN", "finite"]),
     (b'{"text": "a", "sampling_params": {"top_p": Infinity}}', ["top_p = Infinity", "finite"]),
@@ -193,11 +196,36 @@ def test_oversized_body_is_413() -> None:
 
 def test_full_queue_is_503_with_retry_after() -> None:
     async def test() -> None:
-        async with serving(lambda request: None, max_queued_requests=0) as server:
-            body = {"text": ["a"] * 9}
-            reply = await server.client.post("/generate", json=body)
+        async with serving(silent, max_queued_requests=0) as server:
+            first = asyncio.ensure_future(server.post("/generate", text=["a"] * 7, rid="first"))
+            while server.manager.num_live < 7:
+                await asyncio.sleep(0.005)
+            reply = await server.post("/generate", text=["a"] * 2)
             assert reply.status_code == 503
             assert int(reply.headers["Retry-After"]) >= 1
+            await server.post("/abort_request", rid="first")
+            await first
+
+    run(test())
+
+
+def test_more_samples_than_the_server_ever_holds_are_400() -> None:
+    async def test() -> None:
+        async with serving(silent, max_queued_requests=0) as server:
+            body = {"text": ["a"] * 3, "sampling_params": {"n": 3}}
+            reply = await server.post("/generate", **body)
+            refused(reply.status_code, reply.text, ["3 prompts", "9 samples", "at most 8"])
+
+    run(test())
+
+
+def test_empty_lists_of_constraints_ask_for_nothing() -> None:
+    async def test() -> None:
+        async with serving(says("hello")) as server:
+            # What sglang.lang sends with each request.
+            nothing = {"stop": [], "stop_regex": [], "stop_token_ids": [], "regex": None}
+            reply = await server.post("/generate", text="a", sampling_params=nothing)
+            assert reply.json()["text"] == "hello"
 
     run(test())
 

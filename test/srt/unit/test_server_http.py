@@ -351,7 +351,12 @@ def test_information_routes() -> None:
                 assert info["internal_states"][0]["avg_spec_accept_length"] == 1.0
                 assert info["max_req_input_len"] == 63
                 assert info["max_running_requests"] == 8
-            assert (await get("/v1/models")).json()["data"][0]["id"] == "eagle"
+            models = (await get("/v1/models")).json()["data"]
+            assert (
+                models[0]["id"] == "eagle" and (await get("/v1/models/eagle")).json() == models[0]
+            )
+            other = await get("/v1/models/some/other")
+            assert other.status_code == 404 and '"some/other"' in other.json()["error"]["message"]
             assert (await get("/get_load")).json()[0]["num_reqs"] == 0
             assert (await get("/v1/loads")).json()["loads"][0]["num_waiting_reqs"] == 0
             page = await get("/")
@@ -396,10 +401,12 @@ def test_tokenize_and_detokenize() -> None:
     run(test())
 
 
-def test_api_key_guards_all_but_health() -> None:
+def test_api_key_guards_all_but_health_and_the_page() -> None:
     async def test() -> None:
         async with serving(says("abc"), api_key="secret") as server:
             assert (await server.client.get("/health")).status_code == 200
+            assert "API key" in (await server.client.get("/")).text
+            assert (await server.post("/generate", text="a")).status_code == 401
             for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
                 reply = await server.client.get("/v1/models", headers=header)
                 assert reply.status_code == 401 and "error" in reply.json()
@@ -494,6 +501,10 @@ def test_chat() -> None:
             assert request.token_ids == spell("user: hi\nassistant:")
             assert request.sampling.seed == 3
             assert request.sampling.max_new_tokens == 64 - len(request.token_ids)
+            assert "meta_info" not in reply["choices"][0]
+            body["return_meta_info"] = True  # sglang's evaluations
+            reply = (await server.post("/v1/chat/completions", **body)).json()
+            assert reply["choices"][0]["meta_info"]["spec_accept_length"] == 5.0
             events = await server.events("/v1/chat/completions", messages=messages)
             deltas = [event["choices"][0]["delta"] for event in events]
             assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
