@@ -17,7 +17,6 @@ from mamba_eagle.train.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 _PATTERN = "M-M*M-M-M*M-"
-_BLOCK_NAMES = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 
 # time_step_min is next to nothing because transformers clamps dt to it in its chunked scan and not
 # in decode, and not 0 because transformers takes its logarithm when it initializes a model.
@@ -31,7 +30,6 @@ MODEL_CONFIG: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": len(_PATTERN),
     "hybrid_override_pattern": _PATTERN,
-    "layers_block_type": [_BLOCK_NAMES[letter] for letter in _PATTERN],
     "mamba_num_heads": 8,
     "mamba_head_dim": 64,
     "ssm_state_size": 64,
