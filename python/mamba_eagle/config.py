@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.core import TreeShape
+from mamba_eagle.spec.drafters import DRAFTERS
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
@@ -77,7 +78,7 @@ class EngineConfig:
     speculative_algorithm: str = setting(
         "auto",
         "drafter; auto: EAGLE where a head is at hand, else NONE",
-        ("auto", "EAGLE", "NONE"),
+        ("auto", *DRAFTERS, "NONE"),
     )
     speculative_draft_model_path: str = setting("", "the drafter's folder")
     speculative_num_steps: int = setting(5, "depth of the draft tree")
@@ -97,7 +98,7 @@ class EngineConfig:
         values["tokenizer_path"] = self.tokenizer_path or values["model_path"]
         draft = self.speculative_draft_model_path
         problems = self._find_folders(values)
-        if embedded and not draft and self.speculative_algorithm != "NONE":
+        if embedded and not draft and self.speculative_algorithm in ("auto", "EAGLE"):
             draft = str(EMBEDDED_HEAD)
         algorithm = self.speculative_algorithm
         if algorithm == "auto":
@@ -150,12 +151,13 @@ class EngineConfig:
                 wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
         if not 0 < self.mem_fraction_static <= 1:
             wrong.append(f"--mem-fraction-static {self.mem_fraction_static}: must be in (0, 1]")
-        if self.speculative_algorithm == "EAGLE":
+        if (drafter := DRAFTERS.get(self.speculative_algorithm)) is not None:
             wrong += self.tree_shape.problems()
-            if not self.speculative_draft_model_path:
+            if drafter.needs_folder and not self.speculative_draft_model_path:
                 wrong.append(
-                    "--speculative-algorithm EAGLE needs --speculative-draft-model-path, the "
-                    f"folder of a head trained for {self.model_path}"
+                    f"--speculative-algorithm {self.speculative_algorithm} needs "
+                    "--speculative-draft-model-path, the folder of a drafter made for "
+                    f"{self.model_path}"
                 )
         return wrong
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
@@ -60,18 +61,42 @@ class CausalLM(Layer):
         self.rotary = Rotary(rope) if rope else None
         self.embedding_scale = 1.0
         self.logits_scale = 1.0
+        self.tap_layers: tuple[int, ...] = ()
+        self._tapped: list[Tensor] = []
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, hidden_size]."""
         embedded = self.parts.embedding(input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """From now on ``forward`` also returns what goes into these layers (the number of layers:
+        into the final norm). Rising; once."""
+        self.tap_layers = layers
+        places = (*self.parts.layers, self.parts.norm)
+        for layer in layers:
+            places[layer].register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        self._tapped.append(arguments[0])
+
+    @property
+    def feature_size(self) -> int:
+        """Columns of what ``forward`` returns."""
+        return self.config.hidden_size * (1 + len(self.tap_layers))
+
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """input_ids [n] int64 -> hidden states after the final norm, [n, hidden_size]."""
+        """input_ids [n] int64 -> features [n, feature_size]: hidden states after the final norm,
+        and beside them those that are tapped."""
         hidden = self.embed(input_ids)
         if self.rotary is not None:
             ctx.rotation = self.rotary(ctx.positions, hidden.device)
-        return self.parts.norm(self.run_layers(hidden, ctx))
+        normed = self.parts.norm(self.run_layers(hidden, ctx))
+        if not self.tap_layers:
+            return normed
+        features = torch.cat([normed, *self._tapped], dim=-1)
+        self._tapped.clear()
+        return features
 
     def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         for layer in self.parts.layers:
@@ -79,8 +104,8 @@ class CausalLM(Layer):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size], float32."""
-        logits = self.lm_head(hidden).float()
+        """[n, hidden_size or features] -> [n, vocab_size], float32."""
+        logits = self.lm_head(hidden[..., : self.config.hidden_size]).float()
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
     def target(self, name: str) -> Target | None:

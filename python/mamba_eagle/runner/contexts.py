@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.pools import CheckpointPool, KVPool
 from mamba_eagle.runner.verify import VerifyScheme
+
+
+class TreeAttention(Protocol):
+    """Attention of new tokens, wherever keys and values are."""
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
 
 
 class PagedAttention:
@@ -47,12 +55,15 @@ class PagedAttention:
 
 
 def causal_attention(
-    pool: KVPool, slot_table: Tensor, start: int, length: int, slots: Tensor
-) -> PagedAttention:
-    """For ``length`` prompt tokens at ``start`` of one request; slot_table [positions]."""
+    pool: KVPool, slot_table: Tensor, start: int, length: int
+) -> PagedAttention | None:
+    """For ``length`` prompt tokens at ``start`` of one request; slot_table [positions]. None if
+    the pool has no layers."""
+    if not pool.k.shape[0]:
+        return None
     end = start + length
-    mask = torch.full((1, length, end), float("-inf"), device=slots.device).triu_(start + 1)
-    return PagedAttention(pool, slots, slot_table[None, :end], mask)
+    mask = torch.full((1, length, end), float("-inf"), device=slot_table.device).triu_(start + 1)
+    return PagedAttention(pool, slot_table[start:end], slot_table[None, :end], mask)
 
 
 @dataclass
@@ -167,7 +178,7 @@ class VerifyContext:
     def __init__(
         self,
         scheme: VerifyScheme,
-        attention: PagedAttention | FusedTreeAttention | None,
+        attention: TreeAttention | None,
         positions: Tensor,
     ) -> None:
         """positions [b*T]: of the nodes, that is, tokens run before the tree + depth."""
@@ -220,12 +231,15 @@ def tree_attention(
     kv_slots: Tensor,
     parents: Tensor,
     ancestors: Tensor,
-) -> PagedAttention | FusedTreeAttention:
+) -> TreeAttention | None:
     """Tree nodes look at the tokens before the root and at their ancestors and themselves.
 
     Args: slot_table [R, positions]; slots [b], request slots; prefix [b], the root's position;
         kv_slots [b, T], the nodes'; parents [b, T]; ancestors [b, T, T].
+    Returns: None if the pool has no layers.
     """
+    if not pool.k.shape[0]:
+        return None
     if numba_math.usable(pool.k.device, pool.k.dtype):
         return FusedTreeAttention(pool, slot_table, slots, prefix, kv_slots, parents)
     longest = int(prefix.max())

@@ -1,15 +1,14 @@
 """The verify schemes of verify.py on a CPU in float32: one fused call a layer, no gathers.
 
 Index tables and buffers are those of the torch schemes; numpy views of them are made once, since
-the kernels take arrays. A tree's rows are written while it is verified: they are free until
-``accept`` puts them into the chain, so nothing has to be kept aside.
+the kernels take arrays.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,23 +16,12 @@ from torch import Tensor
 
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.runner.verify import DeferredVerify, SnapshotVerify, VerifyScheme
+from mamba_eagle.runner.verify import DeferredVerify, RecurrentVerify, SnapshotVerify, Step
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.tree import Tree
 
 
-class _Step(NamedTuple):
-    """What every layer's call reads of a step, in the order of the kernels' arguments."""
-
-    slots: np.ndarray  # [b]
-    rows: np.ndarray  # [b, T]
-    parents: np.ndarray  # [b, T]
-    path: np.ndarray  # [R, …]
-    chain_len: np.ndarray  # [R]
-    checkpoints: np.ndarray  # [b]
-
-
-class _Fused(VerifyScheme):
+class _Fused(RecurrentVerify):
     """What both schemes share: the step's arrays and the call a layer."""
 
     kernel: Callable[..., None]
@@ -41,20 +29,23 @@ class _Fused(VerifyScheme):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._path, self._chain_len = self.path.numpy(), self.chain_len.numpy()
-        self._checkpoint_of, self._run = self.table.checkpoint.numpy(), self.table.run.numpy()
+        self._run = self.table.run.numpy()
         self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
 
-    def begin(self, slots: Tensor, tree: Tree) -> None:
-        used = slots.numpy()
-        rows = np.empty(tree.parents.shape, np.int64)
-        self._find_rows(used, rows)
-        self.step = _Step(
-            used,
-            rows,
-            tree.parents.numpy(),
-            self._path,
-            self._chain_len,
-            self._checkpoint_of[used],
+    def begin_step(self, step: Step) -> None:
+        self.step = step
+        self.nodes_at = cpu.Nodes(
+            *(
+                part.numpy()
+                for part in (
+                    step.slots,
+                    step.rows,
+                    step.parents,
+                    step.path,
+                    step.chain_len,
+                    step.checkpoints,
+                )
+            )
         )
 
     def verify(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
@@ -63,12 +54,8 @@ class _Fused(VerifyScheme):
             known = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
         y = torch.empty(xbc.shape[0], self.config.inner_size)
         inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
-        self.kernel(*inputs, *self.step, *known, y.numpy())
+        self.kernel(*inputs, self.nodes_at, *known, y.numpy())
         return y
-
-    @abstractmethod
-    def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Fill ``rows`` [b, T] with a row for each node."""
 
     @abstractmethod
     def _buffers(self, layer: int) -> Any:
@@ -80,13 +67,13 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
 
     kernel = staticmethod(cpu.deferred_verify)
 
-    def accept(self, accepted: Truncated, hidden: Tensor) -> None:
+    def accept(self, accepted: Truncated, features: Tensor) -> None:
         cpu.extend_chains(
-            self.step.slots,
-            self.step.rows,
+            self.nodes_at.slots,
+            self.nodes_at.rows,
             accepted.nodes.numpy(),
             accepted.count.numpy(),
-            hidden.flatten(0, 1).numpy(),
+            features.flatten(0, 1).numpy(),
             self.history,
             self._path,
             self._chain_len,
@@ -97,11 +84,10 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
         used = slots.numpy()
         return torch.from_numpy(self._run[used] - self._chain_len[used])
 
-    def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        crowded = self._chain_len[slots] + rows.shape[1] > self.num_rows
-        if crowded.any():
-            self._fold(torch.from_numpy(slots[crowded]))
-        cpu.free_rows(slots, self._path, self._chain_len, self.history, rows)
+    def free_rows(self, slots: Tensor, count: int) -> Tensor:
+        rows = torch.empty(len(slots), count, dtype=torch.int64)
+        cpu.free_rows(slots.numpy(), self._path, self._chain_len, self.history, rows.numpy())
+        return rows
 
     def _buffers(self, layer: int) -> cpu.Buffers:
         own = (self.conv_in, self.xB, self.dt, self.log_decay, self.pool.ssm)
@@ -110,16 +96,13 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
     def _fold(self, slots: Tensor, keep: int | None = None) -> None:
         folded = slots.numpy()
         lengths = self._chain_len[folded] if keep is None else np.full_like(folded, keep)
-        checkpoints = self._checkpoint_of[folded]
-        for layer in range(self.xB.shape[0]):
+        checkpoints = self.table.checkpoint[slots].numpy()
+        for layer in range(self.size.layers):
             buffers = self._buffers(layer)
             cpu.fold(folded, lengths, self._path, checkpoints, self.history, buffers)
         last = self._path[folded, self.history + lengths - 1] - self.history
         self.pool.feature.numpy()[checkpoints] = self.feature.numpy()[folded, last]
         cpu.move_history(folded, lengths, self._path, self.history, self.conv_in.numpy())
-        self._empty_chain(slots)
-
-    def _empty_chain(self, slots: Tensor) -> None:
         self.chain_len[slots] = 0
 
 
@@ -128,14 +111,14 @@ class FusedSnapshotVerify(_Fused, SnapshotVerify):
 
     kernel = staticmethod(cpu.snapshot_verify)
 
-    def accept(self, accepted: Truncated, hidden: Tensor) -> None:
-        step, count = self.step, accepted.count.numpy()
+    def accept(self, accepted: Truncated, features: Tensor) -> None:
+        step, count = self.nodes_at, accepted.count.numpy()
         nodes = accepted.nodes.numpy()
         cpu.commit_snapshots(
             step.slots,
             nodes,
             count,
-            hidden.flatten(0, 1).numpy(),
+            features.flatten(0, 1).numpy(),
             step.checkpoints,
             self.node_states.numpy(),
             self.pool.ssm.numpy(),
@@ -145,8 +128,8 @@ class FusedSnapshotVerify(_Fused, SnapshotVerify):
         self._path[step.slots, self.history : self.history + nodes.shape[1]] = nodes + self.history
         cpu.move_history(step.slots, count, self._path, self.history, self.conv_in.numpy())
 
-    def _find_rows(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        rows[:] = np.arange(rows.shape[1])
+    def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
+        return super()._choose_rows(slots, tree).contiguous()
 
     def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
         own = (self.conv_in, self.node_states, self.pool.ssm)

@@ -8,6 +8,7 @@ import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.models.config import Mamba2Config, ModelConfig
+from mamba_eagle.spec.drafters.model_drafter import draft_rows
 
 CPU_KV_SLOTS = 65536
 CPU_CACHED_CHECKPOINTS = 192
@@ -33,11 +34,13 @@ class Available(NamedTuple):
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
+    feature_size: int,
     draft: ModelConfig | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> MemoryPlan:
-    """Sizes of the pools: what the flags say, else what fits.
+    """Sizes of the pools: what the flags say, else what fits. feature_size: numbers that a
+    checkpoint keeps of its last token.
 
     Raises: ConfigError when a flag is too small to serve one request, or nothing fits.
     """
@@ -49,21 +52,15 @@ def plan_memory(
         )
     if config.mamba_verify_mode == "snapshot":
         rows = config.tree_shape.nodes
-    kv_bytes = sum(
-        2 * part.num_attention_layers * a.num_kv_heads * a.head_dim * dtype.itemsize
-        for part in (model, draft)
-        if part is not None and (a := part.attention) is not None
-    )
-    checkpoint_bytes = model.hidden_size * dtype.itemsize  # the feature
-    request_bytes = 0
-    if (m := model.mamba) is not None:
-        ssm_bytes = getattr(torch, config.mamba_ssm_dtype).itemsize
-        history = (m.conv_kernel - 1) * m.conv_dim * dtype.itemsize
-        state = m.num_heads * m.head_dim * m.state_size
-        checkpoint_bytes += model.num_mamba_layers * (state * ssm_bytes + history)
-        place = node_bytes(m, config.mamba_verify_mode, dtype.itemsize)
-        request_bytes = model.num_mamba_layers * (history + rows * place)
-        request_bytes += rows * model.hidden_size * dtype.itemsize
+    size = dtype.itemsize
+    ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
+    kv_bytes = kv_slot_bytes(model, size)
+    checkpoint_bytes = state_bytes(model, ssm_size, size) + feature_size * size
+    request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
+    if draft is not None:
+        kv_bytes += kv_slot_bytes(draft, size)
+        checkpoint_bytes += state_bytes(draft, ssm_size, size)
+        request_bytes += row_bytes(draft, "deferred", draft_rows(config), 0, size)
     available = available_memory(config, device)
     running = config.max_running_requests
     cached, most_slots = CPU_CACHED_CHECKPOINTS, CPU_KV_SLOTS
@@ -94,6 +91,35 @@ def plan_memory(
     if problems:
         raise ConfigError(problems)
     return plan
+
+
+def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Keys and values of a token in all attention layers."""
+    a = model.attention
+    if a is None:
+        return 0
+    return 2 * model.num_attention_layers * a.num_kv_heads * a.head_dim * itemsize
+
+
+def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:
+    """The recurrent state after a token, with the convolution's history, in all layers."""
+    m = model.mamba
+    if m is None:
+        return 0
+    history = (m.conv_kernel - 1) * m.conv_dim * itemsize
+    return model.num_mamba_layers * (
+        m.num_heads * m.head_dim * m.state_size * ssm_itemsize + history
+    )
+
+
+def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, itemsize: int) -> int:
+    """What a running request takes beside its checkpoint."""
+    m = model.mamba
+    if m is None:
+        return 0
+    history = (m.conv_kernel - 1) * m.conv_dim * itemsize
+    places = model.num_mamba_layers * (history + rows * node_bytes(m, mode, itemsize))
+    return places + rows * feature_size * itemsize
 
 
 def default_rows(config: EngineConfig) -> int:

@@ -26,7 +26,6 @@ from mamba_eagle.message import (
     TokenLogprob,
 )
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
-from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
@@ -44,12 +43,13 @@ from mamba_eagle.runner.contexts import (
 )
 from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
-from mamba_eagle.runner.sampler import SamplingState, sample, token_logprobs
+from mamba_eagle.runner.sampler import SamplingState, batch_noise, sample, token_logprobs
 from mamba_eagle.runner.stateless_verify import StatelessVerify
-from mamba_eagle.runner.verify import VERIFY_SCHEMES, VerifyScheme
+from mamba_eagle.runner.verify import VERIFY_SCHEMES, SchemeSize, VerifyScheme
 from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.base import Drafter, NoDrafter
-from mamba_eagle.spec.drafters.eagle import EagleDrafter
+from mamba_eagle.spec.drafters import draft_source
+from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, NoDrafter
+from mamba_eagle.spec.tree import single_node_tree
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -73,25 +73,36 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         self.context_length = self._context_length()
         self.shape = config.tree_shape
-        self.max_depth = self.shape.steps + 1
 
+        source = self._draft_source()
         make_model = model_class(self.model_config)
         self.model = self._load(lambda: make_model(self.model_config), config.model_path)
-        head, draft_config = self._load_head()
-        self.memory = plan_memory(config, self.model_config, draft_config, self.dtype, self.device)
+        if source is not None:
+            self.model.tap(source.tap_layers)
+        self.memory = plan_memory(
+            config,
+            self.model_config,
+            self.model.feature_size,
+            source.config if source else None,
+            self.dtype,
+            self.device,
+        )
         weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
-        self.drafter: Drafter = NoDrafter(self.table.last_token)
-        if head is not None:
-            self.drafter = EagleDrafter(
-                head,
-                self.model,
-                self.memory.kv_slots,
-                self.shape,
-                self.table,
-                self.dtype,
-                self.device,
+        self.drafter: Drafter = NoDrafter()
+        if source is not None:
+            self.drafter = source.make(
+                DraftParts(
+                    config=config,
+                    target=self.model,
+                    table=self.table,
+                    kv_slots=self.memory.kv_slots,
+                    checkpoints=self.memory.checkpoints,
+                    dtype=self.dtype,
+                    device=self.device,
+                    load=self._load,
+                )
             )
         self.ready = self._describe()
         self.warm_up()
@@ -111,8 +122,8 @@ class ModelRunner:
 
     def _release(self, release: Release) -> None:
         slot = release.slot
+        self.drafter.release(slot, release.fold_to)
         if release.fold_to >= 0:
-            self.drafter.finish(slot)
             slots = torch.tensor([slot], device=self.device)
             keep = release.fold_to - int(self.scheme.folded(slots))
             self.scheme.finish(slot, int(self.table.checkpoint[slot]), keep)
@@ -129,23 +140,17 @@ class ModelRunner:
             length = len(item.token_ids)
             # copied: the pass below overwrites the checkpoint's feature
             befores.append(self.pool.feature[item.checkpoint].clone())
-            attention = None
-            if self.kv.k.shape[0]:
-                attention = causal_attention(
-                    self.kv,
-                    self.table.kv_slots[item.slot],
-                    item.start,
-                    length,
-                    self.table.kv_slots[item.slot, item.start : item.start + length],
-                )
+            attention = causal_attention(
+                self.kv, self.table.kv_slots[item.slot], item.start, length
+            )
             parts.append(PrefillPart(item, first, length, attention))
             first += length
         tokens = torch.tensor([t for item in items for t in item.token_ids], device=self.device)
-        hidden = self.model(tokens, PrefillContext(parts, self.pool))
+        features = self.model(tokens, PrefillContext(parts, self.pool))
         results = []
         for part, before in zip(parts, befores, strict=True):
             span = slice(part.first, part.first + part.length)
-            results.append(self._after_chunk(part.item, tokens[span], hidden[span], before))
+            results.append(self._after_chunk(part.item, tokens[span], features[span], before))
         return results
 
     def _admit(self, item: PrefillItem) -> None:
@@ -172,23 +177,23 @@ class ModelRunner:
             self.pool.copy(item.load_from, item.checkpoint)
 
     def _after_chunk(
-        self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor
+        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
     ) -> PrefillResult:
         """Features, logprobs, the drafter's entries; and the first token after the last chunk."""
         slot, end = item.slot, item.start + len(item.token_ids)
         for save in item.saves:
-            self.pool.feature[save.checkpoint] = hidden[save.position - item.start - 1]
-        self.pool.feature[item.checkpoint] = hidden[-1]
+            self.pool.feature[save.checkpoint] = features[save.position - item.start - 1]
+        self.pool.feature[item.checkpoint] = features[-1]
         self.table.run[slot] = end
         self.sampling.observe(slot, tokens, item.start)
-        self.drafter.observe_prefill(item, tokens, hidden, before)
+        self.drafter.observe_prefill(item, tokens, features, before)
         result = PrefillResult()
         if item.logprob_start >= 0:
-            result.input_logprobs = self._input_logprobs(item, tokens, hidden, before)
+            result.input_logprobs = self._input_logprobs(item, tokens, features, before)
         if not item.is_last:
             return result
         self.scheme.start(slot, item.checkpoint)
-        logits = self.model.compute_logits(hidden[-1:])
+        logits = self.model.compute_logits(features[-1:])
         position = torch.tensor([[end]], device=self.device)
         token = sample(self.sampling, [slot], logits[:, None], position, None)[0]  # [1]
         slots = torch.tensor([slot], device=self.device)
@@ -197,20 +202,20 @@ class ModelRunner:
         is_stop = (self.table.stop_tokens[slot] == token[0]).any()
         left = self.budget_end[slot] - end - 1
         self.table.remaining[slot] = torch.where(is_stop, 0, max(left, 0))
-        self.drafter.observe_first_token(slot, token[0], hidden[-1])
+        self.drafter.observe_first_token(slot, token[0], features[-1])
         result.token = int(token[0])
         if item.return_logprob:
             result.logprob = self._logprobs(logits, token, item.top_logprobs)[0]
         return result
 
     def _input_logprobs(
-        self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor
+        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
     ) -> list[TokenLogprob]:
         """Logprobs of the chunk's tokens from position logprob_start on; that of token q comes
-        from the hidden state at q-1, and the very first token has none."""
+        from the features at q-1, and the very first token has none."""
         first = max(item.logprob_start, item.start)
         offset = first - item.start
-        sources = torch.cat([before[None].to(hidden.dtype), hidden[:-1]])[offset:]
+        sources = torch.cat([before[None].to(features.dtype), features[:-1]])[offset:]
         wanted = tokens[offset:]
         out = self._logprobs(self.model.compute_logits(sources), wanted, item.top_logprobs)
         if first == 0 and out:
@@ -226,29 +231,33 @@ class ModelRunner:
         run = table.run[slots]
         table.kv_slots[slots, run] = kv_slots[:, 0]
 
-        tree = self.drafter.propose(slots, batch.shape)
-        attention = None
-        if self.kv.k.shape[0]:
-            attention = tree_attention(
-                self.kv, table.kv_slots, slots, run, kv_slots, tree.parents, tree.ancestors
-            )
+        if batch.shape.nodes == 1:
+            tree = single_node_tree(table.last_token[slots])
+        else:
+            noise = batch_noise(self.sampling, batch.slots)
+            tree = self.drafter.propose(slots, batch.shape, noise)
+        attention = tree_attention(
+            self.kv, table.kv_slots, slots, run, kv_slots, tree.parents, tree.ancestors
+        )
         self.scheme.begin(slots, tree)
         positions = run[:, None] + tree.depths
         context = VerifyContext(self.scheme, attention, positions.reshape(-1))
-        hidden = self.model(tree.tokens.reshape(-1), context)
-        logits = self.model.compute_logits(hidden).unflatten(0, tree.tokens.shape)
+        features = self.model(tree.tokens.reshape(-1), context)
+        logits = self.model.compute_logits(features).unflatten(0, tree.tokens.shape)
         target = sample(self.sampling, batch.slots, logits, positions + 1, tree)
 
         accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
-        self._commit(slots, kv_slots, accepted, hidden.unflatten(0, tree.tokens.shape))
+        self._commit(slots, kv_slots, accepted, features.unflatten(0, tree.tokens.shape))
         return self._decode_results(batch, slots, accepted, logits)
 
-    def _commit(self, slots: Tensor, kv_slots: Tensor, accepted: Truncated, hidden: Tensor) -> None:
+    def _commit(
+        self, slots: Tensor, kv_slots: Tensor, accepted: Truncated, features: Tensor
+    ) -> None:
         """The accepted nodes become part of the sequence: indices only, in every table."""
-        self.scheme.accept(accepted, hidden)
+        self.scheme.accept(accepted, features)
         commit_tokens(self.table, slots, kv_slots, accepted)
         self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
-        self.drafter.observe_accepted(slots, accepted, hidden)
+        self.drafter.observe_accepted(slots, accepted, features)
 
     def _decode_results(
         self, batch: DecodeBatch, slots: Tensor, accepted: Truncated, logits: Tensor
@@ -319,27 +328,15 @@ class ModelRunner:
         prepare_for_inference(model)
         return model
 
-    def _load_head(self) -> tuple[EagleHead | None, ModelConfig | None]:
+    def _draft_source(self) -> DraftSource | None:
+        """Raises: ConfigError with every reason why the drafter does not fit the target."""
         if self.config.speculative_algorithm == "NONE":
-            return None, None
-        path = self.config.speculative_draft_model_path
-        config = ModelConfig.from_pretrained(path)
-        wrong = []
-        if config.vocab_size != self.model_config.vocab_size:
-            wrong.append(
-                f"draft head {path} has vocab_size {config.vocab_size}, the target "
-                f"{self.model_config.vocab_size}: use a head trained for this target"
-            )
-        if config.num_mamba_layers:
-            wrong.append(f"draft head {path} has Mamba2 layers: only attention and MLP are served")
-        if config.hidden_size != self.model_config.hidden_size:
-            wrong.append(
-                f"draft head {path} has hidden_size {config.hidden_size}, the target "
-                f"{self.model_config.hidden_size}: use a head trained for this target"
-            )
-        if wrong:
+            return None
+        make_source = draft_source(self.config.speculative_algorithm)
+        source = make_source(self.config, self.model_config)
+        if wrong := source.problems():
             raise ConfigError(wrong)
-        return self._load(lambda: EagleHead(config, self.model_config), path), config
+        return source
 
     def _make_pools(self) -> None:
         config, model, memory = self.config, self.model_config, self.memory
@@ -353,21 +350,21 @@ class ModelRunner:
             model.num_mamba_layers,
             memory.checkpoints,
             model.mamba,
-            model.hidden_size,
+            self.model.feature_size,
             getattr(torch, config.mamba_ssm_dtype),
             self.dtype,
             self.device,
         )
-        scheme = VERIFY_SCHEMES[config.mamba_verify_mode] if model.mamba else StatelessVerify
-        self.scheme: VerifyScheme = scheme(
-            model.mamba,
-            model.num_mamba_layers,
-            model.hidden_size,
-            memory.rows,
-            self.max_depth,
-            self.table,
-            self.pool,
-        )
+        self.scheme: VerifyScheme = StatelessVerify(self.table, self.pool)
+        if model.mamba is not None:
+            size = SchemeSize(
+                layers=model.num_mamba_layers,
+                features=self.model.feature_size,
+                rows=memory.rows,
+                accepts=self.shape.steps + 1,
+            )
+            make_scheme = VERIFY_SCHEMES[config.mamba_verify_mode]
+            self.scheme = make_scheme(model.mamba, size, self.table, self.pool)
         self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, self.device)
 
     def _describe(self) -> RunnerReady:

@@ -57,7 +57,7 @@ class CheckpointPool:
     """Recurrent states after some token of some sequence, in all Mamba2 layers.
 
     ssm [layers, slots, H, P, N]; conv [layers, slots, K-1, conv_dim], the raw convolution inputs
-    of the last K-1 tokens, oldest first; feature [slots, hidden], the target's hidden state of
+    of the last K-1 tokens, oldest first; feature [slots, feature_size], what the model said of
     the last token, which a draft head needs to continue from here. Without Mamba2 layers (config
     None) only the feature is kept.
     """
@@ -67,7 +67,7 @@ class CheckpointPool:
         num_layers: int,
         num_slots: int,
         config: Mamba2Config | None,
-        hidden_size: int,
+        feature_size: int,
         ssm_dtype: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
@@ -78,7 +78,7 @@ class CheckpointPool:
             history = (config.conv_kernel - 1, config.conv_dim)
         self.ssm = torch.zeros(num_layers, num_slots, *state, dtype=ssm_dtype, device=device)
         self.conv = torch.zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
-        self.feature = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
+        self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
 
     def copy(self, source: int, target: int) -> None:
         for part in (self.ssm, self.conv):

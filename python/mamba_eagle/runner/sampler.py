@@ -197,6 +197,34 @@ class SamplingState:
         return [self._needs[slot] for slot in slots]
 
 
+class BatchNoise:
+    """The Gumbel noise that ``sample`` will add, for drafters (spec/drafters/base.py KeyedNoise).
+
+    The target takes ``argmax(logits / temperature + noise)``. A drafter whose logits are near the
+    target's guesses that best from ``log_probs / temperature + noise``; its softmax is a measure of
+    how sure the guess is. Filters and penalties are left out: they cost more than they tell.
+    """
+
+    def __init__(self, state: SamplingState, slots: list[int]) -> None:
+        rows = _to_device(slots, torch.int64, state.device)
+        self.temperature = state.numbers[rows, 0][:, None, None]  # [b, 1, 1]
+        self.seeds = state.integers[rows, 0]  # [b]
+
+    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+        b, lanes, vocab = log_probs.shape
+        noise = gumbel(self.seeds, positions, vocab)[:, None]  # the same in all lanes
+        warm = self.temperature > 0
+        noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
+        return torch.where(warm, noisy, log_probs)
+
+
+def batch_noise(state: SamplingState, slots: list[int]) -> BatchNoise | None:
+    """None if all requests of the batch are greedy."""
+    if any(need.noise for need in state.needs(slots)):
+        return BatchNoise(state, slots)
+    return None
+
+
 def _to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A list as a tensor on the device; from memory that is not pinned, the copy would wait."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from torch import Tensor, where
 
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, RequestTable
 from mamba_eagle.runner.verify import VerifyScheme
 from mamba_eagle.spec.accept import Truncated
@@ -18,23 +16,12 @@ class StatelessVerify(VerifyScheme):
 
     name = "stateless"
 
-    def __init__(
-        self,
-        config: Mamba2Config | None,
-        num_layers: int,
-        hidden_size: int,
-        num_rows: int,
-        max_depth: int,
-        table: RequestTable,
-        pool: CheckpointPool,
-    ) -> None:
-        assert config is None and num_layers == 0
+    def __init__(self, table: RequestTable, pool: CheckpointPool) -> None:
         self.table, self.pool = table, pool
 
     def start(self, slot: int, checkpoint: int) -> None: ...
 
-    def finish(self, slot: int, checkpoint: int, keep: int) -> None:
-        assert keep == 0, "the checkpoint already holds every accepted token"
+    def finish(self, slot: int, checkpoint: int, keep: int) -> None: ...
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
         self.checkpoints = self.table.checkpoint[slots]
@@ -42,13 +29,15 @@ class StatelessVerify(VerifyScheme):
     def verify(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         raise AssertionError("the model has no Mamba2 layer")
 
-    def accept(self, accepted: Truncated, hidden: Tensor) -> None:
+    def accept(self, accepted: Truncated, features: Tensor) -> None:
+        if not features.shape[2]:
+            return  # a drafter that carries nothing along
         last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])  # [b, 1]
-        made = hidden.gather(1, last[..., None].expand(-1, -1, hidden.shape[2]))[:, 0]
+        made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
         # a request that had ended accepts nothing: its feature stays
         feature, alive = self.pool.feature, (accepted.count > 0)[:, None]
         before = feature[self.checkpoints]
-        feature[self.checkpoints] = torch.where(alive, made.to(feature.dtype), before)
+        feature[self.checkpoints] = where(alive, made.to(feature.dtype), before)
 
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.run[slots]
@@ -56,12 +45,3 @@ class StatelessVerify(VerifyScheme):
     @property
     def num_bytes(self) -> int:
         return 0
-
-    def _choose_rows(self) -> Tensor:
-        raise NotImplementedError
-
-    def _recur(self, layer: Mamba2Mixer, convolved: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def _accept(self, accepted: Truncated, hidden: Tensor, rows: Tensor) -> None:
-        raise NotImplementedError

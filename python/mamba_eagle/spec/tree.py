@@ -48,6 +48,19 @@ def single_node_tree(roots: Tensor) -> Tree:
     )
 
 
+def chain_tree(tokens: Tensor) -> Tree:
+    """Each token behind the one before it. tokens: [b, T] int64."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    shape = tokens.shape
+    return Tree(
+        tokens=tokens,
+        parents=(index - 1).clamp_(min=0).expand(shape).contiguous(),
+        depths=index.expand(shape),
+        ancestors=(index[:, None] >= index).expand(*shape, -1),
+        scores=torch.zeros(shape, device=tokens.device),
+    )
+
+
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
     """Who is above whom. parents: [b, T] int64, root 0 -> [b, T, T] bool, a node above itself too.
 

@@ -1,4 +1,4 @@
-"""Drives a VerifyScheme without a model: random layer inputs, random trees, random accepts.
+"""Drives a RecurrentVerify without a model: random layer inputs, random trees, random accepts.
 
 Beside it runs the plain recurrence in float64, token by token, for every node of every tree: what
 the scheme must equal.
@@ -18,7 +18,7 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.runner.pools import CheckpointPool, RequestTable
-from mamba_eagle.runner.verify import VERIFY_SCHEMES, VerifyScheme
+from mamba_eagle.runner.verify import VERIFY_SCHEMES, RecurrentVerify, SchemeSize
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.tree import Tree, ancestor_matrix
 
@@ -181,8 +181,8 @@ class Rig:
         )
         name, _, form = scheme.partition("-")
         with torch_path(form == "torch"):
-            self.scheme: VerifyScheme = VERIFY_SCHEMES[name](
-                self.config, num_layers, HIDDEN, rows, max_depth, self.table, self.pool
+            self.scheme: RecurrentVerify = VERIFY_SCHEMES[name](
+                self.config, SchemeSize(num_layers, HIDDEN, rows, max_depth), self.table, self.pool
             )
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, Moment]] = {}  # slot -> position -> moment

@@ -34,6 +34,7 @@ from mamba_eagle.message import (
     TokenLogprob,
 )
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
 
 GARBAGE = 1000.0
 
@@ -182,8 +183,8 @@ class Engine:
         propose = self.runner.drafter.propose
         self.proposed: dict[int, Proposal] = {}
 
-        def recording(slots: Tensor, shape: TreeShape) -> Any:
-            tree = propose(slots, shape)
+        def recording(slots: Tensor, shape: TreeShape, noise: Any) -> Any:
+            tree = propose(slots, shape, noise)
             rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist())
             self.proposed = dict(zip(slots.tolist(), (Proposal(*row) for row in rows)))
             return tree
@@ -216,7 +217,8 @@ class Engine:
             live.logprobs += made.logprobs
             live.folded = made.folded
             live.steps.append(made)
-            live.proposals.append(self.proposed[live.slot])
+            if shape.nodes > 1:
+                live.proposals.append(self.proposed[live.slot])
             self.free([slot for node, slot in enumerate(kv_slots) if node not in made.nodes])
         return result
 
@@ -226,17 +228,21 @@ class Engine:
 
     def _overwrite(self, kv_slots: list[int]) -> None:
         pools = [self.runner.kv]
-        if hasattr(self.runner.drafter, "pool"):
-            pools.append(self.runner.drafter.pool)
+        if isinstance(self.runner.drafter, ModelDrafter):
+            pools.append(self.runner.drafter.kv)
         for pool in pools:
             if pool.k.shape[0] > 0:
                 pool.k[:, kv_slots], pool.v[:, kv_slots] = GARBAGE, -GARBAGE
 
     def free_checkpoint(self, checkpoint: int) -> None:
         self.free_checkpoints.insert(0, checkpoint)
-        self.runner.pool.ssm[:, checkpoint] = GARBAGE
-        self.runner.pool.conv[:, checkpoint] = GARBAGE
-        self.runner.pool.feature[checkpoint] = GARBAGE
+        pools = [self.runner.pool]
+        if isinstance(self.runner.drafter, ModelDrafter):
+            pools.append(self.runner.drafter.pool)
+        for pool in pools:
+            pool.ssm[:, checkpoint] = GARBAGE
+            pool.conv[:, checkpoint] = GARBAGE
+            pool.feature[checkpoint] = GARBAGE
 
     # ── a request ──
 

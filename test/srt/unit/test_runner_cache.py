@@ -250,7 +250,7 @@ def test_a_drafter_without_its_prefix_would_draft_other_trees(tiny: Tiny, settin
     engine = tiny.engine(settings)
     saver = engine.start(PROMPT, greedy(12), saves=(50,))
     engine.finish([saver])
-    pool = engine.runner.drafter.pool
+    pool = engine.runner.drafter.kv
     pool.v[:, saver.saved[50].kv_slots] = 0.0
     blind = engine.generate(PROMPT, greedy(12), hit=saver.saved[50])
     assert blind.output == saver.output

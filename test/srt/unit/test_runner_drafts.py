@@ -5,12 +5,16 @@ The text does not depend on drafts, so nothing else would notice a head that rea
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from runner_harness import SETTINGS, Live, Tiny, greedy, random_prompt, sampled, write_tiny
-from tiny_model import load_head
+from runner_harness import SETTINGS, Engine, Live, Tiny, greedy, random_prompt, sampled, write_tiny
+from tiny_model import HEAD_CONFIG, MODEL_CONFIG, load_head, write_head
 from torch import Tensor
 
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.eagle import EagleHead
 
@@ -46,18 +50,29 @@ def run(head: EagleHead, embeddings: Tensor, features: Tensor) -> Tensor:
     return head(embeddings, features, FullSequenceContext(1, len(embeddings)))
 
 
+def with_noise(log_probs: Tensor, sampling: SamplingParams, position: int) -> Tensor:
+    """What the head says about the sample at ``position``. [V]"""
+    if sampling.greedy:
+        return log_probs
+    noise = gumbel(torch.tensor([sampling.seed]), torch.tensor([position]), len(log_probs))[0]
+    return (log_probs / sampling.temperature + noise).log_softmax(0)
+
+
 def assert_trees_are_the_heads(live: Live, plain: PlainDrafts) -> None:
+    def guess(tokens: list[int], drafted: int) -> Tensor:
+        return with_noise(plain.log_probs(tokens, drafted), live.sampling, len(tokens))
+
     tokens = live.tokens[: live.prompt_len + 1]
     for proposal, step in zip(live.proposals, live.steps):
         paths: list[list[int]] = [[]]
         assert proposal.tokens[0] == tokens[-1], "the root is the last token, not run yet"
         scores = [0.0]
         for token, parent in zip(proposal.tokens[1:], proposal.parents[1:]):
-            log_probs = plain.log_probs(tokens + paths[parent], len(paths[parent]))
+            log_probs = guess(tokens + paths[parent], len(paths[parent]))
             paths.append([*paths[parent], token])
             scores.append(scores[parent] + float(log_probs[token]))
         assert proposal.scores == pytest.approx(scores, abs=1e-3)
-        best = plain.log_probs(tokens, 0)
+        best = guess(tokens, 0)
         assert paths[1] == [int(best.argmax())], "the best guess is in the tree"
         tokens = tokens + step.tokens
 
@@ -65,7 +80,21 @@ def assert_trees_are_the_heads(live: Live, plain: PlainDrafts) -> None:
 @pytest.mark.parametrize("settings", ["tree", "chain", "star", "tree-torch", "chain-torch"])
 def test_trees_are_scored_as_full_passes_of_the_head_score_them(tiny: Tiny, settings: str) -> None:
     """In a batch, over accepted drafts, from prompts in chunks."""
-    engine = tiny.engine(settings)
+    assert_trees_follow_the_head(tiny, tiny.engine(settings), settings)
+
+
+@pytest.mark.parametrize("settings", ["tree", "chain", "tree-torch", "tree-snapshot"])
+@pytest.mark.parametrize("pattern", ["M-", "*M"])
+def test_a_head_may_have_mamba2_layers(
+    tiny: Tiny, tmp_path: Path, pattern: str, settings: str
+) -> None:
+    mamba = {name: MODEL_CONFIG[name] for name in MODEL_CONFIG if name not in HEAD_CONFIG}
+    head = write_head(tmp_path, tiny.model, hybrid_override_pattern=pattern, **mamba)
+    tiny = tiny._replace(head=head)
+    assert_trees_follow_the_head(tiny, tiny.engine(settings), settings)
+
+
+def assert_trees_follow_the_head(tiny: Tiny, engine: Engine, settings: str) -> None:
     lives = [
         engine.start(random_prompt(19, 1), sampled(7, 1)),
         engine.start(random_prompt(1, 2), greedy(7)),

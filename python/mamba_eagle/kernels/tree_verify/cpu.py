@@ -30,6 +30,17 @@ class LayerWeights(NamedTuple):
     high: np.float32
 
 
+class Nodes(NamedTuple):
+    """The nodes of b trees and what is before them, as runner/verify.py's Step."""
+
+    slots: np.ndarray  # [b]
+    rows: np.ndarray  # [b, T]
+    parents: np.ndarray  # [b, T]
+    path: np.ndarray  # [b, places + …]
+    chain_len: np.ndarray  # [b]
+    checkpoints: np.ndarray  # [b]
+
+
 class Buffers(NamedTuple):
     """What the deferred scheme keeps of one layer."""
 
@@ -130,16 +141,14 @@ def _read_row(out, C, L, xB, dt, row_L, scores, weights):
 
 
 @kernel
-def deferred_verify(
-    xbc, dt_raw, slots, rows, parents, path, chain_len, checkpoints, weights, buffers, y
-):
+def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     """All nodes of b trees in one layer; as causal_conv_windows, then naive.tree_verify, then D x.
 
     Args:
-        xbc [b*T, C] before the convolution; dt_raw [b*T, H]; slots [b]; rows, parents [b, T];
-        path [R, places + …], chain_len [R], as VerifyScheme keeps them; checkpoints [b];
-        weights: LayerWeights; buffers: Buffers, whose rows ``rows`` are written; y [b*T, H*P] out.
+        xbc [b*T, C] before the convolution; dt_raw [b*T, H]; nodes: Nodes; weights: LayerWeights;
+        buffers: Buffers, in which the nodes' rows are written; y [b*T, H*P] out.
     """
+    slots, rows, parents, path, chain_len, checkpoints = nodes
     conv_in, xB, dt, log_decay, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
@@ -158,22 +167,22 @@ def deferred_verify(
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, slot_rows, above = conv_in[slot], rows[r], parents[r]
-        length = chain_len[slot]
+        length = chain_len[r]
         tail = history + length - 1  # of the path: the last token before the tree
         for k in range(length):
-            visible[k] = path[slot, history + k] - history
+            visible[k] = path[r, history + k] - history
         for i in range(T):
             row = slot_rows[i]
             raw, kept = xbc[first + i], inputs[history + row]
             for c in range(raw.shape[0]):
                 kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, history, slot_rows, above, path[slot], tail, i)
+            _convolve(convolved, conv, inputs, history, slot_rows, above, path[r], tail, i)
             own, own_C = xB[slot, row], flat_C[i]
             for c in range(width):
                 own[c] = convolved[c]
             for c in range(G * N):
                 own_C[c] = convolved[width + c]
-            before = slot_rows[above[i]] if i > 0 else path[slot, tail] - history
+            before = slot_rows[above[i]] if i > 0 else path[r, tail] - history
             for h in range(H):
                 step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
                 since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
@@ -256,13 +265,12 @@ def fold(slots, lengths, path, checkpoints, history, buffers):
 
 
 @kernel
-def snapshot_verify(
-    xbc, dt_raw, slots, rows, parents, path, chain_len, checkpoints, weights, buffers, y
-):
+def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
     """The recurrence node by node, as causal_conv_windows, naive.snapshot_verify, then D x.
 
     As deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
     """
+    slots, rows, parents, path, chain_len, checkpoints = nodes
     conv_in, node_states, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
@@ -277,12 +285,12 @@ def snapshot_verify(
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, above = conv_in[slot], parents[r]
-        tail = history + chain_len[slot] - 1
+        tail = history + chain_len[r] - 1
         for i in range(T):
             raw, kept = xbc[first + i], inputs[history + rows[r, i]]
             for c in range(channels):
                 kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, history, rows[r], above, path[slot], tail, i)
+            _convolve(convolved, conv, inputs, history, rows[r], above, path[r], tail, i)
             before = node_states[slot, above[i]] if i > 0 else state[checkpoints[r]]
             after, out = node_states[slot, i], y[first + i]
             for h in range(H):

@@ -1,1 +1,29 @@
 """Drafters, by the name that ``--speculative-algorithm`` takes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from mamba_eagle.spec.drafters.base import DraftSource
+
+
+class Entry(NamedTuple):
+    """Where a drafter is, and what it needs. Imported when chosen: flags need no torch."""
+
+    module: str
+    source: str  # a DraftSource
+    needs_folder: bool = True  # --speculative-draft-model-path
+
+
+DRAFTERS = {
+    "EAGLE": Entry("eagle", "EagleSource"),
+    "STANDALONE": Entry("standalone", "StandaloneSource"),
+}
+
+
+def draft_source(algorithm: str) -> type[DraftSource]:
+    entry = DRAFTERS[algorithm]
+    source: type[DraftSource] = getattr(import_module(f"{__name__}.{entry.module}"), entry.source)
+    return source

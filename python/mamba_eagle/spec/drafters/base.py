@@ -3,45 +3,69 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree, single_node_tree
+from mamba_eagle.spec.tree import Tree
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class KeyedNoise(Protocol):
+    """The noise that the target will sample with: whoever drafts with it guesses the sample and
+    not only the distribution."""
+
+    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+        """log_probs [b, lanes, V] of tokens at ``positions`` [b] -> the same, of the samples."""
 
 
 class Drafter(ABC):
     """Proposes a tree for each request and is told what became of the sequence.
 
     Its caches follow the target's: entries of a token stand under that token's KV slot in a pool
-    of its own, so a prefix the target finds in the radix cache is there for the drafter too.
+    of its own, its recurrent states under the target's checkpoint slots. So a prefix that the
+    target finds in the radix cache is there for the drafter too.
+
+    ``features`` are what the target's forward pass returns: F numbers a token, the hidden state
+    after the final norm and those that the drafter taps.
     """
 
     @abstractmethod
     def observe_prefill(
-        self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor
+        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        """Prompt tokens [n] were run; hidden [n, hidden_size] is what the target made of them,
-        before [hidden_size] its hidden state of the token ahead of them (zeros at position 0)."""
+        """Prompt tokens [n] were run; features [n, F]; before [F]: of the token ahead of them
+        (zeros at position 0)."""
 
     @abstractmethod
-    def observe_first_token(self, slot: int, token: Tensor, hidden: Tensor) -> None:
-        """The prompt is over: ``token`` [] was sampled from ``hidden`` [hidden_size]."""
+    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None:
+        """The prompt is over: ``token`` [] was sampled from ``feature`` [F]."""
 
     @abstractmethod
-    def observe_accepted(self, slots: Tensor, accepted: Truncated, hidden: Tensor) -> None:
-        """A verify step has ended. hidden [b, T, hidden_size]: the target's, of all nodes."""
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        """A decode step has ended, be it of drafts or plain. features [b, T, F], of all nodes."""
 
     @abstractmethod
-    def propose(self, slots: Tensor, shape: TreeShape) -> Tree:
-        """A tree of ``shape`` for each request in ``slots`` [b], rooted at its last token."""
+    def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
+        """A tree of ``shape``, two nodes or more, for each request in ``slots`` [b], rooted at its
+        last token. The shape is no larger than the configured one, and may change from step to
+        step. noise: None if all requests are greedy."""
 
     @abstractmethod
-    def finish(self, slot: int) -> None:
-        """The request leaves and its prefix may be reused: complete the entries of all tokens
-        that were run."""
+    def release(self, slot: int, position: int) -> None:
+        """The request leaves. position >= 0: its first so many tokens stay in the prefix cache,
+        and what the drafter knows of them goes with them."""
 
     @property
     @abstractmethod
@@ -50,24 +74,83 @@ class Drafter(ABC):
 
 
 class NoDrafter(Drafter):
-    """Plain decoding: the tree is its root."""
-
-    def __init__(self, last_token: Tensor) -> None:
-        self.last_token = last_token
+    """Plain decoding: no tree is ever asked for."""
 
     def observe_prefill(
-        self, item: PrefillItem, tokens: Tensor, hidden: Tensor, before: Tensor
+        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
     ) -> None: ...
 
-    def observe_first_token(self, slot: int, token: Tensor, hidden: Tensor) -> None: ...
+    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None: ...
 
-    def observe_accepted(self, slots: Tensor, accepted: Truncated, hidden: Tensor) -> None: ...
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None: ...
 
-    def finish(self, slot: int) -> None: ...
+    def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
+        raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")
 
-    def propose(self, slots: Tensor, shape: TreeShape) -> Tree:
-        return single_node_tree(self.last_token[slots])
+    def release(self, slot: int, position: int) -> None: ...
 
     @property
     def num_bytes(self) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """What a drafter is built from."""
+
+    config: EngineConfig
+    target: CausalLM
+    table: RequestTable
+    kv_slots: int
+    checkpoints: int
+    dtype: torch.dtype
+    device: torch.device
+    load: Callable[[Callable[[], nn.Module], str], nn.Module]  # a maker and a folder -> a model
+
+
+class DraftSource(ABC):
+    """A drafter before its weights are loaded: what start-up must know of it."""
+
+    tap_layers: tuple[int, ...] = ()  # of the target, as CausalLM.tap takes them
+
+    @property
+    @abstractmethod
+    def config(self) -> ModelConfig | None:
+        """Sizes of its layers, for the memory plan; None: it has none."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
+        """Reads the drafter's config.json. Raises: FileNotFoundError, UnsupportedModel."""
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """Every reason why it cannot draft for this target, with values and what to do."""
+
+    @abstractmethod
+    def make(self, parts: DraftParts) -> Drafter:
+        """Loads the weights. Raises: CheckpointError."""
+
+
+class FolderSource(DraftSource):
+    """A drafter in a folder of its own, ``--speculative-draft-model-path``."""
+
+    must_equal: tuple[str, ...]  # what of config.json must be as the target's
+
+    def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
+        self.path, self.target = config.speculative_draft_model_path, target
+        self.own = ModelConfig.from_pretrained(self.path)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.own
+
+    def problems(self) -> list[str]:
+        wrong = []
+        for name in self.must_equal:
+            own, wanted = getattr(self.own, name), getattr(self.target, name)
+            if own != wanted:
+                wrong.append(
+                    f"drafter {self.path} has {name} {own}, the target {wanted}: "
+                    "use one that was made for this target"
+                )
+        return wrong

@@ -1,0 +1,46 @@
+"""STANDALONE: a smaller model drafts, attention, Mamba2 or hybrid, on tokens alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.registry import model_class
+from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
+from mamba_eagle.spec.drafters.network import DraftNetwork
+
+
+class StandaloneNetwork(DraftNetwork):
+    """Entries take no features: the model's own caches hold what came before."""
+
+    feature_size = 0
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.config = model.config
+        self.output_size = model.config.hidden_size
+
+    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.model(tokens.reshape(-1), ctx).unflatten(0, tokens.shape)
+
+    def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.model(tokens, ctx)
+
+    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.model.compute_logits(outputs).log_softmax(-1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+
+class StandaloneSource(FolderSource):
+    must_equal = ("vocab_size",)
+
+    def make(self, parts: DraftParts) -> Drafter:
+        make_model = model_class(self.own)
+        model = parts.load(lambda: make_model(self.own), self.path)
+        assert isinstance(model, CausalLM)
+        return ModelDrafter(StandaloneNetwork(model), parts)
