@@ -176,6 +176,7 @@ class Engine:
         for slots in (self.free_kv, self.free_checkpoints, self.free_slots):
             shuffled.shuffle(slots)
         self.steps = 0
+        self.overwrites = True  # what is freed
         self._record_proposals()
         self._overwrite(self.free_kv)
 
@@ -227,6 +228,8 @@ class Engine:
         self._overwrite(kv_slots)
 
     def _overwrite(self, kv_slots: list[int]) -> None:
+        if not self.overwrites:
+            return
         pools = [self.runner.kv]
         if isinstance(self.runner.drafter, ModelDrafter):
             pools.append(self.runner.drafter.kv)

@@ -82,13 +82,14 @@ def write_model(folder: Path, seed: int = 0, finer: bool = False, **changes: obj
 def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: object) -> Path:
     """A head that guesses right now and then: a random one whose ``fc`` is a least-squares fit of
     the target's hidden states on random tokens. Its attention sees the whole prefix."""
-    config = {**HEAD_CONFIG, **changes}
     target = load_model(model_folder)
+    config = {**HEAD_CONFIG, "vocab_size": target.config.vocab_size, **changes}
     head = EagleHead(ModelConfig.from_dict(config), target.config)
     random_weights(head, seed)
     generator = torch.Generator().manual_seed(seed)
     batch, length = 60, 50
-    tokens = torch.randint(0, VOCAB, (batch * length,), generator=generator)
+    vocab = target.config.vocab_size
+    tokens = torch.randint(0, vocab, (batch * length,), generator=generator)
     with torch.no_grad():
         hidden = target(tokens, FullSequenceContext(batch, length)).unflatten(0, (batch, length))
         embeddings = target.embed(tokens).unflatten(0, (batch, length))

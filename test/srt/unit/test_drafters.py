@@ -1,0 +1,138 @@
+"""What must hold whoever drafts: the text is the target's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runner_harness import (
+    Engine,
+    PlainModel,
+    Settings,
+    accepted,
+    greedy,
+    random_prompt,
+    sampled,
+)
+from tiny_drafters import DRAFTERS
+from tiny_model import write_model
+from torch import Tensor
+
+from mamba_eagle.core import TreeShape
+
+torch.set_num_threads(1)
+
+VOCAB = 12
+SHAPES = {
+    "tree": Settings(topk=3, steps=3, nodes=9),
+    "chain": Settings(topk=1, steps=3, nodes=4),
+    "tree-snapshot": Settings(topk=3, steps=3, nodes=9, scheme="snapshot"),
+    "tree-torch": Settings(topk=3, steps=3, nodes=9, fused=False),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_text_is_the_plain_models(
+    target: Path, tmp_path: Path, drafter: str, shape: str
+) -> None:
+    """Greedy and sampled, with penalties and bans, over chunks, plain steps and the cache."""
+    engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES[shape])
+    plain = PlainModel(target)
+    lives = [
+        engine.start(random_prompt(19, 1), greedy(45)),
+        engine.start(random_prompt(26, 2), sampled(40, 2), cuts=(5, 6), saves=(21,)),
+        engine.start(random_prompt(1, 3), sampled(35, 3)),
+    ]
+    for step in range(4):
+        engine.execute(decode=lives, shape=TreeShape() if step % 2 else None)
+    engine.finish(lives)
+    for live in lives:
+        assert live.output == plain.choices(live)
+    depths = accepted(lives)
+    assert max(depths) > 1 and min(depths) == 1, "some drafts are right and some are not"
+    again = engine.start(random_prompt(26, 2)[:21] + [7], greedy(20), hit=lives[1].saved[21])
+    end = lives[0].run
+    left = engine.release(lives[0], fold_to=end)
+    turn = engine.start(lives[0].tokens[:end] + [5, 9], sampled(20, 4), hit=left)
+    engine.finish([again, turn])
+    assert [live.output for live in (again, turn)] == [plain.choices(x) for x in (again, turn)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_penalties_and_bans_act_in_the_tree_as_in_plain_decoding(
+    target: Path, tmp_path: Path, drafter: str
+) -> None:
+    asked = [
+        greedy(30, frequency_penalty=1.5, presence_penalty=0.5),
+        sampled(30, 1, repetition_penalty=1.4, top_k=8),
+        sampled(30, 2, min_p=0.05, logit_bias={7: 4.0, 9: -4.0}),
+        sampled(30, 3, temperature=0.7, top_p=0.8, ignore_eos=False, min_new_tokens=20),
+    ]
+    texts = []
+    for settings in (Settings(topk=3, steps=3, nodes=9), None):
+        if settings is None:
+            engine = Engine(target, None, Settings("NONE"))
+        else:
+            engine = DRAFTERS[drafter].engine(tmp_path, target, settings)
+        lives = [engine.start(random_prompt(9, i), one) for i, one in enumerate(asked)]
+        engine.finish(lives)
+        texts.append([live.output for live in lives])
+    assert texts[0] == texts[1]
+
+
+def ranks(engine: Engine, plain: PlainModel, requests: int, tokens: int, seed: int) -> Tensor:
+    """Where each sampled token lies in the target's distribution given the text before it: a
+    number in [0, 1), uniform and independent of all others if and only if tokens are samples of
+    that distribution. The likeliest tokens come first, as they are those that are drafted."""
+    lives = [
+        engine.start([3 + i % 7, 3 + i % 5], sampled(tokens, seed + i)) for i in range(requests)
+    ]
+    engine.finish(lives)
+    found = []
+    for live in lives:
+        first = live.prompt_len
+        logits = plain.logits(live.tokens[:-1])[first - 1 :].double()
+        probabilities, order = logits.softmax(1).sort(dim=1, descending=True)
+        drawn = torch.tensor(live.output)[:, None] == order
+        before = (probabilities.cumsum(1) - probabilities)[drawn]
+        found.append(before + probabilities[drawn] * torch.rand(len(before), dtype=torch.float64))
+        engine.release(live)
+    return torch.cat(found)
+
+
+def chi_square(counts: Tensor) -> float:
+    expected = counts.sum() / len(counts)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+BINS, LIMIT = 32, 74.7  # of 31 degrees of freedom, a sample in 50,000 is above
+
+
+@pytest.mark.parametrize("drafter", [*DRAFTERS, None])
+def test_a_hundred_thousand_samples_follow_the_targets_distribution(
+    tmp_path: Path, drafter: str | None
+) -> None:
+    """Of every drafter's trees and of plain decoding, by chi-square."""
+    torch.manual_seed(0)
+    target = write_model(
+        tmp_path / "model", vocab_size=VOCAB, eos_token_id=1, hybrid_override_pattern="M*"
+    )
+    settings = Settings("NONE")
+    others = {"max_running_requests": 100, "max_total_tokens": 30_000, "max_mamba_cache_size": 100}
+    if drafter is None:
+        engine = Engine(target, None, settings, **others)
+    else:
+        settings = Settings(topk=2, steps=3, nodes=6)
+        engine = DRAFTERS[drafter].engine(tmp_path / "drafter", target, settings, **others)
+    engine.overwrites = False  # it takes most of the time
+    plain = PlainModel(target)
+    found = torch.cat([ranks(engine, plain, 100, 250, 1000 * i) for i in range(4)])
+    assert len(found) == 100_000
+    assert chi_square(torch.histc(found, BINS, 0.0, 1.0)) < LIMIT
