@@ -23,7 +23,6 @@ from mamba_eagle.message import (
     Release,
     RunnerReady,
     StepResult,
-    StepTrace,
     TokenLogprob,
 )
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
@@ -34,7 +33,7 @@ from mamba_eagle.models.loader import (
     random_weights,
 )
 from mamba_eagle.models.registry import model_class
-from mamba_eagle.runner.commit import accept_tokens, commit_tokens
+from mamba_eagle.runner.commit import accept_tokens, commit_tokens, step_trace
 from mamba_eagle.runner.contexts import (
     PrefillContext,
     PrefillPart,
@@ -394,14 +393,6 @@ class ModelRunner:
                 "rows_per_request": memory.rows,
             },
         )
-
-
-def step_trace(tree: Tree, i: int, result: DecodeResult) -> StepTrace:
-    """Row i of the step's trees, and what ``result`` says became of it."""
-    tokens, parents, scores = (
-        part[i].tolist() for part in (tree.tokens, tree.parents, tree.scores)
-    )
-    return StepTrace(tokens, parents, scores, accepted=result.nodes, bonus=result.tokens[-1])
 
 
 def resolve_device(name: str) -> torch.device:

@@ -155,13 +155,11 @@ def stranger(status: int, content: bytes) -> Iterator[str]:
         def log_message(self, *values: Any) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        server.timeout = 10
+        thread = threading.Thread(target=server.handle_request)
         thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+        yield f"http://127.0.0.1:{server.server_port}"
+        thread.join()
 
 
 @pytest.mark.parametrize(
