@@ -33,6 +33,7 @@ from mamba_eagle.tokenizer.text import TextTokenizer
 TIMEOUT = 600.0  # seconds
 LONGEST_BAR = 40  # characters
 WIDEST = 1000  # characters: no line of a tree is broken
+LEGEND = "✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was\n"
 RID = "explain"
 
 
@@ -115,9 +116,9 @@ def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dic
 # ── the drawing ──────────────────────────────────────────────────────────────────────────────
 
 
-def probability(step: dict[str, Any], node: int) -> float:
-    """Of a node after its parent, under the drafter; scores are sums of logarithms along a path.
-    JSON has null where one is minus infinity."""
+def certainty(step: dict[str, Any], node: int) -> float:
+    """How sure the drafter was of a node after its parent; scores are sums of logarithms along a
+    path, and JSON has null where one is minus infinity."""
     own, above = step["scores"][node], step["scores"][step["parents"][node]]
     return 0.0 if own is None or above is None else math.exp(min(own - above, 0.0))
 
@@ -136,7 +137,7 @@ def step_tree(step: dict[str, Any]) -> Tree:
     branches = [Tree(Text(names[0], "bold"), guide_style="dim")]
     bonus_drawn = False
     for node in range(1, len(step["tokens"])):
-        label = f"{names[node]} {probability(step, node):.3f}"
+        label = f"{names[node]} {certainty(step, node):.3f}"
         parent = step["parents"][node]
         if node in accepted:
             text = Text(f"✓ {label}", "green")
@@ -168,7 +169,7 @@ def show(reply: dict[str, Any], console: Console) -> None:
     """All trees, then the summary."""
     meta = reply["meta_info"]
     steps = meta["spec_trace"]
-    console.print(Text("✓ accepted   ★ the target's own next token (bonus)\n", "dim"))
+    console.print(Text(LEGEND, "dim"))
     for number, step in enumerate(steps, start=1):
         drafted, accepted = len(step["tokens"]) - 1, len(step["accepted"]) - 1
         console.print(Text(f"step {number}: {drafted} drafted, {accepted} accepted", "bold"))

@@ -95,7 +95,7 @@ class StepTrace(msgspec.Struct, array_like=True):
 
     tokens: list[int]  # [T]
     parents: list[int]  # [T]; node indices, each below the node's own; the root's is 0
-    scores: list[float]  # [T]; cumulative log-probability under the drafter; the root's is 0
+    scores: list[float]  # [T]; log-probability of the path under the drafter; the root's is 0
     accepted: list[int]  # nodes on the accepted path, the root first
     bonus: int  # the target's token at the end of the path
 

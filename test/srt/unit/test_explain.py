@@ -47,7 +47,7 @@ REPLY = {
     "output_ids": [5, 10, 12, 20, 21, 22],
     "meta_info": {"prompt_tokens": 4, "spec_trace": [FULL, PLAIN, CUT]},
 }
-DRAWN = r"""✓ accepted   ★ the target's own next token (bonus)
+DRAWN = r"""✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was
 
 step 1: 4 drafted, 2 accepted
 ' a'
