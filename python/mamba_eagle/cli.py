@@ -1,4 +1,4 @@
-"""``mamba-eagle serve | bench | eval | train``; each also runs by ``python -m``."""
+"""``mamba-eagle serve | bench | eval | explain | train``; each also runs by ``python -m``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": ("mamba_eagle.launch_server", "serve a model over HTTP"),
     "bench": ("mamba_eagle.bench_one_batch", "time one batch, without a server"),
     "eval": ("mamba_eagle.eval.few_shot_gsm8k", "few-shot GSM8K against a running server"),
+    "explain": ("mamba_eagle.explain", "print the draft trees of one request"),
 }
 TRAIN = "mamba_eagle.train"
 

@@ -36,6 +36,7 @@ class Generate(Struct):
     return_logprob: bool = False
     logprob_start: int = -1  # first prompt position whose logprob is wanted; -1: none
     top_logprobs: int = 0
+    return_spec_trace: bool = False
     arrival_time: float = 0.0  # time.time() at the HTTP side
 
 
@@ -86,6 +87,19 @@ class TokenLogprob(msgspec.Struct, array_like=True):
     top: list[tuple[float, int]] = []
 
 
+class StepTrace(msgspec.Struct, array_like=True):
+    """What one decode step did for one request: T nodes drafted, a path of them accepted.
+
+    Node 0 is the root, the last token before the step. A plain step is a tree of its root alone.
+    """
+
+    tokens: list[int]  # [T]
+    parents: list[int]  # [T]; node indices, each below the node's own; the root's is 0
+    scores: list[float]  # [T]; log-probability of the path under the drafter; the root's is 0
+    accepted: list[int]  # nodes on the accepted path, the root first
+    bonus: int  # the target's token at the end of the path
+
+
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What came since the last one for this request."""
 
@@ -95,13 +109,16 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    verify_steps: int = 0  # spec_verify_ct; 0 without speculation
+    # of decode steps, if the server speculates:
+    verify_steps: int = 0
     accepted_drafts: int = 0  # drafted tokens that were accepted, of …
-    proposed_drafts: int = 0  # … verify_steps * steps at most
+    proposed_drafts: int = 0  # … so many: the depths of the trees
+    accept_histogram: list[int] = []  # [i]: steps that accepted i drafted tokens
     retractions: int = 0
     queue_time: float = 0.0  # seconds between arrival and first prefill
     logprobs: list[TokenLogprob] = []  # one a token of token_ids, if asked for
     input_logprobs: list[TokenLogprob] = []  # once, with the first output
+    trace: StepTrace | None = None  # of the step that made token_ids, if asked for
 
 
 class Outputs(Struct):
@@ -150,6 +167,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
     # (a retracted request prefills its own output again)
     history: list[int] = []  # all tokens of [0, start), if sampling.needs_history
+    return_spec_trace: bool = False
     # of every chunk:
     logprob_start: int = -1  # absolute position of the first wanted logprob in this chunk; -1: none
     top_logprobs: int = 0
@@ -218,6 +236,7 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     nodes: list[int] = []  # tree nodes on the accepted path, the root (0) first
     folded: int = 0  # position of the request's checkpoint after this step
     logprobs: list[TokenLogprob] = []
+    trace: StepTrace | None = None  # if asked for
 
 
 class StepResult(Struct):

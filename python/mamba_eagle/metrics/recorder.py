@@ -61,6 +61,7 @@ class Recorder:
     def __init__(self, model: str, log_requests: bool = False) -> None:
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
+        self._model = model
         self._gauges = _Gauges(model)
         self.registry.register(self._gauges)
 
@@ -90,6 +91,12 @@ class Recorder:
         )
         self.queue_time = histogram(
             "queue_time_seconds", "from arrival to the first prefill step", SLOW
+        )
+        self._verify_steps_by_drafts = Counter(
+            PREFIX + "spec_verify_steps",
+            "decode steps of ended samples, by how many drafted tokens each accepted",
+            ["model_name", "accepted_drafts"],
+            registry=self.registry,
         )
         self.reset_averages()
 
@@ -144,6 +151,8 @@ class Recorder:
         if sample.last.verify_steps:
             self._tokens += len(sample.output_ids)
             self._verify_steps += sample.last.verify_steps
+        for drafts, steps in enumerate(sample.last.accept_histogram):
+            self._verify_steps_by_drafts.labels(self._model, drafts).inc(steps)
         self._prompt += prompt_tokens
         self._cached += sample.last.cached_tokens
         if self.log_requests:

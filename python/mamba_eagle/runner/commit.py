@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.accept import cpu
+from mamba_eagle.message import DecodeResult, StepTrace
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Truncated, accept, truncate
 from mamba_eagle.spec.tree import Tree
@@ -48,3 +49,14 @@ def commit_tokens(
     last = accepted.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     table.last_token[slots] = torch.where(count > 0, last, table.last_token[slots])
     table.remaining[slots] = torch.where(accepted.finished, 0, table.remaining[slots] - count)
+
+
+def step_trace(tree: Tree, row: int, result: DecodeResult) -> StepTrace:
+    """A row of the step's trees and what became of it, for a request that asks to see them."""
+    return StepTrace(
+        tokens=tree.tokens[row].tolist(),
+        parents=tree.parents[row].tolist(),
+        scores=tree.scores[row].tolist(),
+        accepted=result.nodes,
+        bonus=result.tokens[-1],
+    )

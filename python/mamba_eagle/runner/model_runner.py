@@ -33,7 +33,7 @@ from mamba_eagle.models.loader import (
     random_weights,
 )
 from mamba_eagle.models.registry import model_class
-from mamba_eagle.runner.commit import accept_tokens, commit_tokens
+from mamba_eagle.runner.commit import accept_tokens, commit_tokens, step_trace
 from mamba_eagle.runner.contexts import (
     PrefillContext,
     PrefillPart,
@@ -49,7 +49,7 @@ from mamba_eagle.runner.verify import VERIFY_SCHEMES, SchemeSize, VerifyScheme
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters import draft_source
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, NoDrafter
-from mamba_eagle.spec.tree import single_node_tree
+from mamba_eagle.spec.tree import Tree, single_node_tree
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -168,6 +168,7 @@ class ModelRunner:
         table.set_stop_tokens(slot, params.stop_tokens(self.model_config.eos_token_ids))
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs
+        table.wants_trace[slot] = item.return_spec_trace
         self.sampling.set(slot, params, item.output_start, item.history)
         # of output tokens; a retracted request has made some of them before
         self.budget_end[slot] = item.output_start + params.max_new_tokens
@@ -248,7 +249,7 @@ class ModelRunner:
 
         accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
         self._commit(slots, kv_slots, accepted, features.unflatten(0, tree.tokens.shape))
-        return self._decode_results(batch, slots, accepted, logits)
+        return self._decode_results(batch, slots, tree, accepted, logits)
 
     def _commit(
         self, slots: Tensor, kv_slots: Tensor, accepted: Truncated, features: Tensor
@@ -260,7 +261,7 @@ class ModelRunner:
         self.drafter.observe_accepted(slots, accepted, features)
 
     def _decode_results(
-        self, batch: DecodeBatch, slots: Tensor, accepted: Truncated, logits: Tensor
+        self, batch: DecodeBatch, slots: Tensor, tree: Tree, accepted: Truncated, logits: Tensor
     ) -> list[DecodeResult]:
         counts = accepted.count.tolist()
         tokens, nodes = accepted.tokens.tolist(), accepted.nodes.tolist()
@@ -275,6 +276,8 @@ class ModelRunner:
                     accepted.tokens[i, :n],
                     self.table.top_logprobs[slot],
                 )
+            if n and self.table.wants_trace[slot]:
+                result.trace = step_trace(tree, i, result)
             results.append(result)
         return results
 

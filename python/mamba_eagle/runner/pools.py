@@ -113,6 +113,7 @@ class RequestTable:
         self.stop_tokens = torch.full((R, 0), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R
         self.top_logprobs = [0] * R
+        self.wants_trace = [False] * R
 
     def set_stop_tokens(self, slot: int, tokens: frozenset[int]) -> None:
         """Widens the table when a request has more stop tokens than any before."""

@@ -144,6 +144,7 @@ class PrefillManager:
             item.logprob_start = max(request.logprob_start, start)
         if is_first:
             item.sampling = request.sampling
+            item.return_spec_trace = request.return_spec_trace
             item.prefix_kv_slots = request.kv[:start]
             if start > 0:
                 item.load_from = request.load_from

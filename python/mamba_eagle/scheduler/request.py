@@ -10,7 +10,7 @@ import msgspec
 from mamba_eagle.cache.base import Match, Node, as_tokens
 from mamba_eagle.cache.pools import Pools
 from mamba_eagle.core import FinishReason
-from mamba_eagle.message import Generate, Release, RequestOutput, TokenLogprob
+from mamba_eagle.message import Generate, Release, RequestOutput, StepTrace, TokenLogprob
 
 
 class Held(NamedTuple):
@@ -53,6 +53,7 @@ class Request:
         self.return_logprob = message.return_logprob
         self.top_logprobs = message.top_logprobs
         self.logprob_start = message.logprob_start
+        self.return_spec_trace = message.return_spec_trace
         self.tokens = list(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         # told to the client
@@ -60,6 +61,7 @@ class Request:
         self.verify_steps = 0
         self.accepted_drafts = 0
         self.proposed_drafts = 0
+        self.accept_histogram: list[int] = []
         self.retractions = 0
         self.queue_time = -1.0
         self.input_logprobs: list[TokenLogprob] = []
@@ -202,7 +204,18 @@ class Request:
         if self.queue_time < 0:
             self.queue_time = max(0.0, time.time() - self.arrival_time) if self.arrival_time else 0
 
-    def accept(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> RequestOutput:
+    def count_accepted(self, drafts: int) -> None:
+        """A step accepted so many drafted tokens."""
+        self.accepted_drafts += drafts
+        self.accept_histogram += [0] * (drafts + 1 - len(self.accept_histogram))
+        self.accept_histogram[drafts] += 1
+
+    def accept(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob],
+        trace: StepTrace | None = None,
+    ) -> RequestOutput:
         """New output tokens, cut by the runner at stop tokens and at max_new_tokens."""
         self.tokens += token_ids
         if (
@@ -213,10 +226,13 @@ class Request:
             self.finish = FinishReason(kind="stop", matched=token_ids[-1])
         elif self.num_output >= self.sampling.max_new_tokens:
             self.finish = FinishReason(kind="length", length=self.num_output)
-        return self.output(token_ids, logprobs)
+        return self.output(token_ids, logprobs, trace)
 
     def output(
-        self, token_ids: list[int] | None = None, logprobs: list[TokenLogprob] | None = None
+        self,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        trace: StepTrace | None = None,
     ) -> RequestOutput:
         """What the client is told now; input logprobs go with the first call."""
         input_logprobs, self.input_logprobs = self.input_logprobs, []
@@ -230,8 +246,10 @@ class Request:
             verify_steps=self.verify_steps,
             accepted_drafts=self.accepted_drafts,
             proposed_drafts=self.proposed_drafts,
+            accept_histogram=list(self.accept_histogram),
             retractions=self.retractions,
             queue_time=max(self.queue_time, 0.0),
             logprobs=(logprobs or []) if self.return_logprob else [],
             input_logprobs=input_logprobs,
+            trace=trace,
         )

@@ -205,7 +205,7 @@ class Scheduler:
                         f"{request.sampling.max_new_tokens}"
                     )
                 self._count_step(request, walk)
-                outputs.append(request.accept(walk.tokens, walk.logprobs))
+                outputs.append(request.accept(walk.tokens, walk.logprobs, walk.trace))
                 self._made(request, len(walk.tokens))
         return outputs
 
@@ -223,7 +223,7 @@ class Scheduler:
         self.stats.decode_tokens += len(walk.tokens)
         if self.shape.nodes > 1:
             request.verify_steps += 1
-            request.accepted_drafts += len(walk.tokens) - 1
+            request.count_accepted(len(walk.tokens) - 1)
             request.proposed_drafts += self.shape.steps
 
     def _made(self, request: Request, num_tokens: int) -> None:

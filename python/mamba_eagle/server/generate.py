@@ -97,6 +97,7 @@ async def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
         else:
             sample_rids = [f"{rids[i]}_{k}" for k in range(sampling.n)]
         number += sampling.n
+        own = _of_prompt(fields, i, count)
         requests.append(
             PromptRequest(
                 rid=rids[i],
@@ -105,7 +106,8 @@ async def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
                 seed=sampling.seed,
                 n=sampling.n,
                 sample_rids=sample_rids,
-                **_read_logprobs(fields, i, count, len(token_ids)),
+                return_spec_trace=own.flag("return_spec_trace"),
+                **_read_logprobs(own, len(token_ids)),
             )
         )
     return GenerateJob(
@@ -202,17 +204,21 @@ def _read_rids(fields: Fields, count: int, is_batch: bool) -> tuple[str, list[st
     return rid, [f"{rid}_{i}" for i in range(count)]
 
 
-def _read_logprobs(fields: Fields, i: int, count: int, prompt_length: int) -> dict[str, Any]:
-    """What prompt i wants of logprobs; each field may be one value or a list with one a prompt."""
+def _of_prompt(fields: Fields, i: int, count: int) -> Fields:
+    """Prompt i's own of the fields that may be one value or a list with one a prompt."""
     own = {}
-    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_spec_trace"):
         value = fields.raw(name)
         if isinstance(value, list):
             if len(value) != count:
                 raise fields.wrong(name, f"the list has {len(value)} entries for {count} prompts")
             value = value[i]
         own[name] = value
-    mine = Fields(own)
+    return Fields(own)
+
+
+def _read_logprobs(mine: Fields, prompt_length: int) -> dict[str, Any]:
+    """What a prompt wants of logprobs."""
     wanted = mine.flag("return_logprob")
     start = mine.integer("logprob_start_len", -1)
     best = mine.integer("top_logprobs_num", 0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from mamba_eagle.message import TokenLogprob
+import msgspec
+
+from mamba_eagle.message import StepTrace, TokenLogprob
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -17,7 +19,9 @@ class Reply:
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
         self.sample = sample
-        self._text = tokenizer.token_text if tokenizer is not None and with_text else None
+        self._name = tokenizer.token_text if tokenizer is not None else None
+        self._text = self._name if with_text else None
+        self._told_traces = 0
         self._input: tuple[list[Entry], list[list[Entry] | None]] = ([], [])
         self._output: tuple[list[Entry], list[list[Entry] | None]] = ([], [])
 
@@ -46,9 +50,21 @@ class Reply:
             meta["spec_accept_length"] = count / counters.verify_steps
             meta["spec_accept_rate"] = counters.accepted_drafts / proposed if proposed else 0.0
             meta["spec_verify_ct"] = counters.verify_steps
+            meta["spec_accept_histogram"] = counters.accept_histogram
+        if sample.prompt.return_spec_trace:
+            # not from the beginning each time: a long stream's events would grow without end
+            meta["spec_trace"] = [self._step(each) for each in sample.traces[self._told_traces :]]
+            self._told_traces = len(sample.traces)
         if sample.prompt.return_logprob:
             self._add_logprobs(meta)
         return meta
+
+    def _step(self, trace: StepTrace) -> dict[str, Any]:
+        step: dict[str, Any] = msgspec.structs.asdict(trace)
+        if self._name is not None:
+            step["token_texts"] = [self._name(token) for token in trace.tokens]
+            step["bonus_text"] = self._name(trace.bonus)
+        return step
 
     def _add_logprobs(self, meta: dict[str, Any]) -> None:
         best = self.sample.prompt.top_logprobs

@@ -164,6 +164,7 @@ class TokenizerManager:
                 return_logprob=prompt.return_logprob,
                 logprob_start=prompt.logprob_start,
                 top_logprobs=prompt.top_logprobs,
+                return_spec_trace=prompt.return_spec_trace,
                 arrival_time=live.arrival,
             )
         )

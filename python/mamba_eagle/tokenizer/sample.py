@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import RequestOutput, StopAt, TokenLogprob
+from mamba_eagle.message import RequestOutput, StepTrace, StopAt, TokenLogprob
 from mamba_eagle.tokenizer.detokenize import Detokenizer
 from mamba_eagle.tokenizer.stop import StopFinder
 
@@ -24,6 +24,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     return_logprob: bool = False
     logprob_start: int = -1
     top_logprobs: int = 0
+    return_spec_trace: bool = False
     sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
 
 
@@ -52,6 +53,7 @@ class Sample:
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
+        self.traces: list[StepTrace] = []
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
@@ -66,6 +68,8 @@ class Sample:
         self.last = output
         if output.input_logprobs:
             self.input_logprobs.extend(output.input_logprobs)
+        if output.trace is not None:
+            self.traces.append(output.trace)
         finish = output.finish
         final = len(output.token_ids) - 1 if finish is not None and finish.kind == "stop" else -1
         for position, token in enumerate(output.token_ids):

@@ -24,6 +24,7 @@ from mamba_eagle.message import (
     Ready,
     RequestOutput,
     StateReply,
+    StepTrace,
     StopAt,
     TokenLogprob,
 )
@@ -126,11 +127,13 @@ class FakeEngine:
                     verify_steps=1,
                     accepted_drafts=len(now) - 1 if now else 0,
                     proposed_drafts=4,
+                    accept_histogram=[0] * (len(now) - 1) + [1],
                     queue_time=0.001,
                     logprobs=[self._logprob(token, request) for token in now]
                     if request.return_logprob
                     else [],
                     input_logprobs=self._input_logprobs(request),
+                    trace=self._trace(now) if request.return_spec_trace and now else None,
                 )
             )
             self._live[rid] = (request, rest, finish)
@@ -144,6 +147,13 @@ class FakeEngine:
     def _logprob(self, token: int, request: Generate) -> TokenLogprob:
         top = [(-0.5, token), (-1.5, 3)][: request.top_logprobs]
         return TokenLogprob(token_id=token, logprob=-0.5, top=top)
+
+    def _trace(self, tokens: list[int]) -> StepTrace:
+        """A chain, accepted as a whole."""
+        size = len(tokens)
+        parents = [max(node - 1, 0) for node in range(size)]
+        scores = [-0.5 * node for node in range(size)]
+        return StepTrace([3, *tokens[:-1]], parents, scores, list(range(size)), tokens[-1])
 
     def _input_logprobs(self, request: Generate) -> list[TokenLogprob]:
         start = request.logprob_start

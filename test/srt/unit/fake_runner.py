@@ -24,6 +24,7 @@ from mamba_eagle.message import (
     RequestOutput,
     RunnerReady,
     StepResult,
+    StepTrace,
     TokenLogprob,
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
@@ -67,6 +68,7 @@ class Slot:
     folded: int = 0
     decoding: bool = False
     ended: bool = False
+    traced: bool = False
 
     @property
     def num_output(self) -> int:
@@ -193,6 +195,7 @@ class FakeRunner:
             tokens=list(prefix),
             table=list(item.prefix_kv_slots),
             folded=item.start,
+            traced=item.return_spec_trace,
         )
         if item.sampling.needs_history:
             assert item.history == slot.tokens
@@ -225,7 +228,7 @@ class FakeRunner:
         luck = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
         drafts = luck.randint(0, min(batch.shape.steps, batch.shape.nodes - 1))
         path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
-        tokens, nodes = [], []
+        root, tokens, nodes = slot.tokens[-1], [], []
         for node in path:
             self.kv[kv_slots[node]] = (slot.tokens[-1], len(slot.table))
             slot.table.append(kv_slots[node])
@@ -237,7 +240,18 @@ class FakeRunner:
         if len(slot.table) - slot.folded > self.rows:
             slot.folded = len(slot.table)
             self.checkpoints[slot.checkpoint] = tuple(slot.tokens[: slot.folded])
-        return DecodeResult(tokens=tokens, nodes=nodes, folded=slot.folded)
+        result = DecodeResult(tokens=tokens, nodes=nodes, folded=slot.folded)
+        if slot.traced:
+            result.trace = self._trace(root, batch.shape.nodes, result)
+        return result
+
+    def _trace(self, root: int, num_nodes: int, walk: DecodeResult) -> StepTrace:
+        """A star of tokens that are none, and the accepted path."""
+        tokens, parents = [root] + [-1] * (num_nodes - 1), [0] * num_nodes
+        for parent, node, token in zip(walk.nodes, walk.nodes[1:], walk.tokens):
+            tokens[node], parents[node] = token, parent
+        scores = [-float(node) for node in range(num_nodes)]
+        return StepTrace(tokens, parents, scores, walk.nodes, walk.tokens[-1])
 
 
 class Server:
@@ -252,6 +266,7 @@ class Server:
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.traces: dict[str, list[StepTrace]] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -259,6 +274,8 @@ class Server:
             assert before is None or before.finish is None, "an output after the end"
             self.texts.setdefault(output.rid, []).extend(output.token_ids)
             self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+            if output.trace is not None:
+                self.traces.setdefault(output.rid, []).append(output.trace)
             self.last[output.rid] = output
 
     def add(self, rid: str, prompt: list[int], sampling: SamplingParams, **rest) -> None:

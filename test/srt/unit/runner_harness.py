@@ -299,6 +299,7 @@ class Engine:
             item.logprob_start = max(first, start)
         if item.is_first:
             item.sampling = live.sampling
+            item.return_spec_trace = live.asks.get("return_spec_trace", False)
             if live.hit:
                 item.load_from, item.prefix_kv_slots = live.hit.checkpoint, live.hit.kv_slots
             if live.sampling.needs_history:

@@ -1,0 +1,242 @@
+"""Print the draft trees of one request: what was drafted, how likely, and what was accepted.
+
+    mamba-eagle explain --text "Question: What is 3 plus 4?"
+    mamba-eagle explain --url http://127.0.0.1:30000 --text "Question: What is 3 plus 4?"
+
+The text is taken as it stands, as /generate takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from mamba_eagle.bench_one_batch import make_driver
+from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import Generate
+from mamba_eagle.scheduler.scheduler import Scheduler
+from mamba_eagle.server.fields import as_text
+from mamba_eagle.server.reply import Reply
+from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+TIMEOUT = 600.0  # seconds
+LONGEST_BAR = 40  # characters
+WIDEST = 1000  # characters: no line of a tree is broken
+LEGEND = "✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was\n"
+RID = "explain"
+
+
+class ExplainError(RuntimeError):
+    """The request could not be served; says why and what to do."""
+
+
+# ── the reply: of a running server, or of an engine in this process ──────────────────────────
+
+
+def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> dict[str, Any]:
+    """The reply of the server at ``url`` to POST /generate.
+
+    Raises: ExplainError
+    """
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
+    try:
+        # trust_env: a proxy of the environment is not meant for a model server
+        with httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False) as client:
+            response = client.post(f"{url}/generate", json=body)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ExplainError(
+            f"--url {url}: no answer ({error}): start one with mamba-eagle serve, or leave --url "
+            "out to load the model here"
+        ) from None
+    try:
+        reply: Any = response.json()
+    except ValueError:
+        reply = None
+    if response.status_code != 200:
+        try:
+            why = reply["error"]["message"]
+        except (KeyError, TypeError):
+            why = "is it a mamba-eagle server?"
+        raise ExplainError(f"--url {url}: answered {response.status_code} to /generate: {why}")
+    try:
+        reply["meta_info"]["spec_trace"]
+    except (KeyError, TypeError):
+        raise ExplainError(
+            f"--url {url}: answered without meta_info.spec_trace: it is not a mamba-eagle server, "
+            "or one older than this command"
+        ) from None
+    return reply
+
+
+def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
+    """What a server with these settings would reply; the model is loaded here.
+
+    Raises: ExplainError
+    """
+    try:
+        tokenizer = TextTokenizer.load(config.tokenizer_path)
+    except (OSError, ValueError) as error:
+        raise ExplainError(f"--tokenizer-path {config.tokenizer_path}: {error}") from None
+    runner = make_driver(config).runner
+    scheduler = Scheduler(config, runner.ready)
+    ids = tokenizer.encode(text)
+    prompt = PromptRequest(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
+    detokenizer = tokenizer.detokenizer(ids, sampling.skip_special_tokens)
+    sample = Sample(LiveRequest(RID), prompt, RID, RID, 0, detokenizer)
+    outputs = scheduler.add(
+        Generate(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
+    )
+    while True:
+        for output in outputs:
+            sample.take(output)
+        if sample.error is not None:
+            raise ExplainError(sample.error.message)
+        if sample.finish is not None:
+            content = msgspec.json.encode(Reply(sample, tokenizer, with_text=False).as_dict())
+            reply: dict[str, Any] = msgspec.json.decode(content)  # as a server's client reads it
+            return reply
+        plan = scheduler.plan()
+        assert plan is not None, "a request that runs has a next step"
+        outputs = scheduler.process(runner.execute(plan))
+
+
+# ── the drawing ──────────────────────────────────────────────────────────────────────────────
+
+
+def certainty(step: dict[str, Any], node: int) -> float:
+    """How sure the drafter was of a node after its parent; scores are sums of logarithms along a
+    path, and JSON has null where one is minus infinity."""
+    own, above = step["scores"][node], step["scores"][step["parents"][node]]
+    return 0.0 if own is None or above is None else math.exp(min(own - above, 0.0))
+
+
+def token_names(step: dict[str, Any]) -> list[str]:
+    """Of the nodes and, last, of the bonus: texts in quotes, with escapes, or ids where the server
+    has no tokenizer."""
+    if "token_texts" in step:
+        return [repr(text) for text in (*step["token_texts"], step["bonus_text"])]
+    return [f"#{token}" for token in (*step["tokens"], step["bonus"])]
+
+
+def step_tree(step: dict[str, Any]) -> Tree:
+    """✓ before accepted nodes, ★ before the bonus."""
+    accepted, names = step["accepted"], token_names(step)
+    branches = [Tree(Text(names[0], "bold"), guide_style="dim")]
+    bonus_drawn = False
+    for node in range(1, len(step["tokens"])):
+        label = f"{names[node]} {certainty(step, node):.3f}"
+        parent = step["parents"][node]
+        if node in accepted:
+            text = Text(f"✓ {label}", "green")
+        elif parent == accepted[-1] and step["tokens"][node] == step["bonus"]:
+            # drafted, too, but the output ends with it
+            bonus_drawn = True
+            text = Text(f"★ {label}", "cyan")
+        else:
+            text = Text(label, "dim")
+        branches.append(branches[parent].add(text))
+    if not bonus_drawn:
+        branches[accepted[-1]].add(Text(f"★ {names[-1]}", "cyan"))
+    return branches[0]
+
+
+def histogram_lines(steps: list[dict[str, Any]]) -> list[str]:
+    """How many steps accepted how many drafts."""
+    counts = [0] * max(len(step["accepted"]) for step in steps)
+    for step in steps:
+        counts[len(step["accepted"]) - 1] += 1
+    scale = min(1.0, LONGEST_BAR / max(counts))
+    return [
+        f"  {drafts:>2} {count:>5} {'█' * math.ceil(count * scale)}".rstrip()
+        for drafts, count in enumerate(counts)
+    ]
+
+
+def show(reply: dict[str, Any], console: Console) -> None:
+    """All trees, then the summary."""
+    meta = reply["meta_info"]
+    steps = meta["spec_trace"]
+    console.print(Text(LEGEND, "dim"))
+    for number, step in enumerate(steps, start=1):
+        drafted, accepted = len(step["tokens"]) - 1, len(step["accepted"]) - 1
+        console.print(Text(f"step {number}: {drafted} drafted, {accepted} accepted", "bold"))
+        console.print(step_tree(step))
+        console.print()
+    made = sum(len(step["accepted"]) for step in steps)
+    summary = [
+        f"text: {reply['text']!r}",
+        f"tokens: {meta['prompt_tokens']} in the prompt, {len(reply['output_ids'])} new, "
+        f"{made} of them in {len(steps)} steps (the first came with the prompt)",
+    ]
+    if steps:
+        summary.append(f"acceptance length: {made / len(steps):.2f} tokens a step")
+        summary += ["steps by accepted drafts:", *histogram_lines(steps)]
+    console.print(Text("\n".join(summary)), soft_wrap=True)
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mamba-eagle explain", description=(__doc__ or "").partition("\n")[0]
+    )
+    own = parser.add_argument_group("the request")
+    own.add_argument("--text", required=True, help="the prompt, taken as it stands")
+    own.add_argument("--max-new-tokens", type=int, default=64)
+    own.add_argument("--temperature", type=float, default=0.0)
+    own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")
+    own.add_argument("--url", default="", help="ask this server; no model is loaded then")
+    own.add_argument("--api-key", default="", help="the server's, if it has one")
+    own.add_argument(
+        "--json", action="store_true", help="print the whole reply, meta_info.spec_trace within"
+    )
+    add_arguments(parser, EngineConfig)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    # read when torch is first imported: a thread that spins at a barrier delays the others
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    config: EngineConfig = from_arguments(EngineConfig, args)
+    if not as_text(args.text):
+        parser.error(f"--text {args.text!r}: must be text in valid UTF-8, not empty")
+    if args.url and config != EngineConfig():
+        parser.error(f"--url {args.url}: the server has its own model; leave the model's flags out")
+    sampling = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+    }
+    if problems := SamplingParams(**sampling).problems(vocab_size=1):
+        sys.exit("\n".join(f"error: {problem}" for problem in problems))
+    try:
+        if args.url:
+            reply = ask_server(args.url, args.text, sampling, args.api_key)
+        else:
+            reply = ask_engine(config.resolved(), args.text, SamplingParams(**sampling))
+    except (ExplainError, ConfigError) as error:
+        sys.exit(f"error: {error}")
+    if args.json:
+        print(msgspec.json.encode(reply).decode())
+    else:
+        show(reply, Console(highlight=False, width=WIDEST))
+
+
+if __name__ == "__main__":
+    main()
