@@ -364,6 +364,7 @@ class ModelRunner:
                 layers=model.num_mamba_layers,
                 features=self.model.feature_size,
                 rows=memory.rows,
+                nodes=self.shape.nodes,
                 accepts=self.shape.steps + 1,
             )
             make_scheme = VERIFY_SCHEMES[config.mamba_verify_mode]

@@ -73,6 +73,7 @@ class SchemeSize(NamedTuple):
     layers: int
     features: int  # numbers of a token's feature
     rows: int  # W: of a request
+    nodes: int  # most nodes in a step
     accepts: int  # most tokens accepted in a step
     spare: int = 0  # rows that a step leaves free for others (drafted lanes)
 

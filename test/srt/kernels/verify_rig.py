@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ from mamba_eagle.spec.tree import Tree, ancestor_matrix
 
 HIDDEN = 8
 CPU = torch.device("cpu")
+
+
+def triton_scheme() -> Any:
+    from mamba_eagle.runner.triton_verify import TritonDeferredVerify  # needs triton
+
+    return TritonDeferredVerify
 
 
 @contextmanager
@@ -157,13 +163,14 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 class Rig:
     """One scheme, its pools, and the plain run of each request. scheme: a name of VERIFY_SCHEMES,
-    with "-torch" behind it for the form without fused CPU kernels."""
+    with "-torch" behind it for the form without fused CPU kernels, "-triton" for a GPU's."""
 
     def __init__(
         self,
         scheme: str,
         rows: int,
         max_depth: int = 6,
+        max_nodes: int = 0,
         config: Mamba2Config | None = None,
         num_layers: int = 2,
         requests: int = 5,
@@ -180,10 +187,10 @@ class Rig:
             num_layers, checkpoints, self.config, HIDDEN, ssm_dtype, dtype, CPU
         )
         name, _, form = scheme.partition("-")
+        size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
         with torch_path(form == "torch"):
-            self.scheme: RecurrentVerify = VERIFY_SCHEMES[name](
-                self.config, SchemeSize(num_layers, HIDDEN, rows, max_depth), self.table, self.pool
-            )
+            make = triton_scheme() if form == "triton" else VERIFY_SCHEMES[name]
+            self.scheme: RecurrentVerify = make(self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, Moment]] = {}  # slot -> position -> moment
         self.folds = 0

@@ -24,8 +24,8 @@ from mamba_eagle.spec.drafters.base import Drafter, DraftParts, KeyedNoise
 from mamba_eagle.spec.drafters.network import DraftNetwork
 from mamba_eagle.spec.tree import Tree, candidates, chain_tree
 
-MOST_PENDING = 24  # entries of tokens that plain steps made; beyond that they are run
-SPARE_ROWS = 16  # longer chains of the drafter's own state, fewer folds
+MOST_PENDING = 16  # entries of tokens that plain steps made; beyond that they are run
+SPARE_ROWS = 8  # longer chains of the drafter's own state, fewer folds
 
 
 def max_lanes(config: EngineConfig) -> int:
@@ -40,8 +40,9 @@ def most_pending(config: EngineConfig) -> int:
 
 
 def draft_rows(config: EngineConfig) -> int:
-    """Rows of a request in a drafter with recurrent layers: pending entries, lanes, a chain."""
-    return most_pending(config) + max_lanes(config) + SPARE_ROWS
+    """Rows of a request in a drafter with recurrent layers: pending entries, a chain as long, and
+    lanes."""
+    return 2 * most_pending(config) + max_lanes(config) + SPARE_ROWS
 
 
 class ModelDrafter(Drafter):
@@ -85,6 +86,7 @@ class ModelDrafter(Drafter):
                 layers=net.num_mamba_layers,
                 features=network.carry_size,
                 rows=draft_rows(config),
+                nodes=self.most_pending,
                 accepts=self.most_pending,
                 spare=self.max_lanes,
             )

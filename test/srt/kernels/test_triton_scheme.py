@@ -1,0 +1,99 @@
+"""The GPU's rows and folds against the float64 recurrence, as test_verify_schemes.py does the others.
+
+On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
+GPU one test runs this file again in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from verify_rig import Rig, assert_same_moment, mamba_config
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+runs_kernels = pytest.mark.skipif(
+    not INTERPRETED, reason="test_in_the_interpreter runs it, in a process of its own"
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, max_depth: int = 4) -> Rig:
+    sizes = mamba_config(conv_kernel, num_heads=4, head_dim=16, state_size=16)
+    return Rig("deferred-triton", rows, max_depth, nodes, sizes, num_layers=1, requests=4)
+
+
+@runs_kernels
+@pytest.mark.parametrize("conv_kernel", [2, 4], ids="conv{}".format)
+@pytest.mark.parametrize("nodes, rows", [(1, 8), (5, 12), (5, 24)])
+def test_any_accepts_and_folds_leave_the_plain_state(
+    nodes: int, rows: int, conv_kernel: int
+) -> None:
+    """With as few rows as there may be, and more; after each step the checkpoint holds what it is
+    said to hold."""
+    rig = triton_rig(rows, nodes, conv_kernel)
+    slots = {3: 7, 0: 1, 2: 5}
+    for slot, checkpoint in slots.items():
+        rig.admit(slot, checkpoint, position=5 * slot)
+    for _ in range(14):
+        order = [list(slots)[i] for i in torch.randperm(3, generator=rig.generator)]
+        together = order[: 1 + int(torch.randint(0, 3, (), generator=rig.generator))]
+        assert rig.random_step(together, nodes) < 1e-5
+        for slot in slots:
+            held = rig.stored(slots[slot]).layers
+            expected = rig.plain[slot][rig.folded(slot)].layers
+            assert_close = zip(held, expected)
+            assert all(relative(ours.state, plain.state) < 2e-6 for ours, plain in assert_close)
+    assert any(rig.folded(slot) > min(rig.plain[slot]) for slot in slots), "something was folded"
+    for slot in slots:
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@runs_kernels
+def test_ended_requests_and_changing_shapes() -> None:
+    rig = triton_rig(rows=16, nodes=8)
+    for slot, checkpoint in ((0, 3), (1, 8)):
+        rig.admit(slot, checkpoint)
+    for nodes in (8, 1, 1, 5, 8):
+        assert rig.random_step([0, 1], nodes) < 1e-5
+    for nodes in (8, 3, 8, 1, 8):
+        assert rig.random_step([1, 0], nodes, ended=(0,)) < 1e-5
+    for slot in (0, 1):
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+
+
+@runs_kernels
+@pytest.mark.parametrize("keep", range(5))
+def test_finishing_inside_a_chain_gives_the_state_there(keep: int) -> None:
+    rig = triton_rig(rows=17, nodes=6)
+    rig.admit(slot=1, checkpoint=8)
+    while rig.folded(1) == 17 or int(rig.scheme.chain_len[1]) < keep:
+        rig.random_step([1], nodes=6)
+    end = rig.folded(1) + keep
+    assert_same_moment(rig.finish(1, end), rig.plain[1][end])
+    # the slot's next request is not disturbed
+    rig.admit(slot=1, checkpoint=2)
+    for _ in range(4):
+        assert rig.random_step([1], nodes=6) < 1e-5
+
+
+@runs_kernels
+def test_rows_that_cannot_hold_a_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="9 rows a request: this tree needs 12 on a GPU"):
+        triton_rig(rows=9, nodes=5)
