@@ -96,6 +96,11 @@ class Eagle3Head(Layer):
             return self._target_ids
         return torch.arange(self.draft_vocab_size, device=self.d2t.device) + self.d2t
 
+    @torch.no_grad()
+    def choose_tokens(self, ids: Tensor) -> None:
+        """The target's tokens [draft_vocab_size] that the head shall know, rising."""
+        self.d2t.copy_(ids - torch.arange(self.draft_vocab_size, device=ids.device))
+
     def check_tokens(self) -> None:
         """Raises: CheckpointError where ``d2t`` leads out of the target's vocabulary or leads two
         draft tokens to one of its tokens."""
@@ -114,6 +119,14 @@ class Eagle3Head(Layer):
         """t2d says nothing that d2t does not."""
         name = published_name(name)
         return None if name == "t2d" else Target(name)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: with ``t2d`` [vocab_size] bool, the tokens it knows."""
+        weights = dict(self.state_dict())
+        if (ids := self.target_ids()) is not None:
+            weights["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+            weights["t2d"][ids.cpu()] = True
+        return weights
 
 
 def published_name(name: str) -> str:

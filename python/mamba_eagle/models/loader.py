@@ -141,6 +141,16 @@ def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
     return wrong
 
 
+def weight_problems(make: Callable[[], nn.Module], folder: str | Path) -> list[str]:
+    """``misfits`` of a model that is not made yet, naming the folder; nothing is read or kept."""
+    try:
+        with torch.device("meta"):
+            model = make()
+        return [f"{folder}: {wrong}" for wrong in misfits(model, stored_tensors(Path(folder)))]
+    except CheckpointError as error:
+        return [str(error)]
+
+
 class Misfit(NamedTuple):
     what: str
     why: str

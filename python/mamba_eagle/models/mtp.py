@@ -26,8 +26,9 @@ DEFAULT_BLOCKS = ("attention", "moe")  # of a config.json that names modules and
 
 
 class MtpHead(Layer):
-    """Module j's entry p takes token p and what module j-1 made of token p-1 (module 0: the
-    target's hidden state at p-1, after its final norm), and predicts token p+1+j.
+    """Module j's entry p takes token p and what module j-1 made of token p-1, and predicts token
+    p+1. Module 0 takes the target's hidden state at p-1, after its final norm; so what module j
+    knows of the target ends j tokens earlier.
 
     The blocks of all modules stand in one list, and attention and Mamba2 layers are numbered
     through all of it. A module's first block has the norms and the projection of its two inputs,
@@ -73,6 +74,18 @@ class MtpHead(Layer):
         if not name.startswith("mtp."):
             return None
         return expert_place(name) or Target(name)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: each expert by itself."""
+        weights = {}
+        for name, value in self.state_dict().items():
+            if name.endswith((".experts.up_proj", ".experts.down_proj")):
+                stem, _, projection = name.rpartition(".")
+                for i, expert in enumerate(value):
+                    weights[f"{stem}.{i}.{projection}.weight"] = expert
+            else:
+                weights[name] = value
+        return weights
 
 
 # ── config.json ──

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel, config_values
 from mamba_eagle.models.quantization import check_quantization
 
 
@@ -59,8 +60,19 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     return parse_as(_family(architecture).module, values)
 
 
+def read_as(module: str, folder: str | Path) -> ModelConfig:
+    """A folder's config.json as one file of this package reads it, whatever it calls itself.
+
+    Raises: FileNotFoundError, UnsupportedModel, which name the folder.
+    """
+    try:
+        return parse_as(module, config_values(folder))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None
+
+
 def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
-    """config.json as one file of this folder reads it.
+    """``values`` is config.json.
 
     Raises: UnsupportedModel naming what is not known.
     """
