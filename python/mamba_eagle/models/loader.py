@@ -158,7 +158,9 @@ class Misfit(NamedTuple):
 
 def misfit(room: Tensor, target: Target, found: Stored) -> Misfit | None:
     """What is wrong with a tensor for its place, if anything."""
-    if found.is_floating_point != room.is_floating_point():
+    if found.is_floating_point and not room.is_floating_point():
+        return Misfit("dtype", f"{found.dtype} in the file, but these are whole numbers")
+    if room.is_floating_point() and not found.is_floating_point:
         return Misfit("dtype", f"{found.dtype} is of a quantization not supported")
     shape = tuple(room.shape)
     if target.index is not None:

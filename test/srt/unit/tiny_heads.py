@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,14 +138,9 @@ def ask(target, taps: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
     """Embeddings and features [BATCH, LENGTH, …] of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (BATCH * LENGTH,), generator=generator)
-    embeddings = hidden = target.embed(tokens)
-    inputs, ctx = [], FullSequenceContext(BATCH, LENGTH)
-    for layer in target.parts.layers:
-        inputs.append(hidden)
-        hidden = layer(hidden, ctx)
-    inputs.append(hidden)
-    features = torch.cat([target.parts.norm(hidden), *(inputs[i] for i in taps)], dim=-1)
-    return tuple(part.unflatten(0, (BATCH, LENGTH)) for part in (embeddings, features))
+    target.tap(taps)
+    features = target(tokens, FullSequenceContext(BATCH, LENGTH))
+    return tuple(part.unflatten(0, (BATCH, LENGTH)) for part in (target.embed(tokens), features))
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -173,3 +169,30 @@ def save(folder: Path, config: dict[str, object], weights: dict[str, Tensor]) ->
     plain = {name: value.contiguous().clone() for name, value in weights.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+class GrowingSequence:
+    """A sequence that grows: each pass sees what the passes before it saw, layer by layer."""
+
+    rotation = None
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self._seen: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+
+    def then(self, position: int) -> GrowingSequence:
+        self.positions = torch.tensor([position])
+        return self
+
+    def attention(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        whole = self._grown(("attention", layer.index), q, k, v)
+        return FullSequenceContext(1, len(whole[0])).attention(layer, *whole)[-len(q) :]
+
+    def mamba(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
+        whole = self._grown(("mamba", layer.index), xbc, dt)
+        return FullSequenceContext(1, len(whole[0])).mamba(layer, *whole)[-len(dt) :]
+
+    def _grown(self, key: tuple[str, int], *parts: Tensor) -> tuple[Tensor, ...]:
+        before = self._seen.get(key, tuple(part[:0] for part in parts))
+        self._seen[key] = tuple(map(torch.cat, zip(before, parts)))
+        return self._seen[key]

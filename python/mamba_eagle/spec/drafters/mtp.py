@@ -10,7 +10,7 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import weight_problems
-from mamba_eagle.models.mtp import MtpHead
+from mamba_eagle.models.mtp import MtpHead, num_modules
 from mamba_eagle.models.registry import read_as
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
@@ -86,11 +86,17 @@ class MtpSource(FolderSource):
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         self.path = config.speculative_draft_model_path or config.model_path
         self.target = target
+        self.steps = config.speculative_num_steps
         self.own = read_as("mtp", self.path)
         self.has_files = config.load_format != "dummy"
 
     def problems(self) -> list[str]:
         wrong = super().problems()
+        if 1 < (modules := num_modules(self.own)) < self.steps:
+            wrong.append(
+                f"--speculative-num-steps {self.steps}: drafter {self.path} has {modules} modules, "
+                f"one for each token ahead; set it to {modules} at most"
+            )
         if self.has_files:
             wrong += weight_problems(lambda: MtpHead(self.own), self.path)
         return wrong
