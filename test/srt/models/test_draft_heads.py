@@ -1,98 +1,47 @@
-"""EAGLE-3 and multi-token-prediction heads against a plain computation from their files, and what
-their folders are refused for."""
+"""EAGLE-3 heads against a plain computation from their files, the target's hidden states that they
+take, and what their folders are refused for."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import plain_heads
 import pytest
 import torch
+from head_rig import (
+    BATCH,
+    CLOSE,
+    LENGTH,
+    edit,
+    problems_of,
+    random_tokens,
+    roughen,
+    run_chain,
+    run_drafts,
+)
 from peer_models import PEERS, make_peer
 from safetensors.torch import load_file, save_file
-from tiny_heads import EAGLE3_CONFIG, GrowingSequence, write_eagle3_head, write_mtp_head
-from tiny_model import MODEL_CONFIG, VOCAB, load_model, write_model
-from torch import Tensor
+from tiny_heads import EAGLE3_CONFIG, write_eagle3_head
+from tiny_model import VOCAB, load_model, write_model
 
-from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, published_name, tap_layers
 from mamba_eagle.models.loader import CheckpointError, load_weights
-from mamba_eagle.models.mtp import MtpHead
 from mamba_eagle.models.registry import model_class, read_as
-from mamba_eagle.spec.drafters.base import FolderSource
 from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork, EagleThreeSource
-from mamba_eagle.spec.drafters.mtp import MtpNetwork, MtpSource
-from mamba_eagle.spec.drafters.network import DraftNetwork
 
 torch.set_num_threads(1)
 
-BATCH, LENGTH, DEEP = 2, 21, 3
 TAPS = (0, 2, 4)
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-def edit(folder: Path, change: dict[str, Tensor | None] | None = None, **config: Any) -> Path:
-    """New tensors by name, None removes one; new config values."""
-    weights = load_file(folder / "model.safetensors")
-    weights = {name: value for name, value in {**weights, **(change or {})}.items()}
-    kept = {name: value.contiguous() for name, value in weights.items() if value is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, **config}))
-    return folder
-
-
-def roughen(folder: Path) -> Path:
-    """No weight is left a one or a zero that may be forgotten, and attention is no mere mean."""
-    generator = torch.Generator().manual_seed(0)
-    weights = load_file(folder / "model.safetensors")
-    change: dict[str, Tensor | None] = {}
-    for name, value in weights.items():
-        if name.endswith((".D", "norm.weight", "bias", "layernorm.weight")):
-            change[name] = value + 0.3 * torch.randn(value.shape, generator=generator)
-        if "_proj" in name and "mixer" in name:
-            change[name] = value * 4
-    return edit(folder, change)
-
-
-def random_tokens(*shape: int) -> Tensor:
-    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(8))
-
-
-def run_chain(network: DraftNetwork, tokens: Tensor, features: Tensor) -> Tensor:
-    """True entries of whole sequences: tokens [b, l], the target's features [b * l, W]."""
-    entries = network.entry_features(features).unflatten(0, tokens.shape)
-    entries = torch.stack([plain_heads.behind(each) for each in entries])
-    carry = torch.zeros(len(tokens), network.carry_size)
-    return network.chain(tokens, entries, carry, FullSequenceContext(*tokens.shape))
-
-
-def run_drafts(
-    network: DraftNetwork, tokens: Tensor, features: Tensor, drafted: list[int]
-) -> list[Tensor]:
-    """Outputs [O] of the root, which ends ``tokens`` [l], and of the drafted tokens behind it."""
-    ctx = GrowingSequence(torch.arange(len(tokens)))
-    entries = plain_heads.behind(network.entry_features(features))
-    carry = torch.zeros(1, network.carry_size)
-    outputs = [network.chain(tokens[None], entries[None], carry, ctx)[0, -1]]
-    for depth, token in enumerate(drafted, start=1):
-        ctx.then(len(tokens) + depth - 1)
-        outputs.append(network.lanes(depth, torch.tensor([token]), outputs[-1][None], ctx)[0])
-    return outputs
-
-
-# ── EAGLE-3 ──
 
 
 def eagle3_network(folder: Path, target: CausalLM, prepared: bool = False) -> EagleThreeNetwork:
@@ -169,8 +118,8 @@ def test_eagle3_weights_that_are_not_stored_are_the_targets(model: Path, tmp_pat
     tokens = random_tokens(LENGTH)
     assert torch.equal(own.embed(tokens), target.embed(tokens))
     edit(folder, {"embed_tokens.weight": torch.randn(VOCAB, 64)})
-    embedded = eagle3_network(folder, target).embed(tokens)
-    assert torch.equal(embedded, load_file(folder / "model.safetensors")["embed_tokens.weight"][tokens])
+    stored = load_file(folder / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(eagle3_network(folder, target).embed(tokens), stored[tokens])
 
 
 def test_eagle3_heads_under_speculators_names_are_the_same(model: Path, tmp_path: Path) -> None:
@@ -196,6 +145,9 @@ def test_eagle3_heads_under_speculators_names_are_the_same(model: Path, tmp_path
     save_file(renamed, folder / "model.safetensors")
     assert ModelConfig.from_pretrained(folder).vocab_size == VOCAB
     torch.testing.assert_close(run_chain(eagle3_network(folder, target), tokens, features), wanted)
+
+
+# ── taps ──
 
 
 @pytest.mark.parametrize(
@@ -250,153 +202,7 @@ def test_every_family_can_be_tapped(family: str, tmp_path: Path) -> None:
         assert torch.equal(normed, plain)
 
 
-# ── multi-token prediction ──
-
-MODULES = {"published": (1, "*E"), "mamba": (2, "M-"), "three": (3, "*-"), "both": (2, "M*")}
-
-
-def mtp_network(folder: Path, target: CausalLM, prepared: bool = False) -> MtpNetwork:
-    head = MtpHead(read_as("mtp", folder))
-    load_weights(head, folder)
-    if prepared:
-        prepare_for_inference(head)
-    return MtpNetwork(head.requires_grad_(False), target)
-
-
-def plain_modules(
-    folder: Path, target: CausalLM, tokens: Tensor, hidden: Tensor, count: int
-) -> list[Tensor]:
-    """What each module makes of a true sequence: tokens [l], the target's hidden [l, h]."""
-    w, config = load_file(folder / "model.safetensors"), read_config(folder)
-    made = [hidden]
-    for module in range(count):
-        ahead = plain_heads.behind(made[-1])
-        made.append(plain_heads.mtp(w, config, module, target.embed(tokens), ahead))
-    return made[1:]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
-@pytest.mark.parametrize("prepared", [False, True], ids=["full", "inference"])
-@pytest.mark.parametrize(("count", "pattern"), MODULES.values(), ids=MODULES)
-def test_mtp_modules_are_what_their_file_says(
-    model: Path, tmp_path: Path, count: int, pattern: str, prepared: bool
-) -> None:
-    named = {"num_nextn_predict_layers": count, "mtp_hybrid_override_pattern": pattern}
-    folder = roughen(write_mtp_head(tmp_path, model, **named))
-    target = load_model(model)
-    network = mtp_network(folder, target, prepared)
-    tokens = random_tokens(BATCH, LENGTH)
-    hidden = target(tokens.flatten(), FullSequenceContext(BATCH, LENGTH))
-    outputs = run_chain(network, tokens, hidden)
-    for row, own, made in zip(tokens, hidden.unflatten(0, tokens.shape), outputs):
-        wanted = plain_modules(folder, target, row, own, count)
-        torch.testing.assert_close(made, torch.cat(wanted, dim=-1), **CLOSE)
-        for depth in range(count):
-            log_probs = target.compute_logits(wanted[depth]).log_softmax(-1)
-            torch.testing.assert_close(network.log_probs(depth, made), log_probs, **CLOSE)
-
-
-@pytest.mark.parametrize("pattern", ["*-", "M-", "*M"])
-def test_the_token_at_a_depth_comes_from_the_module_of_that_depth(
-    model: Path, tmp_path: Path, pattern: str
-) -> None:
-    """Three modules, drafts as deep as they go: module d of the entry at depth d is what it would
-    be if the drafted tokens were the text, its input from the target ending d tokens earlier."""
-    named = {"num_nextn_predict_layers": DEEP, "mtp_hybrid_override_pattern": pattern}
-    folder = roughen(write_mtp_head(tmp_path, model, **named))
-    target = load_model(model)
-    network = mtp_network(folder, target)
-    assert network.max_depth == DEEP
-    tokens, drafted = random_tokens(LENGTH), [5, 60]
-    hidden = target(tokens, FullSequenceContext(1, LENGTH))
-    unknown = torch.full((len(drafted), 64), 1e4)  # would be seen in any output it reaches
-    whole = torch.cat([tokens, torch.tensor(drafted)])
-    wanted = plain_modules(folder, target, whole, torch.cat([hidden, unknown]), DEEP)
-    for depth, made in enumerate(run_drafts(network, tokens, hidden, drafted)):
-        for module in range(depth, DEEP):
-            own = made[64 * module : 64 * (module + 1)]
-            torch.testing.assert_close(own, wanted[module][LENGTH - 1 + depth], **CLOSE)
-        log_probs = target.compute_logits(wanted[depth][LENGTH - 1 + depth][None]).log_softmax(-1)
-        torch.testing.assert_close(network.log_probs(depth, made[None]), log_probs, **CLOSE)
-
-
-def test_a_single_module_drafts_from_its_own_output(model: Path, tmp_path: Path) -> None:
-    folder = roughen(write_mtp_head(tmp_path, model, mtp_hybrid_override_pattern="*E"))
-    w, target = load_file(folder / "model.safetensors"), load_model(model)
-    network = mtp_network(folder, target)
-    assert network.max_depth is None and network.carry_size == 0
-    tokens, drafted = random_tokens(LENGTH), [5, 60, 7]
-    hidden = target(tokens, FullSequenceContext(1, LENGTH))
-    ahead, config = plain_heads.behind(hidden), read_config(folder)
-    for depth, made in enumerate(run_drafts(network, tokens, hidden, drafted)):
-        whole = torch.cat([tokens, torch.tensor(drafted[:depth], dtype=torch.int64)])
-        wanted = plain_heads.mtp(w, config, 0, target.embed(whole), ahead)
-        torch.testing.assert_close(made, wanted[-1], **CLOSE)
-        ahead = torch.cat([ahead, wanted[-1:]])
-
-
-@pytest.mark.parametrize("cut", [1, 8])
-def test_modules_in_a_row_go_on_where_a_chunk_ended(model: Path, tmp_path: Path, cut: int) -> None:
-    """The carry is all that an entry needs of the one ahead of it."""
-    folder = roughen(write_mtp_head(tmp_path, model, num_nextn_predict_layers=DEEP))
-    target = load_model(model)
-    network = mtp_network(folder, target)
-    tokens = random_tokens(1, LENGTH)
-    hidden = target(tokens.flatten(), FullSequenceContext(1, LENGTH))
-    wanted = run_chain(network, tokens, hidden)
-    entries, ctx = plain_heads.behind(hidden)[None], GrowingSequence(torch.arange(LENGTH))
-    carry = torch.zeros(1, network.carry_size)
-    first = network.chain(tokens[:, :cut], entries[:, :cut], carry, ctx)
-    carry = first[:, -1, : network.carry_size]
-    second = network.chain(tokens[:, cut:], entries[:, cut:], carry, ctx)
-    torch.testing.assert_close(torch.cat([first, second], dim=1), wanted, **CLOSE)
-
-
-def test_mtp_modules_are_read_beside_the_target(model: Path, tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model")
-    alone = write_mtp_head(tmp_path / "head", folder, **MODEL_CONFIG_OF_HEAD)
-    write_mtp_head(folder, folder)
-    assert any(name.startswith("mtp.") for name in load_file(folder / "model.safetensors"))
-    load_model(folder)  # the target itself does without them
-    source = MtpSource(engine_config(folder, ""), ModelConfig.from_pretrained(folder))
-    assert source.path == str(folder) and source.problems() == []
-    ours, theirs = (MtpHead(read_as("mtp", place)) for place in (folder, alone))
-    load_weights(ours, folder)
-    load_weights(theirs, alone)
-    for name, value in ours.state_dict().items():
-        assert torch.equal(value, theirs.state_dict()[name])
-
-
-MODEL_CONFIG_OF_HEAD = {
-    name: MODEL_CONFIG[name]
-    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-}
-
-
-def test_a_layer_that_is_repeated_is_stored_once(tmp_path: Path) -> None:
-    config = {**MODEL_CONFIG, "num_nextn_predict_layers": 3, "mtp_layers_block_type": ["attention"]}
-    for repeated, blocks in ((False, 3), (True, 1)):
-        (tmp_path / "config.json").write_text(
-            json.dumps({**config, "mtp_use_repeated_layer": repeated})
-        )
-        head = MtpHead(read_as("mtp", tmp_path))
-        assert len(head.mtp.layers) == head.num_modules == blocks
-        assert head.config.num_attention_layers == blocks
-
-
 # ── what is refused ──
-
-
-def engine_config(model: Path, head: Path | str) -> EngineConfig:
-    return EngineConfig(model_path=str(model), speculative_draft_model_path=str(head))
-
-
-def problems_of(source: type[FolderSource], head: Path, target: Path) -> list[str]:
-    made = source(engine_config(target, head), ModelConfig.from_pretrained(target))
-    return [line.replace(f"{head}: ", "") for line in made.problems()]
 
 
 def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Path) -> None:
@@ -426,41 +232,6 @@ def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Pat
         "shape of fc.weight: [64, 128] in the file, [64, 64] by config.json",
         "unexpected: midlayer.self_attn.q_norm.weight",
     ]
-
-
-def test_every_reason_against_mtp_modules_is_named(model: Path, tmp_path: Path) -> None:
-    head = write_mtp_head(tmp_path / "head", model, mtp_hybrid_override_pattern="*E")
-    assert problems_of(MtpSource, head, model) == []
-    edit(
-        head,
-        {
-            "mtp.layers.0.hnorm.weight": None,
-            "mtp.layers.1.mixer.experts.5.up_proj.weight": None,
-            "mtp.layers.2.norm.weight": torch.ones(64),
-        },
-    )
-    target = write_model(tmp_path / "wide", vocab_size=128, hidden_size=80)
-    assert sorted(problems_of(MtpSource, head, target)) == [
-        f"drafter {head} has hidden_size 64, the target 80: use one that was made for this target",
-        f"drafter {head} has vocab_size 96, the target 128: use one that was made for this target",
-        "missing: mtp.layers.0.hnorm.weight",
-        "missing: mtp.layers.1.mixer.experts.up_proj[5]",
-        "unexpected: mtp.layers.2.norm.weight",
-    ]
-
-
-def test_modules_draft_no_more_tokens_than_they_are(model: Path, tmp_path: Path) -> None:
-    write_mtp_head(tmp_path, model, num_nextn_predict_layers=3)
-    wrong = problems_of(MtpSource, tmp_path, model)
-    assert wrong == [
-        f"--speculative-num-steps 5: drafter {tmp_path} has 3 modules, one for each token ahead; "
-        "set it to 3 at most"
-    ]
-
-
-def test_a_target_without_mtp_modules_is_named(model: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"{model}: num_nextn_predict_layers is None"):
-        MtpSource(engine_config(model, ""), ModelConfig.from_pretrained(model))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""EAGLE-3 heads and multi-token-prediction modules through the runner: trees against full passes
-of the network, texts against plain decoding."""
+"""Trees of EAGLE-3 heads and multi-token-prediction modules through the runner, against full passes
+of the network. (Texts: test_drafters.py.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from runner_harness import (
     SETTINGS,
     Engine,
     Live,
-    PlainModel,
     Settings,
     accepted,
     greedy,
@@ -20,7 +18,8 @@ from runner_harness import (
     sampled,
 )
 from test_runner_drafts import assert_trees_are_the_heads
-from tiny_heads import GrowingSequence, write_eagle3_head, write_mtp_head
+from tiny_drafters import DRAFTERS
+from tiny_heads import GrowingSequence, write_eagle3_head
 from tiny_model import write_model
 from torch import Tensor
 
@@ -31,39 +30,12 @@ from mamba_eagle.spec.drafters.network import DraftNetwork
 
 torch.set_num_threads(1)
 
-Write = Callable[[Path, Path], Path]
-
-
-def modules(count: int, pattern: str) -> Write:
-    return lambda folder, model: write_mtp_head(
-        folder, model, num_nextn_predict_layers=count, mtp_hybrid_override_pattern=pattern
-    )
-
-
-DRAFTERS: dict[str, tuple[str, Write]] = {
-    "eagle3": ("EAGLE3", write_eagle3_head),
-    "module": ("MTP", modules(1, "*E")),
-    "mamba-module": ("NEXTN", modules(1, "M-")),
-    "modules": ("MTP", modules(4, "*-")),
-    "mamba-modules": ("MTP", modules(4, "M*")),
-}
+HEADS = ["eagle3", "mtp", "mtp-mamba", "mtp-modules"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-class Drafting:
-    """A target, a drafter for it and how it speculates."""
-
-    def __init__(self, model: Path, folder: Path, drafter: str, settings: str) -> None:
-        algorithm, write = DRAFTERS[drafter]
-        self.model, self.head = model, write(folder, model)
-        self.settings: Settings = SETTINGS[settings]._replace(algorithm=algorithm)
-
-    def engine(self) -> Engine:
-        return Engine(self.model, self.head, self.settings)
 
 
 class PlainDrafts:
@@ -100,12 +72,12 @@ def start_some(engine: Engine) -> list[Live]:
 
 
 @pytest.mark.parametrize("settings", ["tree", "chain", "tree-torch", "tree-snapshot"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", HEADS)
 def test_trees_are_scored_as_full_passes_of_the_network_score_them(
     model: Path, tmp_path: Path, drafter: str, settings: str
 ) -> None:
     """In a batch, over accepted drafts, from prompts in chunks."""
-    engine = Drafting(model, tmp_path, drafter, settings).engine()
+    engine = DRAFTERS[drafter].engine(tmp_path, model, SETTINGS[settings])
     lives = start_some(engine)
     engine.finish(lives)
     assert settings == "chain" or max(accepted(lives)) > 1
@@ -113,26 +85,11 @@ def test_trees_are_scored_as_full_passes_of_the_network_score_them(
         assert_trees_are_the_heads(live, PlainDrafts(engine))
 
 
-@pytest.mark.parametrize("settings", ["tree", "chain-snapshot", "tree-torch"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_texts_are_those_of_plain_decoding(
-    model: Path, tmp_path: Path, drafter: str, settings: str
-) -> None:
-    engine, plain = Drafting(model, tmp_path, drafter, settings).engine(), PlainModel(model)
-    lives = [
-        engine.start(random_prompt(14, seed), sampling)
-        for seed, sampling in enumerate([greedy(30), sampled(30, 4), greedy(30)])
-    ]
-    engine.finish(lives)
-    for live in lives:
-        assert live.output == plain.choices(live)
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", HEADS)
 def test_a_cached_prefix_is_there_for_the_drafter(
     model: Path, tmp_path: Path, drafter: str
 ) -> None:
-    engine = Drafting(model, tmp_path, drafter, "tree").engine()
+    engine = DRAFTERS[drafter].engine(tmp_path, model, SETTINGS["tree"])
     first = engine.start(random_prompt(24, 6), greedy(12))
     engine.finish([first])
     prefix = engine.release(first, fold_to=first.run)

@@ -68,23 +68,27 @@ MTP_CONFIG = {
 
 @torch.no_grad()
 def write_eagle3_head(folder: Path, model_folder: Path, seed: int = 2, **changes: object) -> Path:
-    """Its attention looks at its own entry most of all; ``o_proj`` and ``down_proj`` are fitted. The
-    tokens that it knows are a random choice."""
-    config = {**EAGLE3_CONFIG, **changes}
+    """Its attention looks at its own entry most of all; ``o_proj`` and ``down_proj`` are fitted.
+    The tokens that it knows are a random choice; its taps span the target's layers."""
+    target = load_model(model_folder)
+    vocab, layers = target.config.vocab_size, len(target.parts.layers)
+    sizes = {"vocab_size": vocab, "draft_vocab_size": vocab * 5 // 8}
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, layers // 2, layers]}
+    config = {**EAGLE3_CONFIG, **sizes, "eagle_config": taps, **changes}
     head = Eagle3Head(parse_config(config))
     random_weights(head, seed)
-    target, layer = load_model(model_folder), head.midlayer
+    layer = head.midlayer
     attention, mlp = layer.self_attn, layer.mlp
     for part in (attention.k_proj, attention.v_proj, mlp.up_proj, mlp.gate_proj):
         part.weight.mul_(4.0)
     attention.q_proj.weight.copy_(per_query_head(attention.k_proj.weight, attention.config))
-    chosen = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))
+    chosen = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
     if head.d2t is not None:
         head.choose_tokens(chosen[: head.draft_vocab_size].sort().values)
     ids = slice(None) if head.d2t is None else head.target_ids()
     head.lm_head.weight.copy_(target.lm_head.weight[ids])
 
-    embeddings, features = ask(target, tap_layers(head.config, len(target.parts.layers)), seed)
+    embeddings, features = ask(target, tap_layers(head.config, layers), seed)
     wanted, taps = features.flatten(0, 1).split([64, features.shape[-1] - 64], dim=-1)
     head.fc.weight.mul_(0.3 / head.fuse(taps).std())  # little beside what is fitted
     given = head.fuse(shifted(features[..., 64:]).flatten(0, 1))
@@ -115,10 +119,11 @@ def write_mtp_head(folder: Path, model_folder: Path, seed: int = 3, **changes: o
     """``eh_proj`` of each module is fitted. In the target's own folder the modules join its files
     and its config.json, as they are published."""
     beside = folder == model_folder
-    config = {**MTP_CONFIG, **(read_config(folder) if beside else {}), **changes}
+    target = load_model(model_folder)
+    own = target.config.raw if beside else {"vocab_size": target.config.vocab_size}
+    config = {**MTP_CONFIG, **own, **changes}
     head = MtpHead(parse_as("mtp", config))
     random_weights(head, seed)
-    target = load_model(model_folder)
     embeddings, features = ask(target, (), seed)
     ahead = shifted(features).flatten(0, 1)
     for module in range(head.num_modules):
@@ -137,7 +142,7 @@ def write_mtp_head(folder: Path, model_folder: Path, seed: int = 3, **changes: o
 def ask(target, taps: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
     """Embeddings and features [BATCH, LENGTH, …] of random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (BATCH * LENGTH,), generator=generator)
+    tokens = torch.randint(0, target.config.vocab_size, (BATCH * LENGTH,), generator=generator)
     target.tap(taps)
     features = target(tokens, FullSequenceContext(BATCH, LENGTH))
     return tuple(part.unflatten(0, (BATCH, LENGTH)) for part in (target.embed(tokens), features))
@@ -157,10 +162,6 @@ def per_query_head(weight: Tensor, config) -> Tensor:
     """Each key head's rows once for each of its query heads."""
     heads = weight.unflatten(0, (config.num_kv_heads, config.head_dim))
     return heads.repeat_interleave(config.num_heads // config.num_kv_heads, dim=0).flatten(0, 1)
-
-
-def read_config(folder: Path) -> dict[str, object]:
-    return json.loads((folder / "config.json").read_text())
 
 
 def save(folder: Path, config: dict[str, object], weights: dict[str, Tensor]) -> Path:
