@@ -118,13 +118,8 @@ class ModelConfig:
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
         """Read ``folder/config.json`` (and the stop tokens of generation_config.json)."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: --model-path needs a checkpoint folder"
-            )
-        values = json.loads(path.read_text())
-        generation = path.with_name("generation_config.json")
+        values = config_values(folder)
+        generation = Path(folder) / "generation_config.json"
         if generation.is_file():
             eos = json.loads(generation.read_text()).get("eos_token_id")
             if eos is not None:
@@ -202,6 +197,15 @@ class ModelConfig:
             moe=moe,
             raw=values,
         )
+
+
+def config_values(folder: str | Path) -> dict[str, Any]:
+    """config.json as it is. Raises: FileNotFoundError"""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values
 
 
 def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
