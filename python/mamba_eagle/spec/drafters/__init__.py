@@ -15,11 +15,13 @@ class Entry(NamedTuple):
     module: str
     source: str  # a DraftSource
     needs_folder: bool = True  # --speculative-draft-model-path
+    needs_history: bool = False  # it reads PrefillItem.history
 
 
 DRAFTERS = {
     "EAGLE": Entry("eagle", "EagleSource"),
     "STANDALONE": Entry("standalone", "StandaloneSource"),
+    "NGRAM": Entry("ngram", "NgramSource", needs_folder=False, needs_history=True),
 }
 
 
@@ -27,3 +29,9 @@ def draft_source(algorithm: str) -> type[DraftSource]:
     entry = DRAFTERS[algorithm]
     source: type[DraftSource] = getattr(import_module(f"{__name__}.{entry.module}"), entry.source)
     return source
+
+
+def needs_history(algorithm: str) -> bool:
+    """Whether the drafter must be told the tokens of a prefix that the cache served."""
+    entry = DRAFTERS.get(algorithm)
+    return entry is not None and entry.needs_history
