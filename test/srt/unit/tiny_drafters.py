@@ -40,4 +40,5 @@ DRAFTERS = {
         lambda folder, target: write_head(folder, target, hybrid_override_pattern="M-", **MAMBA),
     ),
     "standalone": TinyDrafter("STANDALONE", write_noisy_copy),
+    "ngram": TinyDrafter("NGRAM", lambda folder, target: None),
 }

@@ -238,7 +238,11 @@ def _grow(nodes, buckets, contexts, topk, steps, picked, scores, children):
             break
         token, parent = waiting[best, 0], waiting[best, 1]
         waiting[best, 1] = -1
-        picked[filled, 0], picked[filled, 1], picked[filled, 2] = token, parent, picked[parent, 2] + 1
+        picked[filled, 0], picked[filled, 1], picked[filled, 2] = (
+            token,
+            parent,
+            picked[parent, 2] + 1,
+        )
         scores[filled] = waiting_scores[best]
         children[parent] += 1
         for source in range(2):
@@ -254,10 +258,12 @@ def _grow(nodes, buckets, contexts, topk, steps, picked, scores, children):
 def draft(
     nodes,
     buckets,
+    state,
     finished,
     roots,
     texts,
     lengths,
+    counted,
     slots,
     depth,
     topk,
@@ -270,7 +276,8 @@ def draft(
 ):
     """A tree for each request of ``slots`` [b] int64.
 
-    finished: the root of finished requests' n-grams; roots, lengths [R], texts [R, positions].
+    finished: the root of finished requests' n-grams; roots, lengths, counted [R] int64, texts
+    [R, positions] int32. What of a text was not counted before, is counted first.
     Out: a Tree's fields, [b, T] and ancestors [b, T, T].
     """
     b, T = out_tokens.shape
@@ -280,6 +287,8 @@ def draft(
     for r in range(b):
         slot = slots[r]
         text, end = texts[slot], lengths[slot]
+        count(nodes, buckets, state, roots[slot], text, counted[slot], end, depth)
+        counted[slot] = end
         _match(nodes, buckets, roots[slot], text, end, contexts[0], 0)
         _match(nodes, buckets, finished, text, end, contexts[0], 1)
         picked[0, 0], picked[0, 1], picked[0, 2] = text[end - 1], 0, 0

@@ -31,7 +31,7 @@ def continuations(texts: Texts, context: Sequence[int]) -> dict[int, int]:
         for end in range(n, len(text)):
             if list(text[end - n : end]) == list(context):
                 counts[text[end]] = counts.pop(text[end], 0) + 1
-    return dict(list(counts.items())[:-MOST_CHILDREN - 1 : -1])
+    return dict(list(counts.items())[: -MOST_CHILDREN - 1 : -1])
 
 
 def predict(

@@ -19,8 +19,8 @@ MOST_UNREAD = 32  # steps whose tokens wait on the device until somebody asks fo
 
 
 class NgramDrafter(Drafter):
-    """All work is the host's. What a step accepted is read from the device when the next tree is
-    asked for, in one copy; trees go up in one copy."""
+    """All work is the host's. What a step accepted is one copy from the device, made when the next
+    tree is asked for; the trees of a step go up in one copy."""
 
     def __init__(self, index: NgramIndex, device: torch.device) -> None:
         self.index, self.device = index, device
@@ -30,28 +30,30 @@ class NgramDrafter(Drafter):
         self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
         if item.is_first:
+            assert len(item.history) == item.start, "the cached prefix is not known"
             self.index.begin(item.slot, item.history)
         self.index.append(item.slot, item.token_ids)
 
     def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None:
-        self._remember(torch.tensor([[slot, 1]], device=self.device), token.view(1, 1))
+        self._remember(token.new_full((1,), slot), token.new_ones(1), token.view(1, 1))
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        self._remember(torch.stack([slots, accepted.count], dim=1), accepted.tokens)
+        self._remember(slots, accepted.count, accepted.tokens)
 
-    def _remember(self, slots_and_counts: Tensor, tokens: Tensor) -> None:
-        self.unread.append(torch.cat([slots_and_counts, tokens], dim=1))
+    def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
+        if self.device.type == "cpu":
+            for slot, count, made in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
+                self.index.append(slot, made[:count])
+            return
+        self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
         if len(self.unread) > MOST_UNREAD:
             self._read()
 
     def _read(self) -> None:
         """Waits for the device."""
-        if not self.unread:
-            return
-        widest = max(rows.shape[1] for rows in self.unread)
-        wide = [torch.nn.functional.pad(rows, (0, widest - rows.shape[1])) for rows in self.unread]
-        for slot, count, *tokens in torch.cat(wide).tolist():
-            self.index.append(slot, tokens[:count])
+        for rows in self.unread:
+            for slot, count, *made in rows.tolist():
+                self.index.append(slot, made[:count])
         self.unread.clear()
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
@@ -103,22 +105,22 @@ class NgramSource(DraftSource):
         return None
 
     def problems(self) -> list[str]:
-        depth, capacity = (
-            self.engine.speculative_ngram_max_trie_depth,
-            self.engine.speculative_ngram_capacity,
-        )
+        wrong = []
+        depth = self.engine.speculative_ngram_max_trie_depth
+        capacity = self.engine.speculative_ngram_capacity
+        requests = self.engine.max_running_requests
         if depth < 2:
-            return [
+            wrong.append(
                 f"--speculative-ngram-max-trie-depth {depth}: must be 2 or more, "
                 "a token that is matched and the one behind it"
-            ]
-        least = NgramIndex.least_capacity(self.engine.max_running_requests, depth)
+            )
+        least = NgramIndex.least_capacity(requests, max(depth, 2))
         if capacity < least:
-            return [
-                f"--speculative-ngram-capacity {capacity}: must be {least} or more for "
-                f"{self.engine.max_running_requests} requests and n-grams of {depth} tokens"
-            ]
-        return []
+            wrong.append(
+                f"--speculative-ngram-capacity {capacity}: must be {least} or more "
+                f"with {requests} requests and n-grams of {depth} tokens"
+            )
+        return wrong
 
     def make(self, parts: DraftParts) -> Drafter:
         requests, positions = parts.table.kv_slots.shape

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mamba_eagle.core import TreeShape
 from mamba_eagle.kernels.ngram_trie import cpu
 
+
 class NgramIndex:
     """N-grams of up to ``depth`` tokens in one trie, which has two kinds of roots:
 
@@ -62,26 +63,18 @@ class NgramIndex:
         """The request leaves; the first ``keep`` tokens of its text join the finished ones."""
         self.nodes[self.roots[slot], cpu.USED] = 0
         self.roots[slot] = 0
-        self._count(self.finished, slot, 0, min(keep, int(self.lengths[slot])))
+        trie, end = (self.nodes, self.buckets, self.state), min(keep, int(self.lengths[slot]))
+        cpu.count(*trie, self.finished, self.texts[slot], 0, end, self.depth)
 
     def draft(self, slots: Sequence[int], shape: TreeShape, *tree: NDArray[Any]) -> None:
         """The most probable tree of ``shape`` for each of ``slots`` [b]. tree: where to write it,
         arrays as the fields of a spec.tree.Tree."""
-        for slot in slots:
-            first, end = int(self.counted[slot]), int(self.lengths[slot])
-            self._count(int(self.roots[slot]), slot, first, end)
-            self.counted[slot] = end
         cpu.draft(
-            *(self.nodes, self.buckets, self.finished),
-            *(self.roots, self.texts, self.lengths, np.array(slots)),
-            *(self.depth, shape.topk, shape.steps),
+            *(self.nodes, self.buckets, self.state),
+            *(self.finished, self.roots, self.texts, self.lengths, self.counted),
+            *(np.array(slots), self.depth, shape.topk, shape.steps),
             *tree,
         )
-
-    def _count(self, root: int, slot: int, first: int, end: int) -> None:
-        """N-grams that end in [first, end) of the slot's text, below ``root``."""
-        trie = (self.nodes, self.buckets, self.state)
-        cpu.count(*trie, root, self.texts[slot], first, end, self.depth)
 
     @property
     def num_nodes(self) -> int:
