@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.core import TreeShape
-from mamba_eagle.spec.drafters import DRAFTERS
+from mamba_eagle.models.heads import draft_algorithm
+from mamba_eagle.spec.drafters import DRAFTERS, draft_source
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
@@ -77,7 +79,7 @@ class EngineConfig:
 
     speculative_algorithm: str = setting(
         "auto",
-        "drafter; auto: EAGLE where a head is at hand, else NONE",
+        "drafter; auto: what the drafter's folder is made for, NONE without one",
         ("auto", *DRAFTERS, "NONE"),
     )
     speculative_draft_model_path: str = setting("", "the drafter's folder")
@@ -107,15 +109,29 @@ class EngineConfig:
         if embedded and not draft and self.speculative_algorithm in ("auto", "EAGLE"):
             draft = str(EMBEDDED_HEAD)
         algorithm = self.speculative_algorithm
+        folder = values.setdefault("speculative_draft_model_path", draft)
         if algorithm == "auto":
-            algorithm = "EAGLE" if draft else "NONE"
+            algorithm = draft_algorithm(folder) if folder else "NONE"
         values["speculative_algorithm"] = algorithm
-        values.setdefault("speculative_draft_model_path", draft)
         config = dataclasses.replace(self, **values)
         problems += config.problems()
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(problems + config.drafter_problems())
         return config
+
+    def drafter_problems(self) -> list[str]:
+        """Why the drafter's folder does not fit the target, where both can be read. The runner
+        looks at that as it starts; here it is for those who fail before, since it takes torch."""
+        folders = (self.model_path, self.speculative_draft_model_path or self.model_path)
+        if self.speculative_algorithm not in DRAFTERS or not all(map(os.path.isdir, folders)):
+            return []
+        from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+
+        try:
+            target = ModelConfig.from_pretrained(self.model_path)
+            return draft_source(self.speculative_algorithm)(self, target).problems()
+        except (OSError, UnsupportedModel) as error:
+            return [str(error)]
 
     def _find_folders(self, values: dict[str, Any]) -> list[str]:
         """Turns Hugging Face names in ``values`` into folders. Returns what could not be found."""

@@ -23,13 +23,8 @@ class EagleHead(Layer):
     Embedding and lm_head are the target's and are not stored with the head.
     """
 
-    def __init__(self, config: ModelConfig, target_config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.hidden_size != target_config.hidden_size:
-            raise ValueError(
-                f"draft head has hidden_size {config.hidden_size}, the target "
-                f"{target_config.hidden_size}: use a head trained for this target"
-            )
         self.config = config
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=True)
         self.layers = make_blocks(config)

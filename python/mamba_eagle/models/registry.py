@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel, config_values
+from mamba_eagle.models.heads import head_algorithm
 from mamba_eagle.models.quantization import check_quantization
 
 
@@ -32,14 +33,11 @@ MODELS = {
 }
 
 
-# draft heads: architectures entry -> the file with their ``parse_config``
-HEADS = {
-    "EagleHead": "nemotron_h",  # described as Nemotron-H is
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3DraftModel": "eagle3",
-    "Eagle3Speculator": "eagle3",
-    "NemotronHMTPModel": "mtp",
+# algorithm of a draft head -> the file with its ``parse_config``
+HEAD_MODULES = {
+    "EAGLE": "nemotron_h",  # described as Nemotron-H is
+    "EAGLE3": "eagle3",
+    "MTP": "mtp",
 }
 
 
@@ -51,12 +49,10 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     architecture = (values.get("architectures") or ["?"])[0]
     if "ssm_cfg" in values:  # state-spaces writes no architectures
         return parse_as("mamba2", values)
-    if architecture == "LlamaForCausalLM" and "draft_vocab_size" in values:
-        return parse_as("eagle3", values)  # SafeAILab's heads bear their target's name
     if architecture == "?":
         return parse_as("nemotron_h", values)
-    if architecture in HEADS:
-        return parse_as(HEADS[architecture], values)
+    if (algorithm := head_algorithm(values)) is not None:
+        return parse_as(HEAD_MODULES[algorithm], values)
     return parse_as(_family(architecture).module, values)
 
 

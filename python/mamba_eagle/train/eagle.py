@@ -216,7 +216,7 @@ def _train(args: argparse.Namespace, data: RowStream) -> tuple[EagleHead, Nemotr
     device = args.device
     target = load_target(args.target, device)
     config = head_config(target.config)
-    head = EagleHead(ModelConfig.from_dict(config), target.config).float()
+    head = EagleHead(ModelConfig.from_dict(config)).float()
     initialize(head, args.seed)
     with torch.no_grad():  # the head ends in the same norm, in front of the same lm_head
         head.norm.weight.copy_(target.backbone.norm_f.weight)

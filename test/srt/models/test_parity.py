@@ -76,7 +76,7 @@ def write_head(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HEAD))
     target = ModelConfig.from_dict(HEAD)
-    head = EagleHead(target, target)
+    head = EagleHead(target)
     random_weights(head, 1)
     save_file({n: p.detach() for n, p in head.named_parameters()}, folder / "model.safetensors")
     return folder

@@ -30,7 +30,7 @@ class PlainDrafts:
     """The head over whole sequences, no cache and no lanes."""
 
     def __init__(self, tiny: Tiny) -> None:
-        self.target, self.head = tiny.plain.model, load_head(tiny.head, tiny.model)
+        self.target, self.head = tiny.plain.model, load_head(tiny.head)
 
     def log_probs(self, tokens: list[int], drafted: int) -> Tensor:
         """What the head says about the token behind ``tokens``, whose last ``drafted`` are its own

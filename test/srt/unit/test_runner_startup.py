@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from runner_harness import TREE, Settings, Tiny, greedy, random_prompt, write_tiny
+from safetensors.torch import load_file, save_file
+from tiny_drafters import DRAFTERS
 from tiny_model import EOS, VOCAB, write_head, write_model
 
-from mamba_eagle.config import ConfigError
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -38,6 +40,42 @@ def test_a_head_that_does_not_fit_is_refused_with_every_reason(tiny: Tiny, tmp_p
     assert len(refused.value.problems) == 2
     assert "vocab_size 95, the target 96" in str(refused.value)
     assert "hidden_size 32, the target 64" in str(refused.value)
+
+
+def test_all_that_is_wrong_with_a_drafter_is_said_at_once(tiny: Tiny, tmp_path: Path) -> None:
+    """Tree, vocabulary, size, and weights that are missing or of another shape."""
+    other = write_model(tmp_path / "other", hidden_size=32, vocab_size=VOCAB)
+    head = write_head(tmp_path / "head", other, hidden_size=32, vocab_size=95)
+    weights = load_file(head / "model.safetensors")
+    del weights["norm.weight"]
+    weights["fc.bias"] = weights["fc.bias"][:5].clone()
+    save_file(weights, head / "model.safetensors")
+    settings = {"speculative_draft_model_path": str(head), "speculative_num_draft_tokens": 99}
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(
+            model_path=str(tiny.model), speculative_algorithm="EAGLE", **settings
+        ).resolved()
+    said = str(refused.value)
+    for part in (
+        "--speculative-num-draft-tokens 99: must be",
+        "vocab_size 95, the target 96",
+        "hidden_size 32, the target 64",
+        "missing: norm.weight",
+        "shape of fc.bias: [5] in the file, [32] by config.json",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_drafters_folder_says_what_it_is_for(tiny: Tiny, tmp_path: Path, drafter: str) -> None:
+    """--speculative-draft-model-path alone is enough."""
+    known = DRAFTERS[drafter]
+    folder = known.write(tmp_path, tiny.model)
+    config = EngineConfig(
+        model_path=str(tiny.model), speculative_draft_model_path=str(folder or "")
+    ).resolved()
+    algorithm = known.algorithm.replace("NEXTN", "MTP")  # two names of one
+    assert config.speculative_algorithm == (algorithm if folder else "NONE")
 
 
 def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:

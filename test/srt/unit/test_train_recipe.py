@@ -261,7 +261,7 @@ def test_rescue_returns_to_the_last_good_weights() -> None:
 def test_unrolled_step_equals_drafting_one_token_at_a_time() -> None:
     """Step j at position p is what a drafter computes j guesses after the last true feature."""
     target = ModelConfig.from_dict(MODEL_CONFIG)
-    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG), target).float()
+    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG)).float()
     initialize(head, seed=0)
     length, steps = 12, 4
     generator = torch.Generator().manual_seed(0)
@@ -283,14 +283,14 @@ def test_eagle_script_saves_a_loadable_head(checkpoint: Path, tmp_path: Path) ->
     eagle.main([*arguments, *SMALL, *OFTEN])
     config = ModelConfig.from_pretrained(tmp_path)
     assert config.architecture == "EagleHead" and config.blocks == ("attention", "mlp")
-    head = EagleHead(config, ModelConfig.from_pretrained(checkpoint)).float()
+    head = EagleHead(config).float()
     load_weights(head, tmp_path)
     assert all(torch.isfinite(p).all() for p in head.parameters())
 
 
 def test_acceptance_counts_a_depth_only_after_all_before_it(checkpoint: Path) -> None:
     target = load(checkpoint)
-    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG), target.config).float()
+    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG)).float()
     initialize(head, seed=0)
     rows = make_block(ProblemEncoder(checkpoint), 0, 0, LENGTH, 2)
     measured = eagle.measure_acceptance(head, target, *pretrain.to_device(rows, "cpu"))

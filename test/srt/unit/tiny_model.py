@@ -84,7 +84,7 @@ def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: objec
     the target's hidden states on random tokens. Its attention sees the whole prefix."""
     target = load_model(model_folder)
     config = {**HEAD_CONFIG, "vocab_size": target.config.vocab_size, **changes}
-    head = EagleHead(ModelConfig.from_dict(config), target.config)
+    head = EagleHead(ModelConfig.from_dict(config))
     random_weights(head, seed)
     generator = torch.Generator().manual_seed(seed)
     batch, length = 60, 50
@@ -107,9 +107,8 @@ def load_model(folder: Path) -> NemotronHForCausalLM:
     return model.requires_grad_(False)
 
 
-def load_head(folder: Path, model_folder: Path) -> EagleHead:
-    target = ModelConfig.from_pretrained(model_folder)
-    head = EagleHead(ModelConfig.from_pretrained(folder), target)
+def load_head(folder: Path) -> EagleHead:
+    head = EagleHead(ModelConfig.from_pretrained(folder))
     load_weights(head, folder)
     return head.requires_grad_(False)
 

@@ -15,6 +15,7 @@ from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.loader import weight_problems
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.tree import Tree
@@ -138,11 +139,19 @@ class FolderSource(DraftSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         self.path, self.target = config.speculative_draft_model_path, target
-        self.own = ModelConfig.from_pretrained(self.path)
+        self.has_files = config.load_format != "dummy"
+        self.own = self.read()
 
     @property
     def config(self) -> ModelConfig:
         return self.own
+
+    def read(self) -> ModelConfig:
+        return ModelConfig.from_pretrained(self.path)
+
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The network, its weights not loaded."""
 
     def problems(self) -> list[str]:
         wrong = []
@@ -153,4 +162,4 @@ class FolderSource(DraftSource):
                     f"drafter {self.path} has {name} {own}, the target {wanted}: "
                     "use one that was made for this target"
                 )
-        return wrong
+        return wrong + (weight_problems(self.module, self.path) if self.has_files else [])

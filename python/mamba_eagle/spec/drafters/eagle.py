@@ -38,7 +38,10 @@ class EagleNetwork(DraftNetwork):
 class EagleSource(FolderSource):
     must_equal = ("vocab_size", "hidden_size")
 
+    def module(self) -> EagleHead:
+        return EagleHead(self.own)
+
     def make(self, parts: DraftParts) -> Drafter:
-        head = parts.load(lambda: EagleHead(self.own, self.target), self.path)
+        head = parts.load(self.module, self.path)
         assert isinstance(head, EagleHead)
         return ModelDrafter(EagleNetwork(head, parts.target), parts)

@@ -18,7 +18,7 @@ from mamba_eagle.models.eagle3 import (
     tap_layers,
     target_hidden_size,
 )
-from mamba_eagle.models.loader import CheckpointError, stored_tensors, weight_problems
+from mamba_eagle.models.loader import CheckpointError, stored_tensors
 from mamba_eagle.models.registry import read_as
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
@@ -74,10 +74,11 @@ class EagleThreeSource(FolderSource):
     must_equal = ("vocab_size",)
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
-        self.path, self.target = config.speculative_draft_model_path, target
-        self.own = read_as("eagle3", self.path)
+        super().__init__(config, target)
         self.tap_layers = tap_layers(self.own, len(target.blocks))
-        self.has_files = config.load_format != "dummy"
+
+    def read(self) -> ModelConfig:
+        return read_as("eagle3", self.path)
 
     def problems(self) -> list[str]:
         wrong = super().problems()
@@ -94,16 +95,14 @@ class EagleThreeSource(FolderSource):
                 f"{layers} layers: name them, rising from 0 to {layers}, in config.json as "
                 "eagle_config.eagle_aux_hidden_state_layer_ids"
             )
-        if self.has_files:
-            wrong += weight_problems(self._head, self.path)
         return wrong
 
-    def _head(self) -> Eagle3Head:
+    def module(self) -> Eagle3Head:
         names = map(published_name, stored_tensors(Path(self.path))) if self.has_files else ()
         return Eagle3Head(self.own, {*names} or OWN_WEIGHTS)
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = parts.load(self._head, self.path)
+        head = parts.load(self.module, self.path)
         assert isinstance(head, Eagle3Head)
         try:
             head.check_tokens()

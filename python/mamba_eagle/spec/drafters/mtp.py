@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,6 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.models.loader import weight_problems
 from mamba_eagle.models.mtp import MtpHead, num_modules
 from mamba_eagle.models.registry import read_as
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
@@ -84,11 +85,15 @@ class MtpSource(FolderSource):
     must_equal = ("vocab_size", "hidden_size")
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
-        self.path = config.speculative_draft_model_path or config.model_path
-        self.target = target
+        folder = config.speculative_draft_model_path or config.model_path
         self.steps = config.speculative_num_steps
-        self.own = read_as("mtp", self.path)
-        self.has_files = config.load_format != "dummy"
+        super().__init__(replace(config, speculative_draft_model_path=folder), target)
+
+    def read(self) -> ModelConfig:
+        return read_as("mtp", self.path)
+
+    def module(self) -> MtpHead:
+        return MtpHead(self.own)
 
     def problems(self) -> list[str]:
         wrong = super().problems()
@@ -97,11 +102,9 @@ class MtpSource(FolderSource):
                 f"--speculative-num-steps {self.steps}: drafter {self.path} has {modules} modules, "
                 f"one for each token ahead; set it to {modules} at most"
             )
-        if self.has_files:
-            wrong += weight_problems(lambda: MtpHead(self.own), self.path)
         return wrong
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = parts.load(lambda: MtpHead(self.own), self.path)
+        head = parts.load(self.module, self.path)
         assert isinstance(head, MtpHead)
         return ModelDrafter(MtpNetwork(head, parts.target), parts)

@@ -39,8 +39,10 @@ class StandaloneNetwork(DraftNetwork):
 class StandaloneSource(FolderSource):
     must_equal = ("vocab_size",)
 
+    def module(self) -> CausalLM:
+        return model_class(self.own)(self.own)
+
     def make(self, parts: DraftParts) -> Drafter:
-        make_model = model_class(self.own)
-        model = parts.load(lambda: make_model(self.own), self.path)
+        model = parts.load(self.module, self.path)
         assert isinstance(model, CausalLM)
         return ModelDrafter(StandaloneNetwork(model), parts)
