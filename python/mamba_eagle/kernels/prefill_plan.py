@@ -49,8 +49,8 @@ def prefill_plan(
 ) -> PrefillPlan:
     """The plan of a batch whose prompts lie one after the other.
 
-    Raises: ValueError if a save lies outside of its prompt, saves do not increase, a slot is saved
-        to twice, or one that is saved to is another request's source.
+    Raises: ValueError if a prompt is empty, a save lies outside of its prompt, saves do not
+        increase, a slot is saved to twice, or one that is saved to is read by another prompt.
     """
     _check(prompts)
     requests, segments, blocks = [], [], []
@@ -71,6 +71,8 @@ def prefill_plan(
 def _check(prompts: Sequence[Prompt]) -> None:
     written: dict[int, Prompt] = {}
     for prompt in prompts:
+        if prompt.length < 1:
+            raise ValueError(f"a prompt of {prompt.length} tokens: must have at least one")
         offsets = [0, *(offset for offset, _ in prompt.saves)]
         if offsets != sorted(offsets) or offsets[-1] > prompt.length:
             raise ValueError(

@@ -270,3 +270,51 @@ def tree_conv(
         num_warps=warps,
     )
     return C
+
+
+@triton.jit
+def _history_kernel(
+    conv_in,  # [layers, R, PLACES, conv_dim]
+    slots,  # [b]
+    places,  # [b, K-1]
+    wanted,  # [b]
+    R,
+    PLACES,
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(2)
+    if tl.load(wanted + request) != 0:
+        row = tl.program_id(1).to(tl.int64) * R + tl.load(slots + request)
+        conv_in += row * PLACES * CONV_DIM
+        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        place = tl.arange(0, triton.next_power_of_2(K - 1))
+        inside = (place < K - 1)[:, None] & (channel < CONV_DIM)[None, :]
+        source = tl.load(places + request * (K - 1) + place, mask=place < K - 1, other=0)
+        value = tl.load(conv_in + source[:, None] * CONV_DIM + channel[None, :], mask=inside)
+        tl.debug_barrier()  # old and new history may overlap: all is read before any is written
+        tl.store(conv_in + place[:, None] * CONV_DIM + channel[None, :], value, mask=inside)
+
+
+def move_history(
+    conv_in: Tensor, slots: Tensor, places: Tensor, wanted: Tensor, block: int = 512
+) -> None:
+    """The raw inputs at ``places`` become the history, ``conv_in[:, slots, : K-1]``, in all layers.
+
+    Args:
+        conv_in: [layers, R, K-1+W, conv_dim], contiguous.
+        slots: [b] and places: [b, K-1], int64; wanted: [b], what is 0 or False moves nothing.
+    """
+    layers, R, num_places, conv_dim = conv_in.shape
+    _history_kernel[(triton.cdiv(conv_dim, block), layers, len(slots))](
+        conv_in,
+        slots,
+        places,
+        wanted,
+        R,
+        num_places,
+        CONV_DIM=conv_dim,
+        K=places.shape[1] + 1,
+        BLOCK=block,
+    )

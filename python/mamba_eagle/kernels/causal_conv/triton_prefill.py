@@ -28,6 +28,7 @@ def _saved_history(
     last_segment,
     source,
     first,
+    known,
     channel,
     in_block,
     xbc_stride,
@@ -39,17 +40,17 @@ def _saved_history(
     for s in range(segment, last_segment):
         end = tl.load(segments + s * 3 + 1)
         slot = tl.load(segments + s * 3 + 2).to(tl.int64)
-        back = K - 1 - tl.arange(0, triton.next_power_of_2(K - 1))[:, None]
-        token = end - back
-        in_prompt = token >= first
-        from_prompt = xbc + token.to(tl.int64) * xbc_stride
-        from_past = history + source * history_stride + (K - 1 + token - first) * CONV_DIM
-        start = tl.where(in_prompt, from_prompt, from_past)
-        there = (back > 0) & in_block & (in_prompt | (source >= 0))
-        value = tl.load(start + channel, mask=there, other=0.0)
-        tl.debug_barrier()  # the slot may be the source itself: all is read before any is written
-        target = history + slot * history_stride + (K - 1 - back) * CONV_DIM
-        tl.store(target + channel, value, mask=(back > 0) & in_block & (slot >= 0))
+        if slot >= 0:
+            back = K - 1 - tl.arange(0, triton.next_power_of_2(K - 1))[:, None]
+            token = end - back
+            from_prompt = xbc + token.to(tl.int64) * xbc_stride
+            from_past = history + source * history_stride + (K - 1 + token - first) * CONV_DIM
+            start = tl.where(token >= first, from_prompt, from_past)
+            wanted = (back > 0) & in_block
+            value = tl.load(start + channel, mask=wanted & (token >= known), other=0.0)
+            tl.debug_barrier()  # the slot may be the source: all is read before any is written
+            target = history + slot * history_stride + (K - 1 - back) * CONV_DIM
+            tl.store(target + channel, value, mask=wanted)
 
 
 @triton.jit
@@ -111,6 +112,7 @@ def _prefill_conv_kernel(
     source = tl.load(requests + request * 3 + 2).to(tl.int64)
     first = tl.load(segments + segment * 3)
     end = tl.load(segments + last_segment * 3 - 2)
+    known = tl.where(source >= 0, first - (K - 1), first)  # before it, zeros
     token = at + tl.arange(0, TOKENS)
     valid = token < end
     if block < CHANNEL_BLOCKS:
@@ -128,7 +130,7 @@ def _prefill_conv_kernel(
             from_past = history + source * history_stride
             from_past += (K - 1 + token - back - first) * CONV_DIM
             start = tl.where(in_prompt, from_prompt, from_past)[:, None]
-            there = inside & (in_prompt | (source >= 0))[:, None]
+            there = inside & (token - back >= known)[:, None]
             value = tl.load(start + channel[None, :], mask=there, other=0.0)
             tap = conv_weight + (K - 1 - back) * CONV_DIM
             weight = tl.load(tap + channel, mask=in_block, other=0.0)
@@ -137,8 +139,8 @@ def _prefill_conv_kernel(
         tl.store(target, silu(total), mask=inside)
         if at == first:  # the only program that reads the history of these channels
             _saved_history(
-                xbc, history, segments, segment, last_segment, source, first, channel[None, :],
-                in_block[None, :], xbc_stride, history_stride, CONV_DIM, K,
+                xbc, history, segments, segment, last_segment, source, first, known,
+                channel[None, :], in_block[None, :], xbc_stride, history_stride, CONV_DIM, K,
             )  # fmt: skip
     else:
         _prompt_step_sizes(

@@ -94,15 +94,14 @@ def _scan_kernel(
         before = tl.load(state + source * state_stride + in_state).to(tl.float32)
 
     for s in range(segment, last_segment):
-        begin = tl.load(segments + s * 3)
-        end = tl.load(segments + s * 3 + 1)
+        begin = tl.load(segments + s * 3).to(tl.int64)
+        end = tl.load(segments + s * 3 + 1).to(tl.int64)
         slot = tl.load(segments + s * 3 + 2).to(tl.int64)
         for at in tl.range(begin, end, CHUNK, num_stages=STAGES):
-            at_64 = at.to(tl.int64)
             valid = token < end - at
-            x_rows = x + at_64 * x_stride
-            B_rows = B + at_64 * B_stride
-            C_rows = C + at_64 * C_stride
+            x_rows = x + at * x_stride
+            B_rows = B + at * B_stride
+            C_rows = C + at * C_stride
             # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
             x_chunk = tl.load(
                 x_rows[None, :] + (token * x_stride)[:, None], mask=valid[:, None], other=0.0
@@ -113,7 +112,7 @@ def _scan_kernel(
             C_chunk = tl.load(
                 C_rows[None, :] + (token * C_stride)[:, None], mask=valid[:, None], other=0.0
             )
-            steps = dt + at_64 * dt_token + token * dt_token
+            steps = dt + at * dt_token + token * dt_token
             step = tl.load(steps + head * dt_head, mask=valid, other=0.0)
             log = tl.cumsum(step * rate)
             end_log = tl.sum(step * rate)
@@ -137,7 +136,7 @@ def _scan_kernel(
                 out = split_dot(tl.where(in_first, 0.0, x_chunk), weights, out, PRECISION)
             else:
                 out = split_dot(x_chunk, weights, out, PRECISION)
-            y_rows = y + at_64 * (H * P)
+            y_rows = y + at * (H * P)
             tl.store(y_rows[:, None] + (token * (H * P))[None, :], out, mask=valid[None, :])
 
             share = (tl.exp(end_log - log) * step)[None, :]  # of a token in the state after all

@@ -1,12 +1,13 @@
-"""snapshot_verify of naive.py, and the copy on acceptance: what rows and folds are measured against.
+"""snapshot_verify of naive.py, and the copy on acceptance: what rows and folds are compared with.
 
 A program owns TILE channels of a request, with all N states of each, and goes through the nodes in
 their order. A node that follows its parent finds the state in registers; another one reads its
 parent's from the buffer, where every node's state is written. So a step writes T states and reads
 one, and one more for each branch; accepting reads and writes one again.
 
-Rows as in triton.py, filled by causal_conv.triton.tree_conv: node i stands in row ``step.rows[:, i]``
-and its state in the place of that row. There is no chain. Nothing here waits for the device.
+Rows as in triton.py, filled by causal_conv.triton.tree_conv: node i stands in row
+``step.rows[:, i]``, and its state in the place of that row. There is no chain. Nothing here waits
+for the device.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _snapshot_kernel(
     node_states += slot * W * (H * P * N)
     state += checkpoint * state_stride
     now = tl.load(state + in_tile).to(tl.float32)  # [TILE, N]
-    for node in range(0, T):
+    for node in range(T):
         row = tl.load(rows + node)
         if node > 0:
             parent = tl.load(parents + node)
