@@ -14,20 +14,15 @@ import argparse
 import itertools
 import json
 import math
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime, timezone
 from functools import partial
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-import triton
+from measure import ROTATED_BYTES, Report, compile_all, graph_us
 from torch import Tensor
 
-from mamba_eagle.eval.machine import commit
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.tree_verify.triton import (
@@ -44,7 +39,6 @@ NANO_9B = Sizes(heads=128, head_dim=80, groups=8, state_size=128)
 CONV_KERNEL = 4
 CHAIN = 16
 ROWS = 32
-ROTATED_BYTES = 300e6  # of states; the L2 cache of an H100 holds 50e6
 
 
 class Mode(NamedTuple):
@@ -69,7 +63,15 @@ GOALS_US = {
 class Inputs:
     """A step of ``batch`` requests, and the buffers of ``layers`` layers that it goes through."""
 
-    def __init__(self, batch: int, mode: Mode, sizes: Sizes = NANO_9B, layers: int = 0) -> None:
+    def __init__(
+        self,
+        batch: int,
+        mode: Mode,
+        sizes: Sizes = NANO_9B,
+        layers: int = 0,
+        chain: int = CHAIN,
+        rows: int = ROWS,
+    ) -> None:
         H, P, G, N = self.sizes = sizes
         T, row = mode.nodes, H * P + G * N
         torch.manual_seed(0)
@@ -81,10 +83,10 @@ class Inputs:
         self.A = -torch.rand(H, device="cuda") - 0.1
         self.D = normal(H, dtype=torch.float32)
         self.state = normal(layers, batch, H, P, N, dtype=torch.float32)
-        dt = torch.rand(layers, batch, ROWS, H, device="cuda") * 0.1
-        per_layer = (normal(layers, batch, ROWS, row), dt, (dt * self.A).cumsum(2))
+        dt = torch.rand(layers, batch, rows, H, device="cuda") * 0.1
+        per_layer = (normal(layers, batch, rows, row), dt, (dt * self.A).cumsum(2))
         self.buffers = [RowBuffers(*parts) for parts in zip(*per_layer)]
-        self.conv_in = normal(layers, batch, CONV_KERNEL - 1 + ROWS, row + G * N)
+        self.conv_in = normal(layers, batch, CONV_KERNEL - 1 + rows, row + G * N)
         self.projected = normal(batch * T, H * P + row + G * N + H)
         self.C = normal(batch, T, G * N)
         self.weights = ConvWeights(
@@ -98,16 +100,18 @@ class Inputs:
         ancestors = torch.eye(T, dtype=torch.bool).repeat(batch, 1, 1)
         for i in range(1, T):
             ancestors[:, i] |= ancestors[:, int(parents[0, i])]
-        order = torch.stack([torch.randperm(ROWS) for _ in range(batch)])
+        order = torch.stack([torch.randperm(rows) for _ in range(batch)])
+        history = torch.arange(CONV_KERNEL - 1).expand(batch, -1)
+        path = torch.cat([history, order[:, :chain] + CONV_KERNEL - 1], dim=1)
         step = TreeStep(
             slots=torch.arange(batch),
             checkpoints=torch.randperm(batch),
-            chain=order[:, :CHAIN],
-            chain_len=torch.full((batch,), CHAIN),
-            rows=order[:, CHAIN : CHAIN + T],
+            chain=order[:, :chain],
+            chain_len=torch.full((batch,), chain),
+            rows=order[:, chain : chain + T],
             parents=parents,
             ancestors=ancestor_bits(ancestors),
-            tail=order[:, CHAIN - CONV_KERNEL + 1 : CHAIN] + CONV_KERNEL - 1,
+            tail=path[:, -(CONV_KERNEL - 1) :],
             fold=None if mode.fold is None else torch.full((batch,), mode.fold),
         )
         parts = (part if part is None else part.contiguous().cuda() for part in step)
@@ -147,84 +151,42 @@ def bytes_moved(batch: int, mode: Mode, sizes: Sizes = NANO_9B) -> int:
     return batch * (state + rows + 2 * T * (G * N + H * P))
 
 
-def graph_us(launches: list[Callable[[], object]], replays: int = 9) -> float:
-    """Median time of a launch within a captured graph, microseconds."""
-    for launch in launches[:2]:
-        launch()
-    rounds = math.ceil(24 / len(launches))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for launch in launches:
-                launch()
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(launches)))
-    return float(torch.tensor(times[2:]).median())
-
-
-def bandwidth_tb_s(launch: Callable[[], object], num_bytes: int) -> float:
-    """Not in a graph: there a copy may be given to a slower engine."""
-    return num_bytes / triton.testing.do_bench(launch, return_mode="median") / 1e9
-
-
-def copy_tb_s() -> float:
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    print(f"sum reads {bandwidth_tb_s(source.sum, source.nbytes):.2f} TB/s")
-    return bandwidth_tb_s(lambda: target.copy_(source), 2 * source.nbytes)
+def measure_mode(
+    found: Report, mode_name: str, batch: int, best: dict[tuple[str, int], Config]
+) -> None:
+    mode = MODES[mode_name]
+    fields = {"mode": mode_name, "batch": batch, "nodes": mode.nodes, "rows": CHAIN}
+    inputs = Inputs(batch, mode)
+    fold = mode.fold is not None
+    usual = choose_config(batch, mode.nodes, CHAIN, inputs.sizes, torch.bfloat16, fold)
+    config = best.get((mode_name.removesuffix("_unused"), batch), usual)
+    verify = inputs.verify(config)
+    found.add(
+        f"verify {mode_name} {batch}",
+        f"kernel_{mode_name}_us",
+        graph_us(verify),
+        bytes_moved(batch, mode),
+        GOALS_US.get(mode_name, {}).get(batch),
+        **fields,
+        config=list(config),
+    )
+    if mode_name not in ("tree", "decode"):
+        return
+    conv = inputs.conv()
+    both = list(itertools.chain.from_iterable(zip(conv, verify)))
+    others = {
+        "conv": graph_us(conv),
+        "norm": graph_us(inputs.norm()),
+        "conv_and_verify": 2 * graph_us(both),
+    }
+    for name, us in others.items():
+        found.add(f"{name} {mode_name} {batch}", f"kernel_{name}_us", us, **fields)
 
 
 def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
-    copy = copy_tb_s()
-    common = {
-        "gpu": torch.cuda.get_device_name(),
-        "copy_tb_s": round(copy, 3),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": os.environ.get("COMMIT") or commit(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-    }
-    print(f"{common['gpu']}, copy {copy:.2f} TB/s, torch {torch.__version__}")
-    print(f"{'':18s}{'batch':>6s}{'us':>9s}{'goal':>7s}{'floor':>8s}{'share':>7s}")
-    lines = []
-
-    def add(name: str, mode_name: str, batch: int, us: float, config: Config | None = None) -> None:
-        mode = MODES[mode_name]
-        goal = GOALS_US.get(mode_name, {}).get(batch, "") if name == "verify" else ""
-        floor, share = "", ""
-        if name == "verify":
-            least = bytes_moved(batch, mode) / copy / 1e6
-            floor, share = f"{least:.1f}", f"{least / us:.0%}"
-        print(f"{name + ' ' + mode_name:18s}{batch:6d}{us:9.2f}{goal!s:>7s}{floor:>8s}{share:>7s}")
-        key = f"kernel_{mode_name}_us" if name == "verify" else f"kernel_{name}_us"
-        line = {"name": key, "mode": mode_name, "batch": batch, "nodes": mode.nodes}
-        line |= {"rows": CHAIN, "value": round(us, 2)} | common
-        lines.append(line if config is None else line | {"config": list(config)})
-
+    found = Report(output)
     for mode_name, batch in itertools.product(MODES, (1, 8, 32)):
-        inputs = Inputs(batch, MODES[mode_name])
-        mode = MODES[mode_name]
-        fold = mode.fold is not None
-        usual = choose_config(batch, mode.nodes, CHAIN, inputs.sizes, torch.bfloat16, fold)
-        config = best.get((mode_name.removesuffix("_unused"), batch), usual)
-        verify = inputs.verify(config)
-        add("verify", mode_name, batch, graph_us(verify), config)
-        if mode_name in ("tree", "decode"):
-            conv = inputs.conv()
-            add("conv", mode_name, batch, graph_us(conv))
-            add("norm", mode_name, batch, graph_us(inputs.norm()))
-            both = list(itertools.chain.from_iterable(zip(conv, verify)))
-            add("conv_and_verify", mode_name, batch, 2 * graph_us(both))
-        del inputs, verify
-    if output:
-        with open(output, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        measure_mode(found, mode_name, batch, best)
 
 
 def candidates(batch: int, mode: str) -> list[Config]:
@@ -254,9 +216,7 @@ def sweep(output: str | None, seconds: float) -> dict[tuple[str, int], Config]:
     start = time.monotonic()
     modes = ("tree", "decode", "tree_fold", "decode_fold")
     jobs = [(mode_name, config) for mode_name in modes for config in candidates(32, mode_name)]
-    workers = max(1, (os.cpu_count() or 1) - 1)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        list(pool.map(compile_share, [jobs[i::workers] for i in range(workers)]))
+    compile_all(compile_share, jobs)
     print(f"compiled {len(jobs)} in {time.monotonic() - start:.0f} s")
     best = {}
     for mode_name, batch in itertools.product(modes, (32, 8, 1)):

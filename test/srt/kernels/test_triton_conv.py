@@ -1,19 +1,24 @@
 """The Triton tree convolution, step sizes and gated norm against what they replace.
 
-On a GPU, or in Triton's interpreter (see test_triton_verify.py).
+On a GPU, or in Triton's interpreter (see triton_rig.py).
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from triton_rig import (
+    DEVICE,
+    needs_interpreter,
+    random_rates,
+    run_in_the_interpreter,
+    runs_kernels,
+    to_device,
+)
+from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
@@ -22,21 +27,12 @@ from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if GPU else "cpu")
-runs_kernels = pytest.mark.skipif(
-    not (GPU or INTERPRETED), reason="no CUDA device; test_in_the_interpreter runs it"
-)
 STALE = 77.0  # where nothing may be written
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the other tests run here")
+@needs_interpreter
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_the_interpreter(__file__)
 
 
 class Case(NamedTuple):
@@ -66,17 +62,14 @@ GPU_CASES = [
 ]
 
 
-def random_parents(T: int) -> Tensor:
-    return torch.tensor([0] + [int(torch.randint(i, (1,))) for i in range(1, T)])
-
-
 def check(case: Case) -> None:
     torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     H, P, G, N = case.sizes
     b, T, M, K = len(case.chain_lens), case.nodes, max(case.chain_lens), case.conv_kernel
     R, W, row_size = b + 1, M + T, H * P + G * N
     conv_dim = row_size + G * N
-    A = -torch.exp(torch.rand(H) * 4 - 2)
+    A = random_rates(H, generator)
     weights = ConvWeights(
         torch.randn(K, conv_dim).to(case.dtype),
         torch.randn(conv_dim).to(case.dtype) if case.bias else None,
@@ -98,11 +91,7 @@ def check(case: Case) -> None:
     for i, length in enumerate(case.chain_lens):
         path = torch.cat([torch.arange(K - 1), chain[i, :length] + K - 1])
         tail.append(path[len(path) - (K - 1) :])
-    parents = torch.stack([random_parents(T) for _ in range(b)])
-    ancestors = torch.eye(T, dtype=torch.bool).repeat(b, 1, 1)
-    for i in range(b):
-        for node in range(1, T):
-            ancestors[i, node] |= ancestors[i, parents[i, node]]
+    tree = random_tree(b, T, T, generator)
 
     # what must come out, request by request
     wanted_in, wanted_xB = conv_in.clone(), xB.clone()
@@ -112,22 +101,16 @@ def check(case: Case) -> None:
     for i, (slot, length) in enumerate(zip(slots, case.chain_lens)):
         windows = []
         for node in range(T):
-            path, at = [], node
-            while True:
-                path.append(xbc[i * T + at])
-                if at == 0:
-                    break
-                at = int(parents[i, at])
+            path = torch.tensor(path_to(tree, i, node))
             past = conv_in[slot, tail[i]]
-            windows.append(torch.cat([past, torch.stack(path[::-1])])[-K:])
-        bias = None if weights.conv_bias is None else weights.conv_bias
-        out = causal_conv_windows(torch.stack(windows), weights.conv_weight, bias)
+            windows.append(torch.cat([past, xbc[i * T + path]])[-K:])
+        out = causal_conv_windows(torch.stack(windows), weights.conv_weight, weights.conv_bias)
         wanted_xB[slot, rows[i]], C = out[:, :row_size], out[:, row_size:]
         wanted_C.append(C)
         wanted_in[slot, rows[i] + K - 1] = xbc.view(b, T, -1)[i]
         steps = step_size.view(b, T, H)[i]
         wanted_dt[slot, rows[i]] = steps
-        L = ancestors[i].double() @ (steps * A)
+        L = tree.ancestors[i].double() @ (steps * A)
         if length and not (case.fold and case.fold[i]):
             L += log_decay[slot, chain[i, length - 1]]
         wanted_L[slot, rows[i]] = L
@@ -138,17 +121,16 @@ def check(case: Case) -> None:
         chain=chain,
         chain_len=torch.tensor(case.chain_lens),
         rows=rows,
-        parents=parents,
-        ancestors=ancestor_bits(ancestors),
+        parents=tree.parents,
+        ancestors=ancestor_bits(tree.ancestors),
         tail=torch.stack(tail),
         fold=None if case.fold is None else torch.tensor(case.fold),
     )
-    step = TreeStep(*(part if part is None else part.to(DEVICE) for part in step))
-    parts = (p if p is None or isinstance(p, tuple) else p.to(DEVICE) for p in weights)
-    buffers = RowBuffers(xB.to(DEVICE), dt.to(DEVICE), log_decay.to(DEVICE))
+    step, weights = to_device(step), to_device(weights)
+    buffers = to_device(RowBuffers(xB, dt, log_decay))
     conv_in, projected = conv_in.to(DEVICE), projected.to(DEVICE)
     xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
-    C = tree_conv(xbc, dt_raw, ConvWeights(*parts), conv_in, buffers, step, case.sizes)
+    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, step, case.sizes)
 
     close = {"rtol": 2e-6, "atol": 2e-6}
     rounded = close if case.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}

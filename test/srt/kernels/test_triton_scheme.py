@@ -1,22 +1,18 @@
 """A GPU's rows and folds against the float64 recurrence.
 
-On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
-GPU one test runs this file again in a process of its own.
+In Triton's interpreter alone, in a process of its own (see triton_rig.py): the rig's pools are on
+the CPU.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from triton_rig import INTERPRETED, run_in_the_interpreter
 from verify_rig import Rig, assert_same_moment, mamba_config
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs_kernels = pytest.mark.skipif(
     not INTERPRETED, reason="test_in_the_interpreter runs it, in a process of its own"
 )
@@ -24,10 +20,7 @@ runs_kernels = pytest.mark.skipif(
 
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_the_interpreter(__file__)
 
 
 def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, max_depth: int = 4) -> Rig:

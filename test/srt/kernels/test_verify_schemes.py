@@ -233,7 +233,14 @@ def error_after_many_tokens(
     snapshots = scheme.startswith("snapshot")
     rows = nodes if snapshots else 24
     rig = Rig(
-        scheme, rows, max_depth, sizes, num_layers=1, requests=2, dtype=dtype, ssm_dtype=ssm_dtype
+        scheme,
+        rows,
+        max_depth,
+        config=sizes,
+        num_layers=1,
+        requests=2,
+        dtype=dtype,
+        ssm_dtype=ssm_dtype,
     )
     layer = rig.layers[0]
     # heads that forget in about 1, 10, … 100,000 tokens: the last keeps every rounding error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mamba_eagle.runner.commit import accept_tokens, commit_tokens
+from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Accepted, accept, truncate
-from mamba_eagle.spec.tree import Tree, ancestor_matrix, single_node_tree
+from mamba_eagle.spec.tree import Tree, ancestor_matrix, candidates, single_node_tree
 
 torch.set_num_threads(1)
 
@@ -139,3 +141,21 @@ def test_truncate(tokens: list[int], remaining: int, count: int, finished: bool)
 def test_truncate_without_stop_tokens() -> None:
     cut = truncate(accepted_rows([[5, 2]]), torch.empty(1, 0, dtype=torch.int64), torch.tensor([8]))
     assert (cut.count.tolist(), cut.finished.tolist()) == ([2], [False])
+
+
+def test_from_draft_to_commit_no_value_is_read_on_the_host() -> None:
+    """On the meta device there are none: reading one (int, bool, a mask as an index) raises."""
+    meta, requests, topk, nodes = torch.device("meta"), 3, 2, 6
+    table = RequestTable(5, 40, meta)
+    table.stop_tokens = torch.full((5, 2), -1, device=meta)
+    slots = torch.arange(requests, device=meta)
+    grown = candidates(table.last_token[slots], topk)
+    for lanes in (1, topk, topk):
+        grown.expand(torch.zeros(requests, lanes, 50, device=meta))
+    tree = grown.select(nodes)
+    targets = kv_slots = torch.zeros_like(tree.tokens)
+    accepted = accept_tokens(table, slots, tree, targets, max_depth=3)
+    commit_tokens(table, slots, kv_slots, accepted)
+    assert accepted.tokens.shape == (requests, 4)
+    with pytest.raises(RuntimeError):
+        int(accepted.count[0])

@@ -6,9 +6,13 @@ and what is lost here is lost in the state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mamba_eagle.kernels.prefill_plan import Prompt
 
 
 def causal_conv(
@@ -41,3 +45,28 @@ def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) ->
     """
     out = (windows.float() * weight.float()).sum(1)
     return F.silu(out if bias is None else out + bias.float()).to(windows.dtype)
+
+
+def conv_prompts(
+    xbc: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, prompts: Sequence[Prompt]
+) -> Tensor:
+    """The convolution over prompts that lie one after the other, from and to checkpoints.
+
+    Args:
+        xbc: [n, channels]; weight: [K, channels], that is, transposed.
+        history: [slots, K-1, channels], the raw inputs before a checkpoint; written where the
+            prompts say.
+    Returns: [n, channels].
+    """
+    out = torch.empty_like(xbc, memory_format=torch.contiguous_format)
+    for prompt in prompts:
+        own = xbc[prompt.first : prompt.first + prompt.length]
+        before = history.new_zeros(history.shape[1:])
+        if prompt.source >= 0:
+            before = history[prompt.source]
+        convolved = causal_conv(own[None], weight.t(), bias, before[None])
+        out[prompt.first : prompt.first + prompt.length] = convolved[0]
+        inputs = torch.cat([before, own])
+        for offset, slot in prompt.saves:
+            history[slot] = inputs[offset : offset + len(before)]
+    return out

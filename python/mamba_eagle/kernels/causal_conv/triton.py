@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+from mamba_eagle.kernels.triton_math import silu, step_sizes
 
 
 class ConvWeights(NamedTuple):
@@ -25,17 +26,6 @@ class ConvWeights(NamedTuple):
     dt_bias: Tensor  # [H] float32
     A: Tensor  # [H] float32, negative
     step_limit: tuple[float, float]  # what dt is clamped to
-
-
-@triton.jit
-def _softplus(x):
-    e = tl.exp(tl.minimum(x, 20.0))
-    # log(1 + e) loses a small e in the sum: 2 artanh(e / (2 + e)) there, as a series
-    z = e / (2.0 + e)
-    z2 = z * z
-    tail = z2 * (1.0 / 3 + z2 * (1.0 / 5 + z2 * (1.0 / 7 + z2 * (1.0 / 9))))
-    small = 2.0 * z * (1.0 + tail)
-    return tl.where(x > 20.0, x, tl.where(e < 0.25, small, tl.log(1.0 + e)))
 
 
 @triton.jit
@@ -93,7 +83,7 @@ def _convolve(
         tap_row = conv_weight + (K - 1 - back) * CONV_DIM
         tap = tl.load(tap_row + channel, mask=in_block, other=0.0)
         total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
-    out = (total / (1.0 + tl.exp(-total))).to(own.dtype)  # SiLU
+    out = silu(total).to(own.dtype)
     in_row = inside & (channel < ROW)[None, :]
     tl.store(xB + slot * W * ROW + row[:, None] * ROW + channel[None, :], out, mask=in_row)
     C_nodes = C + (request * T + node[:, None]) * (CONV_DIM - ROW) + channel[None, :] - ROW
@@ -146,9 +136,9 @@ def _step_sizes(
         dt_raw + (request * T + node[:, None]) * dt_stride + head[None, :],
         mask=inside,
         other=0.0,
-    ).to(tl.float32)
-    raw += tl.load(dt_bias + head, mask=in_block, other=0.0)[None, :]
-    step = tl.minimum(tl.maximum(_softplus(raw), lowest), highest)
+    )
+    bias = tl.load(dt_bias + head, mask=in_block, other=0.0)
+    step = step_sizes(raw, bias, lowest, highest)
     decay = step * tl.load(A + head, mask=in_block, other=0.0)[None, :]
     decay = tl.where(inside, decay, 0.0)
     if TP > 1:
@@ -280,3 +270,51 @@ def tree_conv(
         num_warps=warps,
     )
     return C
+
+
+@triton.jit
+def _history_kernel(
+    conv_in,  # [layers, R, PLACES, conv_dim]
+    slots,  # [b]
+    places,  # [b, K-1]
+    wanted,  # [b]
+    R,
+    PLACES,
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(2)
+    if tl.load(wanted + request) != 0:
+        row = tl.program_id(1).to(tl.int64) * R + tl.load(slots + request)
+        conv_in += row * PLACES * CONV_DIM
+        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        place = tl.arange(0, triton.next_power_of_2(K - 1))
+        inside = (place < K - 1)[:, None] & (channel < CONV_DIM)[None, :]
+        source = tl.load(places + request * (K - 1) + place, mask=place < K - 1, other=0)
+        value = tl.load(conv_in + source[:, None] * CONV_DIM + channel[None, :], mask=inside)
+        tl.debug_barrier()  # old and new history may overlap: all is read before any is written
+        tl.store(conv_in + place[:, None] * CONV_DIM + channel[None, :], value, mask=inside)
+
+
+def move_history(
+    conv_in: Tensor, slots: Tensor, places: Tensor, wanted: Tensor, block: int = 512
+) -> None:
+    """The raw inputs at ``places`` become the history, ``conv_in[:, slots, : K-1]``, in all layers.
+
+    Args:
+        conv_in: [layers, R, K-1+W, conv_dim], contiguous.
+        slots: [b] and places: [b, K-1], int64; wanted: [b], what is 0 or False moves nothing.
+    """
+    layers, R, num_places, conv_dim = conv_in.shape
+    _history_kernel[(triton.cdiv(conv_dim, block), layers, len(slots))](
+        conv_in,
+        slots,
+        places,
+        wanted,
+        R,
+        num_places,
+        CONV_DIM=conv_dim,
+        K=places.shape[1] + 1,
+        BLOCK=block,
+    )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.triton_math import silu
+
 
 @triton.jit
 def _gated_norm_kernel(
@@ -26,9 +28,8 @@ def _gated_norm_kernel(
     inside = column < GROUP
     column += tl.program_id(1) * GROUP
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
-    gf = g.to(tl.float32)
     gated = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
-    gated *= gf / (1.0 + tl.exp(-gf))
+    gated *= silu(g.to(tl.float32))
     scale = 1.0 / tl.sqrt(tl.sum(gated * gated) / GROUP + eps)
     w = tl.load(weight + column, mask=inside, other=0.0)
     normed = (gated * scale).to(g.dtype)  # rounded before the weight, as the layer does

@@ -7,7 +7,7 @@ lie in two heads (80 channels: 4 heads are 5 tiles of 64), and then takes the we
 decoding, a tree of one node, has a kernel of its own.
 
 Precision: rows of 16 bits are exact operands, what multiplies them is split into two such numbers
-(16 bits of mantissa), and S0·C takes S0 in tf32. With float32 rows every product is made of three
+(to 2**-16), and S0·C takes S0 in tf32. With float32 rows every product is made of three
 tf32 ones. Sums are float32.
 
 Nothing here waits for the device, and the grid depends on the batch alone.
@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mamba_eagle.kernels.triton_math import dual_weights, exact_dot, split_dot
 
 
 class Sizes(NamedTuple):
@@ -75,29 +77,6 @@ def ancestor_bits(ancestors: Tensor) -> Tensor:
     """[b, T, T] bool -> [b, T] int64, bit j of entry i: ancestors[:, i, j]."""
     bits = torch.ones_like(ancestors[0, 0], dtype=torch.int64).cumsum(0) - 1
     return (ancestors.to(torch.int64) << bits).sum(2)
-
-
-@triton.jit
-def _split_dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a·b where one factor is float32 and the other exact in its dtype."""
-    if a.dtype == b.dtype:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-    elif a.dtype == tl.float32:
-        high = a.to(b.dtype)
-        low = (a - high.to(tl.float32)).to(b.dtype)
-        return tl.dot(low, b, tl.dot(high, b, acc))
-    else:
-        high = b.to(a.dtype)
-        low = (b - high.to(tl.float32)).to(a.dtype)
-        return tl.dot(a, low, tl.dot(a, high, acc))
-
-
-@triton.jit
-def _packed_weights(node_log, row_log, step, skip, scores, visible, own):
-    """What each row adds to each node's output: [J, TP]."""
-    # masked before exp: the difference to an unrelated row may be large and positive
-    gap = tl.where(visible, node_log[None, :] - row_log[:, None], float("-inf"))
-    return tl.exp(gap) * step[:, None] * scores + tl.where(own, skip, 0.0)
 
 
 @triton.jit
@@ -174,7 +153,7 @@ def _tree_verify_kernel(
     B_rows = xB + row * WIDTH + H * P + group * N
     B = tl.load(B_rows[:, None] + n[None, :], mask=valid_rows[:, None], other=0.0)  # [J, N]
     C_nodes = tl.trans(C_nodes)  # [N, TP]
-    scores = tl.dot(B, C_nodes, input_precision=PRECISION)  # [J, TP]
+    scores = exact_dot(B, C_nodes, tl.zeros([J, TP], tl.float32), PRECISION)
     if C_nodes.dtype != state.dtype.element_ty:
         C_nodes = C_nodes.to(tl.float32)
 
@@ -217,19 +196,20 @@ def _tree_verify_kernel(
                 row_log_2 += tl.where(is_node, end_log_2, 0.0)
                 node_log_2 += end_log_2
 
-        weights = _packed_weights(node_log, row_log, step, skip, scores, visible, own)
+        weights = dual_weights(row_log, node_log, step, skip, scores, visible, own)
         node_decay = tl.exp(node_log)[None, :]
 
         added = tl.zeros([TILE, TP], tl.float32)
-        added = _split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
+        added = split_dot(tl.trans(x), weights, added, PRECISION)  # [TILE, TP]
         if TWO_HEADS:
-            weights = _packed_weights(node_log_2, row_log_2, step_2, skip_2, scores, visible, own)
+            weights = dual_weights(row_log_2, node_log_2, step_2, skip_2, scores, visible, own)
             added_2 = tl.zeros([TILE, TP], tl.float32)
-            added_2 = _split_dot(tl.trans(x), weights, added_2, PRECISION)
+            added_2 = split_dot(tl.trans(x), weights, added_2, PRECISION)
             added = tl.where(in_first[:, None], added, added_2)
             node_decay = tl.where(in_first[:, None], node_decay, tl.exp(node_log_2)[None, :])
 
-        from_state = tl.dot(before.to(C_nodes.dtype), C_nodes, input_precision=PRECISION)
+        from_state = tl.zeros([TILE, TP], tl.float32)
+        from_state = exact_dot(before.to(C_nodes.dtype), C_nodes, from_state, PRECISION)
         outputs = y + node[None, :] * (H * P) + channel[:, None]
         tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
 
@@ -243,7 +223,7 @@ def _tree_verify_kernel(
                 share = tl.where(in_first[None, :], share, share_2)
                 decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
             dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
-            gained = _split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
+            gained = split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
             after = before.to(tl.float32) * decay + gained
             tl.store(after_chain + first * N + in_tile, after)
 

@@ -1,0 +1,100 @@
+"""What the kernel benchmarks share: times of launches, the copy rate beside them, result lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
+from multiprocessing import get_context
+
+import torch
+import triton
+
+from mamba_eagle.eval.machine import commit
+
+Launch = Callable[[], object]
+
+ROTATED_BYTES = 300e6  # of what a launch reads; the L2 cache of an H100 holds 50e6
+
+
+def graph_us(launches: Sequence[Launch], replays: int = 9) -> float:
+    """Median time of a launch within a captured graph, microseconds."""
+    for launch in launches[:2]:
+        launch()
+    rounds = math.ceil(24 / len(launches))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    times = []
+    for _ in range(replays + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(launches)))
+    return float(torch.tensor(times[2:]).median())
+
+
+def bandwidth_tb_s(launch: Launch, num_bytes: int) -> float:
+    """Not in a graph: there a copy may be given to a slower engine."""
+    return num_bytes / triton.testing.do_bench(launch, return_mode="median") / 1e9
+
+
+def copy_tb_s() -> float:
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    print(f"sum reads {bandwidth_tb_s(source.sum, source.nbytes):.2f} TB/s")
+    return bandwidth_tb_s(lambda: target.copy_(source), 2 * source.nbytes)
+
+
+def compile_all(compile_share: Callable[[list], object], jobs: list) -> None:
+    """``compile_share`` of every core's share of the jobs: fills Triton's cache."""
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        list(pool.map(compile_share, [jobs[i::workers] for i in range(workers)]))
+
+
+class Report:
+    """Prints a row for each measurement and appends it to a file as a JSON line."""
+
+    def __init__(self, output: str | None) -> None:
+        self.output = output
+        self.copy = copy_tb_s()
+        self.common = {
+            "gpu": torch.cuda.get_device_name(),
+            "copy_tb_s": round(self.copy, 3),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": os.environ.get("COMMIT") or commit(),
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        }
+        print(f"{self.common['gpu']}, copy {self.copy:.2f} TB/s, torch {torch.__version__}")
+        print(f"{'':26s}{'us':>9s}{'goal':>7s}{'floor':>8s}{'share':>7s}")
+
+    def add(
+        self,
+        label: str,
+        name: str,
+        us: float,
+        num_bytes: float | None = None,
+        goal: float | None = None,
+        note: str = "",
+        **fields: object,
+    ) -> None:
+        """``floor`` is the time in which the device's own copy moves ``num_bytes``."""
+        floor, share = "", ""
+        if num_bytes is not None:
+            least = num_bytes / self.copy / 1e6
+            floor, share = f"{least:.1f}", f"{least / us:.0%}"
+        wanted = "" if goal is None else str(goal)
+        print(f"{label:26s}{us:9.2f}{wanted:>7s}{floor:>8s}{share:>7s}  {note}", flush=True)
+        if self.output:
+            line = {"name": name, **fields, "value": round(us, 2), **self.common}
+            with open(self.output, "a") as file:
+                file.write(json.dumps(line) + "\n")

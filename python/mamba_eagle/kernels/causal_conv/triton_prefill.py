@@ -1,0 +1,216 @@
+"""Before the scan, for all prompts of a batch: convolution from the histories, and step sizes.
+
+One pass over in_proj's output. x, B and C come out as views of one tensor, dt with the tokens of a
+head side by side: as ssd.triton reads them. The histories of saved checkpoints are written, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.causal_conv.triton import ConvWeights
+from mamba_eagle.kernels.prefill_plan import PrefillPlan
+from mamba_eagle.kernels.tree_verify.triton import Sizes
+from mamba_eagle.kernels.triton_math import silu, step_sizes
+
+
+@triton.jit
+def _saved_history(
+    xbc,
+    history,
+    segments,
+    segment,
+    last_segment,
+    source,
+    first,
+    known,
+    channel,
+    in_block,
+    xbc_stride,
+    history_stride,
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+):
+    """The K-1 raw inputs before each segment's end, to the slot that it names."""
+    for s in range(segment, last_segment):
+        end = tl.load(segments + s * 3 + 1)
+        slot = tl.load(segments + s * 3 + 2).to(tl.int64)
+        if slot >= 0:
+            back = K - 1 - tl.arange(0, triton.next_power_of_2(K - 1))[:, None]
+            token = end - back
+            from_prompt = xbc + token.to(tl.int64) * xbc_stride
+            from_past = history + source * history_stride + (K - 1 + token - first) * CONV_DIM
+            start = tl.where(token >= first, from_prompt, from_past)
+            wanted = (back > 0) & in_block
+            value = tl.load(start + channel, mask=wanted & (token >= known), other=0.0)
+            tl.debug_barrier()  # the slot may be the source: all is read before any is written
+            target = history + slot * history_stride + (K - 1 - back) * CONV_DIM
+            tl.store(target + channel, value, mask=wanted)
+
+
+@triton.jit
+def _prompt_step_sizes(
+    block,
+    token,
+    valid,
+    dt_raw,
+    dt_bias,
+    dt,
+    n,
+    dt_stride,
+    lowest,
+    highest,
+    H: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    inside = valid[:, None] & (head < H)[None, :]
+    place = token.to(tl.int64)[:, None] * dt_stride + head[None, :]
+    raw = tl.load(dt_raw + place, mask=inside, other=0.0)
+    bias = tl.load(dt_bias + head, mask=head < H, other=0.0)
+    step = step_sizes(raw, bias, lowest, highest)
+    tl.store(dt + head.to(tl.int64)[None, :] * n + token[:, None], step, mask=inside)
+
+
+@triton.jit
+def _prefill_conv_kernel(
+    xbc,  # [n, conv_dim], rows xbc_stride apart
+    dt_raw,  # [n, H], rows dt_stride apart
+    conv_weight,  # [K, conv_dim]
+    conv_bias,  # [conv_dim]
+    dt_bias,  # [H]
+    history,  # [slots, K-1, conv_dim]
+    out,  # [n, conv_dim]
+    dt,  # [H, n]
+    requests,  # [b, 3]
+    segments,  # [S, 3]
+    blocks,  # [·, 2]
+    n,
+    xbc_stride,
+    dt_stride,
+    history_stride,
+    lowest,
+    highest,
+    H: tl.constexpr,
+    CONV_DIM: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    CHANNEL_BLOCKS: tl.constexpr = (CONV_DIM + BLOCK - 1) // BLOCK
+    block = tl.program_id(0)
+    request = tl.load(blocks + tl.program_id(1) * 2)
+    at = tl.load(blocks + tl.program_id(1) * 2 + 1)
+    segment = tl.load(requests + request * 3)
+    last_segment = tl.load(requests + request * 3 + 1)
+    source = tl.load(requests + request * 3 + 2).to(tl.int64)
+    first = tl.load(segments + segment * 3)
+    end = tl.load(segments + last_segment * 3 - 2)
+    known = tl.where(source >= 0, first - (K - 1), first)  # before it, zeros
+    token = at + tl.arange(0, TOKENS)
+    valid = token < end
+    if block < CHANNEL_BLOCKS:
+        channel = block * BLOCK + tl.arange(0, BLOCK)
+        in_block = channel < CONV_DIM
+        inside = valid[:, None] & in_block[None, :]
+        total = tl.zeros([TOKENS, BLOCK], tl.float32)
+        if conv_bias is not None:
+            bias = tl.load(conv_bias + channel, mask=in_block, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+        for back in tl.static_range(0, K):
+            # before the prompt, the history
+            in_prompt = token - back >= first
+            from_prompt = xbc + (token - back).to(tl.int64) * xbc_stride
+            from_past = history + source * history_stride
+            from_past += (K - 1 + token - back - first) * CONV_DIM
+            start = tl.where(in_prompt, from_prompt, from_past)[:, None]
+            there = inside & (token - back >= known)[:, None]
+            value = tl.load(start + channel[None, :], mask=there, other=0.0)
+            tap = conv_weight + (K - 1 - back) * CONV_DIM
+            weight = tl.load(tap + channel, mask=in_block, other=0.0)
+            total += value.to(tl.float32) * weight.to(tl.float32)[None, :]
+        target = out + token.to(tl.int64)[:, None] * CONV_DIM + channel[None, :]
+        tl.store(target, silu(total), mask=inside)
+        if at == first:  # the only program that reads the history of these channels
+            _saved_history(
+                xbc, history, segments, segment, last_segment, source, first, known,
+                channel[None, :], in_block[None, :], xbc_stride, history_stride, CONV_DIM, K,
+            )  # fmt: skip
+    else:
+        _prompt_step_sizes(
+            block - CHANNEL_BLOCKS, token, valid, dt_raw, dt_bias, dt, n, dt_stride, lowest,
+            highest, H, HEAD_BLOCK,
+        )  # fmt: skip
+
+
+class ScanInputs(NamedTuple):
+    """What ssd.triton.scan takes: views of one tensor, and dt with tokens side by side."""
+
+    x: Tensor  # [n, H, P]
+    dt: Tensor  # [n, H] float32
+    B: Tensor  # [n, G, N]
+    C: Tensor  # [n, G, N]
+
+
+def prefill_conv(
+    xbc: Tensor,
+    dt_raw: Tensor,
+    weights: ConvWeights,
+    history: Tensor,
+    plan: PrefillPlan,
+    sizes: Sizes,
+    block: int = 256,
+    warps: int = 4,
+) -> ScanInputs:
+    """naive.conv_prompts, split, and step sizes. Does not wait for the device.
+
+    Args:
+        xbc: [n, conv_dim] and dt_raw: [n, H], views of in_proj's output will do.
+        history: [slots, K-1, conv_dim], the layer's part of the pool, contiguous, dtype of xbc.
+    """
+    K, conv_dim = weights.conv_weight.shape
+    H, P, G, N = sizes
+    n = plan.tokens
+    if plan.block < K - 1:
+        raise ValueError(f"blocks of {plan.block} tokens: must hold {K - 1}, the taps before one")
+    out = torch.empty(n, conv_dim, dtype=xbc.dtype, device=xbc.device)
+    dt = torch.empty(H, n, dtype=torch.float32, device=xbc.device)
+    head_block = 32
+    low, high = weights.step_limit
+    channel_blocks, head_blocks = triton.cdiv(conv_dim, block), triton.cdiv(H, head_block)
+    _prefill_conv_kernel[(channel_blocks + head_blocks, len(plan.blocks))](
+        xbc,
+        dt_raw,
+        weights.conv_weight,
+        weights.conv_bias,
+        weights.dt_bias,
+        history,
+        out,
+        dt,
+        plan.requests,
+        plan.segments,
+        plan.blocks,
+        n,
+        xbc.stride(0),
+        dt_raw.stride(0),
+        history.stride(0),
+        float(low),
+        float(high),
+        H=H,
+        CONV_DIM=conv_dim,
+        K=K,
+        TOKENS=plan.block,
+        BLOCK=block,
+        HEAD_BLOCK=head_block,
+        num_warps=warps,
+    )
+    x, B, C = out.split([H * P, G * N, G * N], dim=1)
+    return ScanInputs(
+        x.unflatten(1, (H, P)), dt.t(), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+    )

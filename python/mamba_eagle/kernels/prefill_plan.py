@@ -1,0 +1,107 @@
+"""Which tokens of a flat prefill batch belong to which request, as the prefill kernels read it.
+
+Made on the host, once for all layers, and sent in one piece without waiting for the device.
+
+```
+ tokens      0 ───────────────── 7 ────────────── 12         two requests
+ segments    [0, 3)→4  [3, 7)→0  [7, 12)→1  [12, 12)→2       each ends where a state is saved
+ requests    0 … 1, from 0       2 … 3, from -1              segments, and where the state is before
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CONV_TOKENS = 16  # of one request that a program of the convolution takes
+
+
+class Prompt(NamedTuple):
+    """The next ``length`` tokens of a request, [first, first + length) of the flat batch.
+
+    ``source`` is the checkpoint slot with the state before them, -1 for none: zeros. ``saves``
+    are (tokens from ``first``, checkpoint slot), increasing; one of 0 tokens is a copy, and one
+    position may be saved to several slots. The last save may overwrite the request's own source.
+    """
+
+    first: int
+    length: int
+    source: int
+    saves: Sequence[tuple[int, int]]
+
+
+class PrefillPlan(NamedTuple):
+    """b requests, the longest first; S segments; n tokens. All int32 and contiguous."""
+
+    requests: Tensor  # [b, 3]: first segment, segment behind the last, source slot or -1
+    segments: Tensor  # [S, 3]: first token, token behind the last, slot of the state there or -1
+    blocks: Tensor  # [·, 2]: request, first token of a block of its tokens
+    tokens: int  # n
+    block: int  # tokens of a block; fewer in the last one of a request
+
+
+def prefill_plan(
+    prompts: Sequence[Prompt], device: torch.device, block: int = CONV_TOKENS
+) -> PrefillPlan:
+    """The plan of a batch whose prompts lie one after the other.
+
+    Raises: ValueError if a prompt is empty, a save lies outside of its prompt, saves do not
+        increase, a slot is saved to twice, or one that is saved to is read by another prompt.
+    """
+    _check(prompts)
+    requests, segments, blocks = [], [], []
+    for prompt in sorted(prompts, key=lambda prompt: -prompt.length):
+        begin, end = prompt.first, prompt.first + prompt.length
+        blocks += [(len(requests), token) for token in range(begin, end, block)]
+        first_segment = len(segments)
+        for offset, slot in prompt.saves:
+            segments.append((begin, prompt.first + offset, slot))
+            begin = prompt.first + offset
+        if begin < end:
+            segments.append((begin, end, -1))
+        requests.append((first_segment, len(segments), prompt.source))
+    tables = _sent((requests, segments, blocks), device)
+    return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block)
+
+
+def _check(prompts: Sequence[Prompt]) -> None:
+    written: dict[int, Prompt] = {}
+    for prompt in prompts:
+        if prompt.length < 1:
+            raise ValueError(f"a prompt of {prompt.length} tokens: must have at least one")
+        offsets = [0, *(offset for offset, _ in prompt.saves)]
+        if offsets != sorted(offsets) or offsets[-1] > prompt.length:
+            raise ValueError(
+                f"saves after {offsets[1:]} of {prompt.length} tokens: they must increase, from 0 "
+                "to the prompt's length"
+            )
+        for i, (_, slot) in enumerate(prompt.saves):
+            if slot in written:
+                raise ValueError(f"checkpoint slot {slot} is saved to twice in one batch")
+            if slot == prompt.source and i < len(prompt.saves) - 1:
+                raise ValueError(
+                    f"checkpoint slot {slot} is read and then saved to before the last save: "
+                    "only the last save may overwrite the source"
+                )
+            written[slot] = prompt
+    for prompt in prompts:
+        if written.get(prompt.source, prompt) is not prompt:
+            raise ValueError(
+                f"checkpoint slot {prompt.source} is read by one request of the batch and saved "
+                "to by another: put them into separate batches"
+            )
+
+
+def _sent(tables: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> list[Tensor]:
+    """[rows, columns] int32 each; one copy, and the host does not wait for it."""
+    shapes = [(len(table), len(table[0])) for table in tables]
+    packed = torch.tensor([n for table in tables for row in table for n in row], dtype=torch.int32)
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    packed = packed.to(device, non_blocking=True)
+    parts = packed.split([rows * columns for rows, columns in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]

@@ -1,0 +1,203 @@
+"""snapshot_verify of naive.py, and the copy on acceptance: what rows and folds are compared with.
+
+A program owns TILE channels of a request, with all N states of each, and goes through the nodes in
+their order. A node that follows its parent finds the state in registers; another one reads its
+parent's from the buffer, where every node's state is written. So a step writes T states and reads
+one, and one more for each branch; accepting reads and writes one again.
+
+Rows as in triton.py, filled by causal_conv.triton.tree_conv: node i stands in row
+``step.rows[:, i]``, and its state in the place of that row. There is no chain. Nothing here waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+
+
+class SnapshotConfig(NamedTuple):
+    """How the work is cut; the result does not depend on it."""
+
+    tile: int  # channels: a power of two that divides those of a group
+    warps: int
+
+
+@triton.jit
+def _snapshot_kernel(
+    xB,  # [R, W, H*P + G*N]
+    dt,  # [R, W, H]
+    C,  # [b, T, G*N]
+    A,  # [H]
+    D,  # [H]
+    state,  # [slots, H, P, N]
+    node_states,  # [R, W, H, P, N]
+    y,  # [b, T, H*P]
+    slots,  # [b]
+    checkpoints,  # [b]
+    rows,  # [b, T]
+    parents,  # [b, T]
+    T,
+    W,
+    state_stride,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    WIDTH: tl.constexpr = H * P + G * N
+    first = tl.program_id(0) * TILE
+    request = tl.program_id(1)
+    group = first // (H // G * P)
+    channel = first + tl.arange(0, TILE)
+    head = channel // P
+    n = tl.arange(0, N)
+    in_tile = channel[:, None] * N + n[None, :]
+    rate = tl.load(A + head)
+    skip = tl.load(D + head)
+
+    slot = tl.load(slots + request).to(tl.int64)
+    checkpoint = tl.load(checkpoints + request).to(tl.int64)
+    rows += request * T
+    parents += request * T
+    node_states += slot * W * (H * P * N)
+    state += checkpoint * state_stride
+    now = tl.load(state + in_tile).to(tl.float32)  # [TILE, N]
+    for node in range(T):
+        row = tl.load(rows + node)
+        if node > 0:
+            parent = tl.load(parents + node)
+            if parent != node - 1:
+                tl.debug_barrier()  # other threads may have written it
+                place = tl.load(rows + parent) * (H * P * N)
+                now = tl.load(node_states + place + in_tile)
+        at = slot * W + row
+        x = tl.load(xB + at * WIDTH + channel).to(tl.float32)
+        B = tl.load(xB + at * WIDTH + H * P + group * N + n).to(tl.float32)
+        C_node = tl.load(C + ((request * T + node) * G + group) * N + n).to(tl.float32)
+        step = tl.load(dt + at * H + head)
+        now = tl.exp(step * rate)[:, None] * now + (step * x)[:, None] * B[None, :]
+        tl.store(node_states + row * (H * P * N) + in_tile, now)
+        out = tl.sum(now * C_node[None, :], 1) + skip * x
+        tl.store(y + (request * T + node) * (H * P) + channel, out)
+
+
+def snapshot_verify(
+    buffers: RowBuffers,
+    C: Tensor,
+    A: Tensor,
+    D: Tensor,
+    state: Tensor,
+    node_states: Tensor,
+    step: TreeStep,
+    sizes: Sizes,
+    config: SnapshotConfig | None = None,
+) -> Tensor:
+    """Outputs of all nodes, ``D x`` included; the state after each is left in ``node_states``.
+
+    Args:
+        buffers: contiguous; the nodes' rows are already there (see causal_conv.triton).
+        C: [b, T, G*N], dtype of the rows; A, D: [H] float32.
+        state: [slots, H, P, N], the layer's part of the pool, contiguous; only read.
+        node_states: [R, W, H, P, N] float32, contiguous: a state for each row.
+    Returns: [b*T, H*P], dtype of the rows.
+    """
+    b, T = step.rows.shape
+    H, P, G, N = sizes
+    channels = H // G * P
+    if config is None:  # 4096 numbers, 32 a thread; not yet tuned by measurement
+        tile = max(1, 4096 // N)
+        while channels % tile:
+            tile //= 2
+        config = SnapshotConfig(tile, 4)
+    y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
+    _snapshot_kernel[(H * P // config.tile, b)](
+        buffers.xB,
+        buffers.dt,
+        C,
+        A,
+        D,
+        state,
+        node_states,
+        y,
+        step.slots,
+        step.checkpoints,
+        step.rows,
+        step.parents,
+        T,
+        buffers.xB.shape[1],
+        state.stride(0),
+        H=H,
+        P=P,
+        G=G,
+        N=N,
+        TILE=config.tile,
+        num_warps=config.warps,
+    )
+    return y
+
+
+@triton.jit
+def _copy_kernel(
+    node_states,  # [layers, R, W, size]
+    state,  # [layers, slots, size]
+    slots,  # [b]
+    checkpoints,  # [b]
+    rows,  # [b]
+    count,  # [b]
+    R,
+    W,
+    num_slots,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(2)
+    if tl.load(count + request) > 0:
+        layer = tl.program_id(1).to(tl.int64)
+        source = (layer * R + tl.load(slots + request)) * W + tl.load(rows + request)
+        target = layer * num_slots + tl.load(checkpoints + request)
+        number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = number < SIZE
+        value = tl.load(node_states + source * SIZE + number, mask=inside)
+        tl.store(state + target * SIZE + number, value, mask=inside)
+
+
+def commit_snapshots(
+    node_states: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    checkpoints: Tensor,
+    rows: Tensor,
+    count: Tensor,
+    block: int = 4096,
+) -> None:
+    """The last accepted node's state becomes the request's, in all layers at once.
+
+    Args:
+        node_states: [layers, R, W, H, P, N] float32; state: [layers, slots, H, P, N], the pool.
+        slots, checkpoints, rows: [b] int64; rows of the last accepted nodes.
+        count: [b] int64, accepted nodes: a request with none keeps its state.
+    """
+    layers, R, W, *shape = node_states.shape
+    size = torch.Size(shape).numel()
+    _copy_kernel[(triton.cdiv(size, block), layers, len(slots))](
+        node_states,
+        state,
+        slots,
+        checkpoints,
+        rows,
+        count,
+        R,
+        W,
+        state.shape[1],
+        SIZE=size,
+        BLOCK=block,
+        num_warps=8,
+    )

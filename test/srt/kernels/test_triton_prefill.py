@@ -1,0 +1,218 @@
+"""The Triton scan and convolution of prompts against recurrence and loop in float64.
+
+On a GPU, or in Triton's interpreter (see triton_rig.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from prefill_rig import PROMPTS, SLOTS, convolved, make_batch, scanned
+from triton_rig import (
+    BFLOAT16_ERROR,
+    DEVICE,
+    needs_interpreter,
+    random_rates,
+    run_in_the_interpreter,
+    runs_kernels,
+    to_device,
+)
+from verify_rig import relative_error
+
+pytest.importorskip("triton")
+
+from mamba_eagle.kernels.causal_conv.triton import ConvWeights
+from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
+from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.ssd.triton import Config, scan
+from mamba_eagle.kernels.tree_verify.triton import Sizes
+
+
+@needs_interpreter
+def test_in_the_interpreter() -> None:
+    run_in_the_interpreter(__file__)
+
+
+class Case(NamedTuple):
+    sizes: Sizes
+    prompts: tuple[Prompt, ...] = PROMPTS
+    config: Config | None = None
+    dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
+    largest_step: float = 0.3
+
+
+SMALL = Sizes(8, 20, 2, 16)  # 4 heads are 5 tiles of 16, three of which lie in two heads
+NANO = Sizes(128, 80, 8, 128)
+ONE_HEAD = Sizes(2, 32, 1, 16)
+CHUNKS_OF_16 = Config(16, 16, 4, 1)
+CASES = [
+    pytest.param(Case(SMALL), id="tiles-in-two-heads"),
+    pytest.param(Case(SMALL, config=CHUNKS_OF_16), id="several-chunks"),
+    pytest.param(Case(SMALL, config=Config(16, 16, 4, 2), largest_step=60.0), id="underflow"),
+    pytest.param(Case(ONE_HEAD), id="a-tile-is-a-head"),
+    pytest.param(Case(SMALL, config=CHUNKS_OF_16, dtype=torch.bfloat16), id="bfloat16"),
+    pytest.param(
+        Case(ONE_HEAD, dtype=torch.bfloat16, state_dtype=torch.bfloat16), id="bfloat16-state"
+    ),
+]
+# Chunks of 64 are met from below, exactly and from above.
+LONG = (
+    Prompt(0, 300, 3, ((77, 1), (128, 7), (300, 3))),
+    Prompt(300, 64, -1, ((64, 0),)),
+    Prompt(364, 1, 5, ((1, 9), (1, 5))),
+    Prompt(365, 63, 2, ((0, 6), (63, 2))),
+)
+GPU_CASES = {
+    "nano": Case(NANO),
+    "nano-underflow": Case(NANO, largest_step=60.0),
+    "nano-chunks-of-128": Case(NANO, config=Config(64, 128, 8, 1)),
+    "nano-chunks-of-32": Case(NANO, config=Config(64, 32, 4, 3)),
+    "nano-tiles-of-32": Case(NANO, config=Config(32, 64, 4, 2)),
+    "nano-bfloat16-state": Case(NANO, state_dtype=torch.bfloat16),
+    "p64-n128-g1": Case(Sizes(8, 64, 1, 128)),
+    "p128-n256": Case(Sizes(8, 128, 2, 256)),
+    "p64-n16-g4": Case(Sizes(8, 64, 4, 16)),
+    "p64-n64-g2": Case(Sizes(8, 64, 2, 64)),
+    "nano-float32": Case(NANO, dtype=torch.float32),
+    "p128-n256-float32": Case(Sizes(8, 128, 2, 256), dtype=torch.float32),
+}
+
+
+def check_scan(case: Case) -> None:
+    prompts = case.prompts
+    batch = make_batch(case.sizes, prompts, case.dtype, case.state_dtype, case.largest_step)
+    batch = to_device(batch)
+    wanted = scanned(batch)
+    untouched = torch.ones(SLOTS, dtype=torch.bool)
+    untouched[[slot for prompt in prompts for _, slot in prompt.saves]] = False
+    kept = batch.state[untouched].clone()
+    y = scan(*batch[1:], prefill_plan(prompts, DEVICE), case.config)
+
+    y_error = relative_error(y, wanted.y.flatten(1))
+    state_error = relative_error(batch.state[~untouched], wanted.state[~untouched])
+    print(f"relative error: outputs {y_error:.1e}, states {state_error:.1e}")
+    exact_rows, strong = case.dtype == torch.float32, case.largest_step > 1
+    assert y_error < ((1e-4 if strong else 3e-6) if exact_rows else BFLOAT16_ERROR)
+    if case.state_dtype == torch.float32:
+        assert state_error < (1e-4 if strong else 3e-6 if exact_rows else 1e-5)
+    else:
+        assert state_error < 2 * BFLOAT16_ERROR
+    assert torch.equal(batch.state[untouched], kept), "a state that is not saved to has changed"
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CASES)
+def test_the_scan_equals_the_recurrence(case: Case) -> None:
+    check_scan(case)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_the_scan_equals_the_recurrence_at_real_sizes(name: str) -> None:
+    case = GPU_CASES[name]
+    dtype = torch.float32 if name.endswith("float32") else torch.bfloat16
+    check_scan(case._replace(prompts=LONG, dtype=dtype))
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_state_stays_true_over_ten_thousand_tokens(dtype: torch.dtype) -> None:
+    prompts = (Prompt(0, 10_000, -1, ((3_333, 1), (10_000, 0))),)
+    check_scan(Case(Sizes(8, 80, 2, 128), prompts, dtype=dtype, largest_step=0.02))
+
+
+class ConvCase(NamedTuple):
+    sizes: Sizes
+    prompts: tuple[Prompt, ...] = PROMPTS
+    conv_kernel: int = 4
+    bias: bool = True
+    step_limit: tuple[float, float] = (0.0, float("inf"))
+    block: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+CONV_CASES = [
+    pytest.param(ConvCase(SMALL), id="usual"),
+    pytest.param(ConvCase(SMALL, block=4), id="several-blocks"),
+    pytest.param(ConvCase(SMALL, PROMPTS, 2, False, (0.1, 0.5)), id="two-taps-no-bias-clamp"),
+    pytest.param(ConvCase(ONE_HEAD, dtype=torch.bfloat16), id="bfloat16"),
+]
+CONV_GPU_CASES = [
+    pytest.param(ConvCase(NANO, LONG, block=block, dtype=torch.bfloat16), id=f"nano-{block}")
+    for block in (8, 16, 64)
+]
+
+
+def check_conv(case: ConvCase) -> None:
+    generator = torch.Generator().manual_seed(0)
+    H, P, G, N = case.sizes
+    n, K = sum(prompt.length for prompt in case.prompts), case.conv_kernel
+    conv_dim = H * P + 2 * G * N
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(case.dtype)
+
+    weights = ConvWeights(
+        normal(K, conv_dim),
+        normal(conv_dim) if case.bias else None,
+        torch.rand(H, generator=generator) * 12 - 11,
+        random_rates(H, generator),
+        case.step_limit,
+    )
+    weights, projected = to_device(weights), normal(n, 64 + conv_dim + H).to(DEVICE)
+    history = normal(SLOTS, K - 1, conv_dim).to(DEVICE)
+    xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
+    dt_raw[0, 0] = 40.0  # past softplus's threshold
+    wanted = convolved(xbc, *weights[:2], history, case.prompts)
+    wanted_dt = F.softplus(dt_raw.double() + weights.dt_bias.double()).clamp(*case.step_limit)
+
+    plan = prefill_plan(case.prompts, DEVICE, case.block)
+    found = prefill_conv(xbc, dt_raw, weights, history, plan, case.sizes)
+    assert torch.equal(history, wanted.history)
+    out = torch.cat([part.flatten(1) for part in (found.x, found.B, found.C)], dim=1)
+    close = {"rtol": 2e-6, "atol": 2e-6}
+    rounded = close if case.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    torch.testing.assert_close(out.double(), wanted.out, **rounded)
+    torch.testing.assert_close(found.dt.double(), wanted_dt, rtol=3e-6, atol=1e-9)
+    assert found.dt.stride(0) == 1, "the scan reads a head's tokens side by side"
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CONV_CASES)
+def test_the_convolution_equals_a_loop(case: ConvCase) -> None:
+    check_conv(case)
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("case", CONV_GPU_CASES)
+def test_the_convolution_equals_a_loop_at_real_sizes(case: ConvCase) -> None:
+    check_conv(case)
+
+
+@runs_kernels
+def test_blocks_shorter_than_the_taps_before_a_token_are_refused() -> None:
+    plan = prefill_plan(PROMPTS, DEVICE, block=2)
+    empty = torch.empty(47, 4)
+    weights = ConvWeights(torch.empty(4, 4), None, empty[0], empty[0], (0.0, 1.0))
+    with pytest.raises(ValueError, match="blocks of 2 tokens: must hold 3"):
+        prefill_conv(empty, empty, weights, empty, plan, Sizes(1, 2, 1, 1))
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_nothing_waits_for_the_device() -> None:
+    batch = to_device(make_batch(NANO, LONG, torch.bfloat16))
+    scan(*batch[1:], prefill_plan(LONG, DEVICE))  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scan(*batch[1:], prefill_plan(LONG, DEVICE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
