@@ -49,16 +49,47 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All positions are divided by ``factor`` (arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Waves that turn fewer than ``low_turns`` times in the trained context are stretched by
+    ``factor``, those that turn more than ``high_turns`` times stay; a ramp over the number of
+    turns in between (arXiv 2407.21783)."""
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    trained_length: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """As ``Llama3Scaling``, with a ramp over channels instead of turns, and angles' cosine and sine
+    multiplied with ``magnitude`` (YaRN: arXiv 2309.00071)."""
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    trained_length: int
+    magnitude: float
+    whole_channels: bool  # the ramp begins and ends at whole channel numbers
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position encoding of the first ``dim`` channels of a head."""
 
     dim: int
     theta: float
-    kind: str = "default"  # default, linear or llama3
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # the rest: llama3 only
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)

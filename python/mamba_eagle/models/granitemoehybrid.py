@@ -22,8 +22,8 @@ from mamba_eagle.models.parse import (
     mamba_config,
     model_config,
     only,
-    rope_config,
 )
+from mamba_eagle.models.rope import rope_config
 
 # published name -> ours
 NAMES = {

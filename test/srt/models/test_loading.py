@@ -115,7 +115,7 @@ def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization gptq"),
         (
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
