@@ -148,19 +148,11 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
-        """Read ``folder/config.json`` (and the stop tokens of generation_config.json)."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: --model-path needs a checkpoint folder"
-            )
-        values = json.loads(path.read_text())
-        generation = path.with_name("generation_config.json")
-        if generation.is_file():
-            eos = json.loads(generation.read_text()).get("eos_token_id")
-            if eos is not None:
-                values["eos_token_id"] = eos
-        return cls.from_dict(values)
+        """What ``read_values`` finds in the folder.
+
+        Raises: FileNotFoundError, UnsupportedModel.
+        """
+        return cls.from_dict(read_values(Path(folder)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -233,6 +225,30 @@ class ModelConfig:
             moe=moe,
             raw=values,
         )
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """config.json, with what its neighbours add: the stop tokens of generation_config.json, and
+    the quantization that ModelOpt describes in hf_quant_config.json, where config.json has none.
+
+    Raises: FileNotFoundError where there is no config.json.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
+    values: dict[str, Any] = json.loads(path.read_text())
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = json.loads(generation.read_text()).get("eos_token_id")
+        if eos is not None:
+            values["eos_token_id"] = eos
+    modelopt = folder / "hf_quant_config.json"
+    if modelopt.is_file() and not values.get("quantization_config"):
+        values["quantization_config"] = {
+            "quant_method": "modelopt",
+            **json.loads(modelopt.read_text()),
+        }
+    return values
 
 
 def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:

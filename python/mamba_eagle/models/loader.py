@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
+from mamba_eagle.models.config import read_values
 from mamba_eagle.models.quantization import (
     FLOAT8,
     SCALE_NAMES,
-    block_size,
     dequantize,
     is_scale,
+    quantization,
 )
+
+log = logging.getLogger("mamba_eagle.models")
 
 PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints are there before a bar could be read
 MAPPED_BYTES = 256 << 20  # of a file that may stay in memory while it is copied
@@ -53,6 +57,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     files = checkpoint_files(folder)
     parameters = dict(model.named_parameters())
     place: Callable[[str], Target | None] = getattr(model, "target", Target)
+    quantized = Quantized(folder, files)
     seen: dict[str, set[int | None]] = {}
     wrong: list[str] = []
     total = sum(path.stat().st_size for path in files)
@@ -63,7 +68,6 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         desc=f"loading {folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        quantized = Quantized(folder, files)
         for name, value in checkpoint_tensors(files, total // 20):
             progress.update(value.nbytes)
             target = None if is_scale(name) else place(name)
@@ -78,7 +82,11 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 wrong.append(f"dtype of {name}: {value.dtype} is of a quantization not supported")
                 continue
             if value.dtype in FLOAT8:
-                value = quantized.read(name, value)
+                try:
+                    value = quantized.read(name, value)
+                except ValueError as error:
+                    wrong.append(f"scale of {name}: {error}")
+                    continue
             problem = copy(parameter, target, value)
             if problem:
                 wrong.append(f"shape of {name}: {problem}")
@@ -117,13 +125,16 @@ class Quantized:
     """Finds the scales of float8 weights, wherever in the checkpoint they are."""
 
     def __init__(self, folder: Path, files: list[Path]) -> None:
-        self.files = files
-        config = folder / "config.json"
-        self.block = block_size(json.loads(config.read_text()) if config.is_file() else {})
+        found = quantization(read_values(folder))
+        if found.method:
+            log.info("%s: %s weights are widened as they are loaded", folder, found.name)
+        if found.kv_cache:
+            log.info("%s: KV stays in the model's dtype, not %s", folder, found.kv_cache)
+        self.files, self.block = files, found.block
         self.file_of: dict[str, Path] = {}
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        """Raises: CheckpointError when there is no scale."""
+        """Raises: ValueError when there is no scale, or one that does not fit."""
         if not self.file_of:
             for path in self.files:
                 with safe_open(path, framework="pt") as file:
@@ -132,7 +143,7 @@ class Quantized:
             if path := self.file_of.get(name + end):
                 with safe_open(path, framework="pt") as file:
                     return dequantize(value, file.get_tensor(name + end), self.block)
-        raise CheckpointError(f"{name} is {value.dtype}, and {name}{SCALE_NAMES[0]} is not there")
+        raise ValueError(f"the weight is {value.dtype}, and no {name}{SCALE_NAMES[0]} is there")
 
 
 class Opened(NamedTuple):

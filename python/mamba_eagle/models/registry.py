@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
-from mamba_eagle.models.quantization import check_quantization
+from mamba_eagle.models.quantization import quantization
 
 
 class Family(NamedTuple):
@@ -36,7 +36,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is not known.
     """
-    check_quantization(values)
+    quantization(values)  # refused before any file is read
     architecture = (values.get("architectures") or ["?"])[0]
     if "ssm_cfg" in values:  # state-spaces writes no architectures
         architecture = "Mamba2ForCausalLM"
