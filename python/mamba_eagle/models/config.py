@@ -231,23 +231,31 @@ def read_values(folder: Path) -> dict[str, Any]:
     """config.json, with what its neighbours add: the stop tokens of generation_config.json, and
     the quantization that ModelOpt describes in hf_quant_config.json, where config.json has none.
 
-    Raises: FileNotFoundError where there is no config.json.
+    Raises: FileNotFoundError where there is no config.json; UnsupportedModel.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
-    values: dict[str, Any] = json.loads(path.read_text())
+    values = read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = json.loads(generation.read_text()).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
         if eos is not None:
             values["eos_token_id"] = eos
     modelopt = folder / "hf_quant_config.json"
     if modelopt.is_file() and not values.get("quantization_config"):
-        values["quantization_config"] = {
-            "quant_method": "modelopt",
-            **json.loads(modelopt.read_text()),
-        }
+        values["quantization_config"] = {"quant_method": "modelopt", **read_json(modelopt)}
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: UnsupportedModel where there is something else than a JSON object."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is no JSON: {error}; download it again") from None
+    if not isinstance(values, dict):
+        raise UnsupportedModel(f"{path} has no JSON object but a {type(values).__name__}")
     return values
 
 

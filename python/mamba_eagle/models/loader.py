@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import read_values
+from mamba_eagle.models.config import read_json, read_values
 from mamba_eagle.models.quantization import (
     FLOAT8,
     SCALE_NAMES,
@@ -57,7 +56,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     files = checkpoint_files(folder)
     parameters = dict(model.named_parameters())
     place: Callable[[str], Target | None] = getattr(model, "target", Target)
-    quantized = Quantized(folder, files)
+    quantized = Quantized(folder, file_of_tensors(files))
     seen: dict[str, set[int | None]] = {}
     wrong: list[str] = []
     total = sum(path.stat().st_size for path in files)
@@ -124,26 +123,42 @@ def gaps(name: str, parameter: nn.Parameter, seen: set[int | None]) -> list[str]
 class Quantized:
     """Finds the scales of float8 weights, wherever in the checkpoint they are."""
 
-    def __init__(self, folder: Path, files: list[Path]) -> None:
+    def __init__(self, folder: Path, file_of: dict[str, Path]) -> None:
         found = quantization(read_values(folder))
         if found.method:
             log.info("%s: %s weights are widened as they are loaded", folder, found.name)
         if found.kv_cache:
             log.info("%s: KV stays in the model's dtype, not %s", folder, found.kv_cache)
-        self.files, self.block = files, found.block
-        self.file_of: dict[str, Path] = {}
+        self.file_of, self.block = file_of, found.block
 
     def read(self, name: str, value: Tensor) -> Tensor:
         """Raises: ValueError when there is no scale, or one that does not fit."""
-        if not self.file_of:
-            for path in self.files:
-                with safe_open(path, framework="pt") as file:
-                    self.file_of.update(dict.fromkeys(file.keys(), path))
         for end in SCALE_NAMES:
             if path := self.file_of.get(name + end):
                 with safe_open(path, framework="pt") as file:
                     return dequantize(value, file.get_tensor(name + end), self.block)
         raise ValueError(f"the weight is {value.dtype}, and no {name}{SCALE_NAMES[0]} is there")
+
+
+def file_of_tensors(files: list[Path]) -> dict[str, Path]:
+    """Which file has which tensor, by the files' headers.
+
+    Raises: CheckpointError naming every file that is broken.
+    """
+    found: dict[str, Path] = {}
+    broken = []
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
+        except (SafetensorError, OSError) as error:
+            broken.append(f"{path}: {error}")
+    if broken:
+        raise CheckpointError(
+            "not safetensors files, or not all of them; download them again (of a clone: "
+            "git lfs pull):\n  " + "\n  ".join(broken)
+        )
+    return found
 
 
 class Opened(NamedTuple):
@@ -174,23 +189,22 @@ def checkpoint_tensors(files: list[Path], mapped_bytes: int) -> Iterator[Opened]
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sharded ones by their index."""
-    index = folder / "model.safetensors.index.json"
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         files = [folder / name for name in names]
+    elif whole.is_file():
+        files = [whole]  # beside it there may be the same in another layout
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(path) for path in files if not path.is_file()]
-    if not files and (pickled := sorted(path.name for path in folder.glob("*.bin"))):
-        raise CheckpointError(
-            f"{folder} has its weights as {', '.join(pickled[:3])}: pickle files can run code and "
-            "are not read. Convert them once: torch.load(path, weights_only=True), then "
-            "safetensors.torch.save_file(weights, 'model.safetensors')"
-        )
     if missing or not files:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing) or 'safetensors files'}; "
-            "use --load-format dummy for random weights"
+            f"{folder} lacks {', '.join(missing) or 'safetensors files'}; pickled weights ("
+            f"{', '.join(sorted(path.name for path in folder.glob('*.bin'))[:3]) or '*.bin'}) can "
+            "run code and are not read: convert them once with torch.load(path, weights_only=True) "
+            "and safetensors.torch.save_file({n: t.clone() for n, t in weights.items()}, "
+            "'model.safetensors'). --load-format dummy makes random weights"
         )
     return files
 

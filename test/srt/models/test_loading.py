@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.hub import NotFound, checkpoint_folder
@@ -101,7 +103,46 @@ def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None
     assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
 
 
+def test_frequencies_that_older_checkpoints_have_are_left_out(tmp_path: Path) -> None:
+    peer, folder = saved("llama-linear", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, folder / "model.safetensors")
+    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+
+
+def test_the_same_weights_in_another_layout_are_left_out(tmp_path: Path) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    save_file({"layers.0.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
 # ── what is refused ──
+
+
+def test_broken_files_are_all_named(tmp_path: Path) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    whole = folder / "model.safetensors"
+    (folder / "half.safetensors").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    whole.rename(folder / "good.safetensors")
+    with pytest.raises(CheckpointError, match=r"git lfs pull") as refused:
+        load(folder)
+    broken = [line.strip().split(":")[0] for line in str(refused.value).splitlines()[1:]]
+    assert broken == [str(folder / "half.safetensors"), str(folder / "pointer.safetensors")]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(
+    ("text", "words"), [("{ no", "is no JSON: Expecting"), ("[1]", "no JSON object but a list")]
+)
+def test_a_description_that_is_no_json_object_is_named(
+    name: str, text: str, words: str, tmp_path: Path
+) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    (folder / name).write_text(text)
+    with pytest.raises(UnsupportedModel, match=f"{name}.*{words}"):
+        ModelConfig.from_pretrained(folder)
 
 
 def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -176,6 +217,18 @@ def test_parameters_are_made_in_the_wanted_dtype_but_for_the_few_that_must_be_ex
     random_weights(model, 0)
     exact = {n.rsplit(".", 1)[1] for n, p in model.named_parameters() if p.dtype == torch.float32}
     assert exact == {"A_log", "D", "dt_bias", "e_score_correction_bias"}
+
+
+def test_large_checkpoints_show_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = saved("mamba2", tmp_path / "some-model")
+    capfd.readouterr()
+    load(folder)
+    assert "loading" not in capfd.readouterr().err
+    monkeypatch.setattr(loader, "PROGRESS_FROM_BYTES", 0)
+    load(folder)
+    assert re.search(r"loading some-model: +99%", capfd.readouterr().err)
 
 
 MEASURE = """
