@@ -19,7 +19,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.models.loader import load_weights, random_weights
+from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.runner.driver import InProcessDriver
 
@@ -40,6 +40,9 @@ SERVED = {
     "tree-deferred": Settings(topk=3, steps=3, nodes=8),
     "tree-snapshot": Settings(scheme="snapshot", topk=3, steps=3, nodes=8),
 }
+
+
+HALVES = {"float16": 1e-2, "bfloat16": 1e-1}  # dtype -> largest relative error
 
 
 class Peer(NamedTuple):
@@ -102,6 +105,27 @@ def test_logits_of_a_whole_prompt_equal_those_of_transformers(name: str, peer) -
     difference = float((logits - expected).abs().max())
     print(f"{name}: largest difference of logits {difference:.1e}")
     assert difference <= 2e-4
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", PEERS)
+def test_logits_in_half_precision_are_near_those_of_transformers(
+    name: str, dtype: str, peer
+) -> None:
+    """--dtype: every layer takes it, whatever stays in float32 beside it."""
+    made = peer(name)
+    tokens = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = peer_logits(made.model, tokens)
+    with created_as(getattr(torch, dtype), torch.device("cpu")):
+        model = load(made.folder)
+    hidden = model(tokens.flatten(), FullSequenceContext(2, 45))
+    assert hidden.dtype == getattr(torch, dtype)
+    logits = model.compute_logits(hidden).view_as(expected)
+    # of the middle token: a router that sees a near-tie sends a few to other experts
+    error = float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+    print(f"{name}: relative error in {dtype} {error:.1e}")
+    assert error <= HALVES[dtype]
 
 
 @pytest.mark.parametrize("settings", SERVED)
