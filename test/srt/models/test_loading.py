@@ -13,6 +13,7 @@ import pytest
 import torch
 from peer_models import CHUNK, VOCAB, make_peer, peer_logits
 from safetensors.torch import load_file, save_file
+from tiny_model import load_model
 from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
@@ -21,17 +22,10 @@ from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.hub import NotFound, checkpoint_folder
-from mamba_eagle.models.loader import CheckpointError, created_as, load_weights, random_weights
+from mamba_eagle.models.loader import CheckpointError, created_as, random_weights
 from mamba_eagle.models.registry import model_class
 
 TOKENS = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
-
-
-def load(folder: Path) -> CausalLM:
-    config = ModelConfig.from_pretrained(folder)
-    model = model_class(config)(config)
-    load_weights(model, folder)
-    return model.requires_grad_(False)
 
 
 def logits(model: CausalLM) -> Tensor:
@@ -72,14 +66,14 @@ def test_state_spaces_names_and_config_give_the_same_model(tmp_path: Path) -> No
         "tie_embeddings": True,
     }
     (folder / "config.json").write_text(json.dumps(state_spaces))
-    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+    assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
 
 
 def test_mtp_layers_beside_the_model_are_left_out(tmp_path: Path) -> None:
     _, folder = saved("nemotron-3-super", tmp_path)
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "mtp.layers.0.norm.weight": torch.ones(64)}, folder / "model.safetensors")
-    load(folder)
+    load_model(folder)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -90,7 +84,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"missing: .*layers\.1\.mixer\.experts\.up_proj\[5\]"
     ):
-        load(folder)
+        load_model(folder)
 
 
 def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None:
@@ -100,7 +94,7 @@ def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None
         if "layers.1.shared_transformer" in name and "adapter" not in name:
             weights[name.replace("layers.1.", "layers.4.")] = weights[name].clone()
     save_file(weights, folder / "model.safetensors")
-    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+    assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
 
 
 def test_frequencies_that_older_checkpoints_have_are_left_out(tmp_path: Path) -> None:
@@ -108,13 +102,13 @@ def test_frequencies_that_older_checkpoints_have_are_left_out(tmp_path: Path) ->
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(weights, folder / "model.safetensors")
-    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+    assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
 
 
 def test_the_same_weights_in_another_layout_are_left_out(tmp_path: Path) -> None:
     _, folder = saved("mamba2", tmp_path)
     save_file({"layers.0.weight": torch.ones(3)}, folder / "consolidated.safetensors")
-    load(folder)
+    load_model(folder)
 
 
 # ── what is refused ──
@@ -127,7 +121,7 @@ def test_broken_files_are_all_named(tmp_path: Path) -> None:
     (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     whole.rename(folder / "good.safetensors")
     with pytest.raises(CheckpointError, match=r"git lfs pull") as refused:
-        load(folder)
+        load_model(folder)
     broken = [line.strip().split(":")[0] for line in str(refused.value).splitlines()[1:]]
     assert broken == [str(folder / "half.safetensors"), str(folder / "pointer.safetensors")]
 
@@ -149,7 +143,7 @@ def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
     _, folder = saved("mamba2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin.*save_file"):
-        load(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +218,10 @@ def test_large_checkpoints_show_how_far_they_are(
 ) -> None:
     _, folder = saved("mamba2", tmp_path / "some-model")
     capfd.readouterr()
-    load(folder)
+    load_model(folder)
     assert "loading" not in capfd.readouterr().err
     monkeypatch.setattr(loader, "PROGRESS_FROM_BYTES", 0)
-    load(folder)
+    load_model(folder)
     assert re.search(r"loading some-model: +99%", capfd.readouterr().err)
 
 

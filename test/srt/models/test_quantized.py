@@ -11,7 +11,8 @@ import pytest
 import torch
 from peer_models import make_peer
 from safetensors.torch import load_file, save_file
-from test_loading import edit, load, logits
+from test_loading import edit, logits
+from tiny_model import load_model
 from torch import Tensor
 
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
@@ -71,9 +72,9 @@ def write_float8(folder: Path, form: str, suffix: str = "_scale") -> Written:
 
 
 def check(written: Written) -> None:
-    read = logits(load(written.folder))
+    read = logits(load_model(written.folder))
     save_file(written.exact, written.folder / "model.safetensors")
-    assert torch.equal(read, logits(load(written.folder)))
+    assert torch.equal(read, logits(load_model(written.folder)))
 
 
 def write_modelopt(folder: Path, **quantization: Any) -> None:
@@ -144,10 +145,10 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     algorithm: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_peer("nemotron-h").save_pretrained(tmp_path)
-    plain = logits(load(tmp_path))
+    plain = logits(load_model(tmp_path))
     write_modelopt(tmp_path, quant_algo=algorithm, kv_cache_quant_algo="NVFP4")
     with caplog.at_level(logging.INFO, logger="mamba_eagle.models"):
-        assert torch.equal(logits(load(tmp_path)), plain)
+        assert torch.equal(logits(load_model(tmp_path)), plain)
     assert "KV stays in the model's dtype, not NVFP4" in caplog.text
     assert ("modelopt (FP8) weights are widened" in caplog.text) == (algorithm == "FP8")
 
@@ -207,7 +208,7 @@ def test_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> 
     del weights[f"{mixer}.out_proj.weight_scale_inv"]
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as refused:
-        load(folder)
+        load_model(folder)
     text = str(refused.value)
     assert f"scale of {mixer}.out_proj.weight: the weight is torch.float8_e4m3fn, and no" in text
     assert "up_proj.weight: scales [3, 2] do not fit [40, 64] in blocks of [16, 16]" in text

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from runner_harness import TREE, Settings, Tiny, greedy, random_prompt, write_tiny
+from runner_harness import (
+    TREE,
+    Engine,
+    PlainModel,
+    Settings,
+    Tiny,
+    greedy,
+    random_prompt,
+    write_tiny,
+)
 from tiny_model import EOS, VOCAB, write_head, write_model
 from tokenizers import Tokenizer
 
@@ -62,24 +71,11 @@ def test_what_does_not_fit_the_memory_is_refused_with_the_numbers(tiny: Tiny) ->
         assert part in str(refused.value)
 
 
-def test_a_model_without_recurrence_is_served(tmp_path: Path) -> None:
-    """Attention alone: a checkpoint is the last token's feature and nothing else."""
-    from runner_harness import Engine, PlainModel
-
-    model = write_model(tmp_path / "model", hybrid_override_pattern="*-*-")
-    head = write_head(tmp_path / "head", model)
-    plain = PlainModel(model)
-    for settings in (TREE, Settings("NONE"), Settings(scheme="snapshot")):
-        engine = Engine(model, head, settings)
-        live = engine.generate(random_prompt(20, 0), greedy(15), cuts=(7,))
-        assert live.output == plain.choices(live)
-
-
-def test_a_model_without_attention_is_served(tmp_path: Path) -> None:
-    """Mamba2 alone: no KV at all, but for the head's."""
-    from runner_harness import Engine, PlainModel
-
-    model = write_model(tmp_path / "model", hybrid_override_pattern="MM-")
+@pytest.mark.parametrize("pattern", ["*-*-", "MM-"], ids=["attention-alone", "mamba-alone"])
+def test_a_model_with_one_kind_of_memory_is_served(pattern: str, tmp_path: Path) -> None:
+    """Without recurrence a checkpoint is the last token's feature and nothing else; without
+    attention there is no KV at all, but for the head's."""
+    model = write_model(tmp_path / "model", hybrid_override_pattern=pattern)
     head = write_head(tmp_path / "head", model)
     plain = PlainModel(model)
     for settings in (TREE, Settings("NONE"), Settings(scheme="snapshot")):
