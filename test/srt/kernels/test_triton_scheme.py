@@ -1,4 +1,4 @@
-"""The GPU's rows and folds against the float64 recurrence, as test_verify_schemes.py does the others.
+"""The GPU's rows and folds against the float64 recurrence, as test_verify_schemes.py does others.
 
 On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
 GPU one test runs this file again in a process of its own.

@@ -17,19 +17,20 @@ def test_a_progress_bar_is_passed_on_while_it_grows(capsys: pytest.CaptureFixtur
     write = "sys.stderr.buffer.write({}); sys.stderr.flush(); time.sleep(0.2)"
     parts = [b"\rloading 10%", b"\rloading \xc3", b"\xbc 20%"]
     code = "import sys, time; " + "; ".join(write.format(part) for part in parts)
-    seen = ""
+
+    async def watch() -> str:
+        seen = ""
+        while "20%" not in seen:
+            await asyncio.sleep(0.01)
+            seen += capsys.readouterr().err
+        return seen
 
     async def run() -> str:
-        nonlocal seen
         child = Child("runner", [sys.executable, "-c", f"{code}; time.sleep(60)"], lambda _: None)
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                while "20%" not in seen:
-                    await asyncio.sleep(0.01)
-                    seen += capsys.readouterr().err
+            return await asyncio.wait_for(watch(), WAIT_SECONDS)
         finally:
             end_children([child])
-        return seen
 
     assert asyncio.run(run()) == "\rloading 10%\rloading ü 20%"
 
