@@ -95,7 +95,7 @@ async def playground() -> Response:
     return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])  # monitors ask for the head alone
 async def health(request: Request) -> Response:
     dead = server_state(request).manager.dead
     if dead is not None:

@@ -1,4 +1,4 @@
-"""Pages of any origin may use the server; browsers ask for these headers before they tell a page."""
+"""Pages of any origin may use the server: without these headers a browser hides the answers."""
 
 from __future__ import annotations
 
