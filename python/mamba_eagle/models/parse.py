@@ -23,8 +23,8 @@ def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) 
     defaults: dict[str, Any] = {
         "architecture": (values.get("architectures") or ["?"])[0],
         "model_type": values.get("model_type", "?"),
-        "vocab_size": values.get("vocab_size"),
-        "hidden_size": values.get("hidden_size"),
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
         "blocks": blocks,
         "norm_eps": values.get("rms_norm_eps", 1e-5),
         "mamba": None,

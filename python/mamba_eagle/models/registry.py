@@ -40,9 +40,8 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     architecture = (values.get("architectures") or ["?"])[0]
     if "ssm_cfg" in values:  # state-spaces writes no architectures
         architecture = "Mamba2ForCausalLM"
-    parse: Callable[[dict[str, Any]], ModelConfig] = ModelConfig.from_nemotron_h
-    if architecture not in ("EagleHead", "?"):
-        parse = _module(architecture).parse_config
+    described_as = "NemotronHForCausalLM" if architecture in ("EagleHead", "?") else architecture
+    parse: Callable[[dict[str, Any]], ModelConfig] = _module(described_as).parse_config
     try:
         return parse(values)
     except KeyError as error:

@@ -164,12 +164,13 @@ def test_what_is_not_known_is_refused_by_name(
         ModelConfig.from_pretrained(folder)
 
 
-def test_a_config_that_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mamba_n_heads", "vocab_size", "hidden_size"])
+def test_a_config_that_lacks_something_is_refused_by_name(name: str, tmp_path: Path) -> None:
     _, folder = saved("bamba", tmp_path)
     values = json.loads((folder / "config.json").read_text())
-    del values["mamba_n_heads"]
+    del values[name]
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UnsupportedModel, match="BambaForCausalLM lacks 'mamba_n_heads'"):
+    with pytest.raises(UnsupportedModel, match=f"BambaForCausalLM lacks '{name}'"):
         ModelConfig.from_pretrained(folder)
 
 
