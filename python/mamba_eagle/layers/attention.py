@@ -11,16 +11,20 @@ from mamba_eagle.models.config import AttentionConfig
 
 
 class Attention(Layer):
-    """``index`` is its place among the attention layers, that is, in the KV pool."""
+    """``index`` is its place among the attention layers, that is, in the KV pool. ``input_size``:
+    the width it reads, where that is not the width it gives (EAGLE-3's, with two inputs)."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, index: int) -> None:
+    def __init__(
+        self, config: AttentionConfig, hidden_size: int, index: int, input_size: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
         self.index = index
         self.scale = config.scale or config.head_dim**-0.5
-        self.q_proj = Linear(hidden_size, config.num_heads * config.head_dim, config.bias)
-        self.k_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim, config.bias)
-        self.v_proj = Linear(hidden_size, config.num_kv_heads * config.head_dim, config.bias)
+        size = input_size or hidden_size
+        self.q_proj = Linear(size, config.num_heads * config.head_dim, config.bias)
+        self.k_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
+        self.v_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
         self._qkv: list[Linear] = []  # in a list: a module of its own would add checkpoint names
 

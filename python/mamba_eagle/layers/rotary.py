@@ -94,9 +94,14 @@ class RotaryAttention(Attention):
     family has one."""
 
     def __init__(
-        self, config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+        self,
+        config: AttentionConfig,
+        hidden_size: int,
+        index: int,
+        norm_eps: float,
+        input_size: int = 0,
     ) -> None:
-        super().__init__(config, hidden_size, index)
+        super().__init__(config, hidden_size, index, input_size)
         if config.head_norm:
             self.q_norm = RMSNorm(config.head_dim, norm_eps)
             self.k_norm = RMSNorm(config.head_dim, norm_eps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +76,15 @@ class CausalLM(Layer):
         self.tap_layers = layers
         places = (*self.parts.layers, self.parts.norm)
         for layer in layers:
-            places[layer].register_forward_pre_hook(self._keep)
+            places[layer].forward = self._keeping(places[layer].forward)
 
-    def _keep(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        self._tapped.append(arguments[0])
+    def _keeping(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # a layer has no hooks: its call is its ``forward``
+        def kept(hidden: Tensor, *others: Any) -> Tensor:
+            self._tapped.append(hidden)
+            return forward(hidden, *others)
+
+        return kept
 
     @property
     def feature_size(self) -> int:

@@ -141,7 +141,7 @@ class ModelConfig:
 
         Raises: FileNotFoundError, UnsupportedModel.
         """
-        return cls.from_dict(read_values(Path(folder)))
+        return cls.from_dict(read_values(folder))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -151,12 +151,13 @@ class ModelConfig:
         return parse_config(values)
 
 
-def read_values(folder: Path) -> dict[str, Any]:
+def read_values(folder: str | Path) -> dict[str, Any]:
     """config.json, with what its neighbours add: the stop tokens of generation_config.json, and
     the quantization that ModelOpt describes in hf_quant_config.json, where config.json has none.
 
     Raises: FileNotFoundError where there is no config.json; UnsupportedModel.
     """
+    folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")

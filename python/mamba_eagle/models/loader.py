@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,20 +47,21 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Copy the checkpoint's tensors into the model's parameters, converting dtypes.
+    """Copy the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
-    Tensor by tensor: beside the parameters no more than a part of one file is in memory.
+    Files' headers are compared with the model first; then tensor by tensor is read, of those the
+    model wants: beside the parameters no more than a part of one file is in memory.
 
     Raises: CheckpointError listing all names that are missing, unexpected or of another shape.
     """
     folder = Path(folder)
-    files = checkpoint_files(folder)
-    parameters = dict(model.named_parameters())
-    place: Callable[[str], Target | None] = getattr(model, "target", Target)
-    quantized = Quantized(folder, file_of_tensors(files))
-    seen: dict[str, set[int | None]] = {}
-    wrong: list[str] = []
-    total = sum(path.stat().st_size for path in files)
+    stored = stored_tensors(folder)
+    refuse(folder, misfits(model, stored))
+    quantized = Quantized(folder, stored)
+    wrong = []
+    rooms = tensors_of(model)
+    places = {name: target for name in stored if (target := place_of(model, name)) is not None}
+    total = sum(stored[name].nbytes for name in places)
     with tqdm(
         total=total,
         unit="B",
@@ -67,90 +69,50 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         desc=f"loading {folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, value in checkpoint_tensors(files, total // 20):
+        for name, value in checkpoint_tensors(stored, list(places), total // 20):
             progress.update(value.nbytes)
-            target = None if is_scale(name) else place(name)
-            if target is None:
-                continue
-            parameter = parameters.get(target.name)
-            if parameter is None:
-                wrong.append(f"unexpected: {name}")
-                continue
-            seen.setdefault(target.name, set()).add(target.index)
-            if not value.is_floating_point():
-                wrong.append(f"dtype of {name}: {value.dtype} is of a quantization not supported")
-                continue
             if value.dtype in FLOAT8:
                 try:
                     value = quantized.read(name, value)
                 except ValueError as error:
                     wrong.append(f"scale of {name}: {error}")
                     continue
-            problem = copy(parameter, target, value)
-            if problem:
-                wrong.append(f"shape of {name}: {problem}")
-    for name, parameter in parameters.items():
-        wrong += [f"missing: {gap}" for gap in gaps(name, parameter, seen.get(name, set()))]
+            copy(rooms[places[name].name], places[name], value)
+    refuse(folder, wrong)
+
+
+def refuse(folder: Path, wrong: list[str]) -> None:
+    """Raises: CheckpointError, if anything is wrong."""
     if wrong:
         shown = "\n  ".join(wrong[:40]) + (f"\n  … {len(wrong) - 40} more" if wrong[40:] else "")
         raise CheckpointError(f"{folder} does not fit its config.json:\n  {shown}")
 
 
-def copy(parameter: nn.Parameter, target: Target, value: Tensor) -> str | None:
-    """Returns: what is wrong with the shape, if anything; then nothing is copied."""
-    room: Tensor = parameter.detach()
-    if target.index is not None:
-        if target.index >= room.shape[0]:
-            return f"number {target.index} of {room.shape[0]} by config.json"
-        room = room[target.index]
-    if value.shape != room.shape:
-        return f"{list(value.shape)} in the file, {list(room.shape)} by config.json"
-    if isinstance(target.scale, Tensor) or target.scale != 1.0:
-        value = value.float() * target.scale
-    room.copy_(value)
-    return None
+class Stored(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' letters: BF16, I64, …
+    nbytes: int
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("F", "BF"))
 
 
-def gaps(name: str, parameter: nn.Parameter, seen: set[int | None]) -> list[str]:
-    """Names of what was not in the checkpoint; of a stacked parameter, the slices."""
-    if not seen:
-        return [name]
-    if None in seen:
-        return []
-    return [f"{name}[{i}]" for i in range(parameter.shape[0]) if i not in seen]
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """All tensors of a checkpoint, by name. Only headers are read: eight bytes of length, then JSON
+    (the safetensors format, https://huggingface.co/docs/safetensors).
 
-
-class Quantized:
-    """Finds the scales of float8 weights, wherever in the checkpoint they are."""
-
-    def __init__(self, folder: Path, file_of: dict[str, Path]) -> None:
-        found = quantization(read_values(folder))
-        if found.method:
-            log.info("%s: %s weights are widened as they are loaded", folder, found.name)
-        if found.kv_cache:
-            log.info("%s: KV stays in the model's dtype, not %s", folder, found.kv_cache)
-        self.file_of, self.block = file_of, found.block
-
-    def read(self, name: str, value: Tensor) -> Tensor:
-        """Raises: ValueError when there is no scale, or one that does not fit."""
-        for end in SCALE_NAMES:
-            if path := self.file_of.get(name + end):
-                with safe_open(path, framework="pt") as file:
-                    return dequantize(value, file.get_tensor(name + end), self.block)
-        raise ValueError(f"the weight is {value.dtype}, and no {name}{SCALE_NAMES[0]} is there")
-
-
-def file_of_tensors(files: list[Path]) -> dict[str, Path]:
-    """Which file has which tensor, by the files' headers.
-
-    Raises: CheckpointError naming every file that is broken.
+    Raises: CheckpointError naming every file that is missing or broken.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, Stored] = {}
     broken = []
-    for path in files:
+    for path in checkpoint_files(folder):
         try:
-            with safe_open(path, framework="pt") as file:
-                found.update(dict.fromkeys(file.keys(), path))
+            with safe_open(path, framework="pt"):  # sees whether the file is whole
+                found.update(read_header(path))
         except (SafetensorError, OSError) as error:
             broken.append(f"{path}: {error}")
     if broken:
@@ -161,6 +123,120 @@ def file_of_tensors(files: list[Path]) -> dict[str, Path]:
     return found
 
 
+def read_header(path: Path) -> dict[str, Stored]:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found[name] = Stored(path, tuple(entry["shape"]), entry["dtype"], end - begin)
+    return found
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint has to fill: parameters, and buffers such as a head's token map."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def place_of(model: nn.Module, name: str) -> Target | None:
+    """Where a checkpoint's tensor goes; None: it is not needed."""
+    if is_scale(name):
+        return None
+    place: Callable[[str], Target | None] = getattr(model, "target", Target)
+    return place(name)
+
+
+def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
+    """Every name that is missing, unexpected, or of a shape or kind that the model does not have.
+    The model may be on the meta device."""
+    rooms = tensors_of(model)
+    seen: dict[str, set[int | None]] = {}
+    wrong: list[str] = []
+    for name, found in stored.items():
+        target = place_of(model, name)
+        if target is None:
+            continue
+        if target.name not in rooms:
+            wrong.append(f"unexpected: {name}")
+            continue
+        seen.setdefault(target.name, set()).add(target.index)
+        if problem := misfit(rooms[target.name], target, found):
+            wrong.append(f"{problem.what} of {name}: {problem.why}")
+    for name, room in rooms.items():
+        wrong += [f"missing: {gap}" for gap in gaps(name, room, seen.get(name, set()))]
+    return wrong
+
+
+def weight_problems(make: Callable[[], nn.Module], folder: str | Path) -> list[str]:
+    """``misfits`` of a model that is not made yet, naming the folder; nothing is read or kept."""
+    try:
+        with torch.device("meta"):
+            model = make()
+        return [f"{folder}: {wrong}" for wrong in misfits(model, stored_tensors(Path(folder)))]
+    except CheckpointError as error:
+        return [str(error)]
+
+
+class Misfit(NamedTuple):
+    what: str
+    why: str
+
+
+def misfit(room: Tensor, target: Target, found: Stored) -> Misfit | None:
+    """What is wrong with a tensor for its place, if anything."""
+    if found.is_floating_point and not room.is_floating_point():
+        return Misfit("dtype", f"{found.dtype} in the file, but these are whole numbers")
+    if room.is_floating_point() and not found.is_floating_point:
+        return Misfit("dtype", f"{found.dtype} is of a quantization not supported")
+    shape = tuple(room.shape)
+    if target.index is not None:
+        if target.index >= shape[0]:
+            return Misfit("shape", f"number {target.index} of {shape[0]} by config.json")
+        shape = shape[1:]
+    if found.shape != shape:
+        return Misfit("shape", f"{list(found.shape)} in the file, {list(shape)} by config.json")
+    return None
+
+
+def copy(room: Tensor, target: Target, value: Tensor) -> None:
+    room = room.detach()
+    if target.index is not None:
+        room = room[target.index]
+    if isinstance(target.scale, Tensor) or target.scale != 1.0:
+        value = value.float() * target.scale
+    room.copy_(value)
+
+
+def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
+    """Names of what was not in the checkpoint; of a stacked parameter, the slices."""
+    if not seen:
+        return [name]
+    if None in seen:
+        return []
+    return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in seen]
+
+
+class Quantized:
+    """Finds the scales of float8 weights, wherever in the checkpoint they are."""
+
+    def __init__(self, folder: Path, stored: dict[str, Stored]) -> None:
+        found = quantization(read_values(folder))
+        if found.method:
+            log.info("%s: %s weights are widened as they are loaded", folder, found.name)
+        if found.kv_cache:
+            log.info("%s: KV stays in the model's dtype, not %s", folder, found.kv_cache)
+        self.stored, self.block = stored, found.block
+
+    def read(self, name: str, value: Tensor) -> Tensor:
+        """Raises: ValueError when there is no scale, or one that does not fit."""
+        for end in SCALE_NAMES:
+            if scale := self.stored.get(name + end):
+                with safe_open(scale.file, framework="pt") as file:
+                    return dequantize(value, file.get_tensor(name + end), self.block)
+        raise ValueError(f"the weight is {value.dtype}, and no {name}{SCALE_NAMES[0]} is there")
+
+
 class Opened(NamedTuple):
     """A tensor of a file and what it is called."""
 
@@ -168,23 +244,22 @@ class Opened(NamedTuple):
     value: Tensor
 
 
-def checkpoint_tensors(files: list[Path], mapped_bytes: int) -> Iterator[Opened]:
-    """All tensors, on the CPU. A file is opened anew when much of it has been read: what was
+def checkpoint_tensors(
+    stored: dict[str, Stored], names: list[str], mapped_bytes: int
+) -> Iterator[Opened]:
+    """The named tensors, on the CPU. A file is opened anew when much of it has been read: what was
     looked at stays in memory until the file is closed."""
     limit = max(1 << 20, min(MAPPED_BYTES, mapped_bytes))
-    for path in files:
+    at = 0
+    while at < len(names):
+        left, path = limit, stored[names[at]].file
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-        at = 0
-        while at < len(names):
-            left = limit
-            with safe_open(path, framework="pt") as file:
-                while at < len(names) and left > 0:
-                    value = file.get_tensor(names[at])
-                    left -= value.nbytes
-                    yield Opened(names[at], value)
-                    del value
-                    at += 1
+            while at < len(names) and left > 0 and stored[names[at]].file == path:
+                value = file.get_tensor(names[at])
+                left -= value.nbytes
+                yield Opened(names[at], value)
+                del value
+                at += 1
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

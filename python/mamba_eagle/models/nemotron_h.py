@@ -1,7 +1,8 @@
 """Nemotron-H: Mamba2, attention without position encoding, relu² MLP and expert layers, mixed.
 
 Serves Nemotron-H, Nemotron Nano v2, and Nemotron 3 (Nano and Super, whose experts work in a latent
-width). The multi-token-prediction layers that Super publishes beside the model are left out.
+width). The multi-token-prediction layers that Super publishes beside the model are a drafter's
+(mtp.py); the model leaves them out.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ class NemotronHForCausalLM(CausalLM):
     def target(self, name: str) -> Target | None:
         if name.startswith("mtp."):
             return None
-        if found := EXPERT.fullmatch(name):
-            return Target(f"{found[1]}.{found[3]}", int(found[2]))
-        return super().target(name)
+        return expert_place(name) or super().target(name)
+
+
+def expert_place(name: str) -> Target | None:
+    """Each expert is published by itself; ours are stacked."""
+    found = EXPERT.fullmatch(name)
+    return Target(f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

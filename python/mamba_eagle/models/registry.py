@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
 from mamba_eagle.models.quantization import quantization
 
 
@@ -31,33 +32,71 @@ MODELS = {
 }
 
 
+# draft heads: architectures entry -> the file with their ``parse_config``
+HEADS = {
+    "EagleHead": "nemotron_h",  # described as Nemotron-H is
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "NemotronHMTPModel": "mtp",
+}
+
+
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """config.json, in the names our layers use. A draft head is described as Nemotron-H is.
+    """config.json of a model or of a draft head, in the names our layers use.
+
+    Raises: UnsupportedModel naming what is not known.
+    """
+    architecture = (values.get("architectures") or ["?"])[0]
+    if "ssm_cfg" in values:  # state-spaces writes no architectures
+        return parse_as("mamba2", values)
+    if architecture == "LlamaForCausalLM" and "draft_vocab_size" in values:
+        return parse_as("eagle3", values)  # SafeAILab's heads bear their target's name
+    if architecture == "?":
+        return parse_as("nemotron_h", values)
+    if architecture in HEADS:
+        return parse_as(HEADS[architecture], values)
+    return parse_as(_family(architecture).module, values)
+
+
+def read_as(module: str, folder: str | Path) -> ModelConfig:
+    """A folder's config.json as one file of this package reads it, whatever it calls itself.
+
+    Raises: FileNotFoundError, UnsupportedModel, which name the folder.
+    """
+    try:
+        return parse_as(module, read_values(folder))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None
+
+
+def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
+    """``values`` is config.json.
 
     Raises: UnsupportedModel naming what is not known.
     """
     quantization(values)  # refused before any file is read
-    architecture = (values.get("architectures") or ["?"])[0]
-    if "ssm_cfg" in values:  # state-spaces writes no architectures
-        architecture = "Mamba2ForCausalLM"
-    described_as = "NemotronHForCausalLM" if architecture in ("EagleHead", "?") else architecture
-    parse: Callable[[dict[str, Any]], ModelConfig] = _module(described_as).parse_config
+    parse: Callable[[dict[str, Any]], ModelConfig]
+    parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:
         return parse(values)
     except KeyError as error:
+        architecture = (values.get("architectures") or ["?"])[0]
         raise UnsupportedModel(f"config.json of a {architecture} lacks {error}") from None
 
 
 def model_class(config: ModelConfig) -> Callable[[ModelConfig], CausalLM]:
     """Raises: UnsupportedModel naming the architecture and those known."""
-    module = _module(config.architecture)
-    model: Callable[[ModelConfig], CausalLM] = getattr(module, MODELS[config.architecture].model)
+    family = _family(config.architecture)
+    module = import_module(f"mamba_eagle.models.{family.module}")
+    model: Callable[[ModelConfig], CausalLM] = getattr(module, family.model)
     return model
 
 
-def _module(architecture: str) -> Any:
+def _family(architecture: str) -> Family:
     if architecture not in MODELS:
         raise UnsupportedModel(
             f"architecture {architecture!r} is not supported; known: {sorted(MODELS)}"
         )
-    return import_module(f"mamba_eagle.models.{MODELS[architecture].module}")
+    return MODELS[architecture]

@@ -223,7 +223,7 @@ def test_large_checkpoints_show_how_far_they_are(
     assert "loading" not in capfd.readouterr().err
     monkeypatch.setattr(loader, "PROGRESS_FROM_BYTES", 0)
     load_model(folder)
-    assert re.search(r"loading some-model: +99%", capfd.readouterr().err)
+    assert re.search(r"loading some-model: +100%", capfd.readouterr().err)
 
 
 MEASURE = """

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from runner_harness import Engine, Settings
+from tiny_heads import write_eagle3_head, write_mtp_head
 from tiny_model import HEAD_CONFIG, MODEL_CONFIG, load_model, write_folder, write_head
 
 MAMBA = {name: value for name, value in MODEL_CONFIG.items() if name not in HEAD_CONFIG}
@@ -33,11 +34,21 @@ def write_noisy_copy(folder: Path, target: Path) -> Path:
     return write_folder(folder, model.config.raw, model)
 
 
+def modules(count: int, pattern: str) -> Callable[[Path, Path], Path]:
+    return lambda folder, target: write_mtp_head(
+        folder, target, num_nextn_predict_layers=count, mtp_hybrid_override_pattern=pattern
+    )
+
+
 DRAFTERS = {
     "eagle": TinyDrafter("EAGLE", write_head),
     "eagle-mamba": TinyDrafter(
         "EAGLE",
         lambda folder, target: write_head(folder, target, hybrid_override_pattern="M-", **MAMBA),
     ),
+    "eagle3": TinyDrafter("EAGLE3", write_eagle3_head),
+    "mtp": TinyDrafter("NEXTN", modules(1, "*E")),
+    "mtp-mamba": TinyDrafter("MTP", modules(1, "M-")),
+    "mtp-modules": TinyDrafter("MTP", modules(4, "M*")),
     "standalone": TinyDrafter("STANDALONE", write_noisy_copy),
 }

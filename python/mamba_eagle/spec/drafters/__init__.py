@@ -19,6 +19,9 @@ class Entry(NamedTuple):
 
 DRAFTERS = {
     "EAGLE": Entry("eagle", "EagleSource"),
+    "EAGLE3": Entry("eagle3", "EagleThreeSource"),
+    "NEXTN": Entry("mtp", "MtpSource", needs_folder=False),
+    "MTP": Entry("mtp", "MtpSource", needs_folder=False),
     "STANDALONE": Entry("standalone", "StandaloneSource"),
 }
 

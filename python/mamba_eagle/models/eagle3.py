@@ -1,0 +1,209 @@
+"""The EAGLE-3 draft head (arXiv 2503.01840), in the layout in which heads are published.
+
+Names and shapes are those of SafeAILab/EAGLE (``eagle/model/cnets.py``), which SGLang and vLLM read
+(``llama_eagle3.py`` of each); vllm-project/speculators writes the same under other names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.embedding import Embedding
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import RotaryAttention
+from mamba_eagle.models.base import Target
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.parse import attention_config, model_config, only
+from mamba_eagle.models.rope import rope_config
+
+# what a new head is made with; of a published one its files say which of these it has
+OWN_WEIGHTS = ("lm_head.weight", "d2t")
+
+
+class Eagle3Layer(Layer):
+    """A Llama layer that reads an embedding and a feature side by side."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        assert config.attention is not None
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = RotaryAttention(config.attention, size, 0, eps, input_size=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        self.norm_before_residual = bool(config.raw.get("norm_before_residual", False))
+
+    def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
+        normed = self.hidden_norm(features)
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        residual = normed if self.norm_before_residual else features
+        hidden = residual + self.self_attn(both, ctx)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(Layer):
+    """Entry p takes token p and three of the target's hidden states at p-1, and predicts token p+1.
+
+    ``fuse`` makes one feature of the three; ``forward`` gives the layer's output before ``norm``,
+    which is what stands in for the feature of the next entry while drafting; ``logits`` are of the
+    draft vocabulary, whose token i is token ``target_ids[i]`` of the target.
+    """
+
+    def __init__(self, config: ModelConfig, stored: Container[str] = OWN_WEIGHTS) -> None:
+        """stored: the checkpoint's names (as ``published_name`` gives them); an embedding or
+        ``lm_head`` that is not among them is the target's, where sizes allow it."""
+        super().__init__()
+        size, given = config.hidden_size, target_hidden_size(config)
+        self.config = config
+        self.draft_vocab_size = draft_vocab_size(config)
+        self.fc = Linear(num_taps(config) * given, size)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(size, config.norm_eps)
+        reduced = self.draft_vocab_size != config.vocab_size
+        self.embed_tokens = self.lm_head = None
+        if "embed_tokens.weight" in stored or size != given:
+            self.embed_tokens = Embedding(config.vocab_size, size)
+        if "lm_head.weight" in stored or reduced or size != given:
+            self.lm_head = Linear(size, self.draft_vocab_size)
+        mapped = reduced or "d2t" in stored
+        offsets = torch.zeros(self.draft_vocab_size, dtype=torch.int64) if mapped else None
+        self.register_buffer("d2t", offsets)
+        self._target_ids: Tensor | None = None
+
+    def prepare(self) -> None:
+        self._target_ids = self.target_ids()
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """The target's hidden states side by side [n, 3 * its hidden_size] -> [n, hidden_size]."""
+        return self.fc(taps)
+
+    def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
+        """embeddings, features [n, hidden_size] -> [n, hidden_size]; ``ctx.rotation`` is set."""
+        return self.midlayer(embeddings, features, ctx)
+
+    def target_ids(self) -> Tensor | None:
+        """The target's token of each draft token, [draft_vocab_size] int64; None: the same."""
+        if self.d2t is None or self._target_ids is not None:
+            return self._target_ids
+        return torch.arange(self.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def choose_tokens(self, ids: Tensor) -> None:
+        """The target's tokens [draft_vocab_size] that the head shall know, rising."""
+        self.d2t.copy_(ids - torch.arange(self.draft_vocab_size, device=ids.device))
+
+    def check_tokens(self) -> None:
+        """Raises: CheckpointError where ``d2t`` leads out of the target's vocabulary or leads two
+        draft tokens to one of its tokens."""
+        if (ids := self.target_ids()) is None:
+            return
+        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+        if len(outside):
+            raise CheckpointError(
+                f"d2t gives token {int(outside[0])} of a vocabulary of {self.config.vocab_size}: "
+                "entry i must be the target's token minus i"
+            )
+        if ids.unique().numel() < ids.numel():
+            raise CheckpointError("d2t gives one token of the target to two draft tokens")
+
+    def target(self, name: str) -> Target | None:
+        """t2d says nothing that d2t does not."""
+        name = published_name(name)
+        return None if name == "t2d" else Target(name)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: with ``t2d`` [vocab_size] bool, the tokens it knows."""
+        weights = dict(self.state_dict())
+        if (ids := self.target_ids()) is not None:
+            weights["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+            weights["t2d"][ids.cpu()] = True
+        return weights
+
+
+def published_name(name: str) -> str:
+    """SafeAILab's name of a weight; vLLM and speculators count the layer instead of naming it."""
+    name = name.removeprefix("model.")
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+# ── config.json ──
+
+
+def draft_vocab_size(config: ModelConfig) -> int:
+    return config.raw.get("draft_vocab_size") or config.vocab_size
+
+
+def target_hidden_size(config: ModelConfig) -> int:
+    """Of the target the head was made for; it may differ from its own."""
+    return config.raw.get("target_hidden_size") or config.hidden_size
+
+
+def num_taps(config: ModelConfig) -> int:
+    return len(_layer_ids(config)) or 3
+
+
+def tap_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
+    """The target's layers at whose input its hidden states are taken, ascending; ``layers`` stands
+    for the input of the final norm.
+
+    Heads that name no layers were made from the inputs of 2, n // 2 and n - 3. Of those that name
+    some, the ones that begin with 1 mean outputs, the others inputs (sgl-project/sglang#25454).
+
+    Args: layers: how many the target has.
+    """
+    ids = _layer_ids(config)
+    if not ids:
+        return (2, layers // 2, layers - 3)
+    shift = 1 if ids[0] == 1 else 0
+    return tuple(sorted(i + shift for i in ids))
+
+
+def layer_ids(taps: tuple[int, ...]) -> list[int]:
+    """What a head's config.json has to say for ``tap_layers`` to give ``taps`` (ascending).
+
+    Raises: ValueError for a first tap at 1, which would be read as 2.
+    """
+    if taps[0] == 1:
+        raise ValueError(f"taps {taps} cannot be written down: begin with 0 or with 2 or more")
+    return list(taps)
+
+
+def _layer_ids(config: ModelConfig) -> list[int]:
+    own = config.raw.get("eagle_config") or {}
+    key = "eagle_aux_hidden_state_layer_ids"
+    return list(own.get(key) or config.raw.get(key) or [])
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    """config.json of a head, SafeAILab's, NVIDIA's (``eagle_config``) or speculators'
+    (``transformer_layer_config``). ``vocab_size`` is the target's.
+
+    Raises: UnsupportedModel naming what is another layout.
+    """
+    values = {**(values.get("transformer_layer_config") or {}), **values}
+    only(values, hidden_act="silu", num_hidden_layers=1, bias=False, norm_before_fc=False)
+    only(
+        values.get("eagle_config") or {},
+        use_aux_hidden_state=True,
+        use_input_layernorm_in_first_layer=True,
+        use_last_layernorm=True,
+        use_mtp_layernorm=False,
+        parallel_draft_step=1,
+    )
+    attention = attention_config(values)
+    return model_config(
+        values,
+        ("attention",),
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        attention=attention_config(values, rope=rope_config(values, attention.head_dim)),
+    )

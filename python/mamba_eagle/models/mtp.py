@@ -1,0 +1,128 @@
+"""Multi-token prediction (arXiv 2404.19737; as modules in a row: arXiv 2412.19437) for any target.
+
+One module, run again on its own output for each further token (what Nemotron 3 publishes), or K
+modules, one for each token ahead. A module is a few Nemotron-H blocks. Arithmetic and order are
+those of Megatron-LM (``core/transformer/multi_token_prediction.py``), names those of NVIDIA's
+checkpoints as vLLM and SGLang read them (``nemotron_h_mtp.py`` of each).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.block import Block
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.models import nemotron_h
+from mamba_eagle.models.base import Target
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+
+DEFAULT_BLOCKS = ("attention", "moe")  # of a config.json that names modules and no blocks
+
+
+class MtpHead(Layer):
+    """Module j's entry p takes token p and what module j-1 made of token p-1, and predicts token
+    p+1. Module 0 takes the target's hidden state at p-1, after its final norm; so what module j
+    knows of the target ends j tokens earlier.
+
+    The blocks of all modules stand in one list, and attention and Mamba2 layers are numbered
+    through all of it. A module's first block has the norms and the projection of its two inputs,
+    its last one the norm of its output; embedding and ``lm_head`` are the target's.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_modules = num_modules(config)
+        size, eps = config.hidden_size, config.norm_eps
+        blocks = [
+            Block(kind, config, config.blocks[:i].count(kind))
+            for i, kind in enumerate(config.blocks)
+        ]
+        self.length = len(blocks) // self.num_modules
+        for first in blocks[:: self.length]:
+            first.enorm = RMSNorm(size, eps)
+            first.hnorm = RMSNorm(size, eps)
+            first.eh_proj = Linear(2 * size, size)
+        for last in blocks[self.length - 1 :: self.length]:
+            last.final_layernorm = RMSNorm(size, eps)
+        self.mtp = Layer()
+        self.mtp.layers = nn.ModuleList(blocks)
+        self._modules_of_blocks = [
+            blocks[at : at + self.length] for at in range(0, len(blocks), self.length)
+        ]
+
+    def forward(
+        self, module: int, embeddings: Tensor, hidden: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """embeddings, hidden [n, hidden_size] -> the module's output [n, hidden_size]: for the
+        target's ``lm_head``, for the next module, or, of a single one, for itself."""
+        blocks = self._modules_of_blocks[module]
+        first, last = blocks[0], blocks[-1]
+        hidden = first.eh_proj(torch.cat([first.enorm(embeddings), first.hnorm(hidden)], dim=-1))
+        for block in blocks:
+            hidden = block(hidden, ctx)
+        return last.final_layernorm(hidden)
+
+    def target(self, name: str) -> Target | None:
+        """The target's own weights may lie in the same folder."""
+        if not name.startswith("mtp."):
+            return None
+        return nemotron_h.expert_place(name) or Target(name)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: each expert by itself."""
+        weights = {}
+        for name, value in self.state_dict().items():
+            if name.endswith((".experts.up_proj", ".experts.down_proj")):
+                stem, _, projection = name.rpartition(".")
+                for i, expert in enumerate(value):
+                    weights[f"{stem}.{i}.{projection}.weight"] = expert
+            else:
+                weights[name] = value
+        return weights
+
+
+# ── config.json ──
+
+
+def num_modules(config: ModelConfig) -> int:
+    return config.raw["num_nextn_predict_layers"]
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    """The modules' blocks, from the target's config.json or from one of their own with the same
+    names. ``num_nextn_predict_layers`` modules, each with the blocks of
+    ``mtp_hybrid_override_pattern`` or ``mtp_layers_block_type``; with ``mtp_use_repeated_layer``
+    it counts the uses of a single one.
+
+    Raises: UnsupportedModel
+    """
+    count = int(values.get("num_nextn_predict_layers") or 0)
+    if count < 1:
+        raise UnsupportedModel(
+            f"num_nextn_predict_layers is {values.get('num_nextn_predict_layers')}: "
+            "config.json names no multi-token-prediction modules"
+        )
+    if values.get("mtp_use_repeated_layer"):
+        count = 1
+    blocks = (
+        values.get("mtp_hybrid_override_pattern")
+        or values.get("mtp_layers_block_type")
+        or DEFAULT_BLOCKS
+    )
+    # a pattern's letters and a list's names are read alike
+    names = [nemotron_h.BLOCK_OF_LETTER.get(block, block) for block in blocks]
+    return nemotron_h.parse_config(
+        {
+            **values,
+            "layers_block_type": names * count,
+            "hybrid_override_pattern": None,
+            "num_nextn_predict_layers": count,
+        }
+    )
