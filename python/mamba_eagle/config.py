@@ -84,6 +84,12 @@ class EngineConfig:
     speculative_num_steps: int = setting(5, "depth of the draft tree")
     speculative_eagle_topk: int = setting(2, "lanes of the draft tree; 1: a chain")
     speculative_num_draft_tokens: int = setting(8, "nodes verified in a step, the root included")
+    speculative_ngram_max_trie_depth: int = setting(
+        12, "NGRAM: tokens of the longest n-gram, those matched and the one behind them"
+    )
+    speculative_ngram_capacity: int = setting(
+        2_000_000, "NGRAM: n-grams remembered at the same time, 40 bytes of host memory each"
+    )
 
     log_level: str = setting("info", "what is logged", ("debug", "info", "warning", "error"))
 

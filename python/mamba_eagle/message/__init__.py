@@ -166,7 +166,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
     # (a retracted request prefills its own output again)
-    history: list[int] = []  # all tokens of [0, start), if sampling.needs_history
+    history: list[int] = []  # all tokens of [0, start), if sampling or the drafter needs them
     return_spec_trace: bool = False
     # of every chunk:
     logprob_start: int = -1  # absolute position of the first wanted logprob in this chunk; -1: none

@@ -10,6 +10,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import CheckpointSave, PrefillItem
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.step import Chunk, Step
+from mamba_eagle.spec.drafters import needs_history
 
 LOOK_AHEAD = 64  # waiting requests whose prompts are compared
 WORTH_WAITING = 32  # tokens; for less, a shared prefix is run twice
@@ -27,6 +28,7 @@ class PrefillManager:
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes
+        self.drafter_needs_history = needs_history(config.speculative_algorithm)
         self.reserve = max(1, pools.checkpoints.total // 8)
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
@@ -148,7 +150,7 @@ class PrefillManager:
             item.prefix_kv_slots = request.kv[:start]
             if start > 0:
                 item.load_from = request.load_from
-            if request.sampling.needs_history:
+            if request.sampling.needs_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         step.chunks.append(Chunk(request, item, spare))
         return end - start

@@ -1,4 +1,4 @@
-"""The GPU's rows and folds against the float64 recurrence, as test_verify_schemes.py does others.
+"""A GPU's rows and folds against the float64 recurrence.
 
 On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
 GPU one test runs this file again in a process of its own.
@@ -32,7 +32,7 @@ def test_in_the_interpreter() -> None:
 
 def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, max_depth: int = 4) -> Rig:
     sizes = mamba_config(conv_kernel, num_heads=4, head_dim=16, state_size=16)
-    return Rig("deferred-triton", rows, max_depth, nodes, sizes, num_layers=1, requests=4)
+    return Rig("deferred-triton", rows, max_depth, sizes, num_layers=1, requests=4, max_nodes=nodes)
 
 
 @runs_kernels

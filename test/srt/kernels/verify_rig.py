@@ -151,7 +151,6 @@ class Rig:
         scheme: str,
         rows: int,
         max_depth: int = 6,
-        max_nodes: int = 0,
         config: Mamba2Config | None = None,
         num_layers: int = 2,
         requests: int = 5,
@@ -159,6 +158,7 @@ class Rig:
         dtype: torch.dtype = torch.float32,
         ssm_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        max_nodes: int = 0,
     ) -> None:
         self.config = config or mamba_config()
         self.generator = torch.Generator().manual_seed(seed)

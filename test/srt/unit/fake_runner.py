@@ -28,6 +28,7 @@ from mamba_eagle.message import (
     TokenLogprob,
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
+from mamba_eagle.spec.drafters import needs_history
 
 VOCAB = 50
 EOS = 7
@@ -89,6 +90,7 @@ class FakeRunner:
             pid=0,
         )
         self.rows = rows
+        self.needs_history = False  # always, as some drafters do
         self.kv: list[tuple[int, int] | None] = [None] * kv_slots  # (token, position)
         self.checkpoints: list[tuple[int, ...] | None] = [None] * checkpoints
         self.slots: dict[int, Slot] = {}
@@ -197,7 +199,7 @@ class FakeRunner:
             folded=item.start,
             traced=item.return_spec_trace,
         )
-        if item.sampling.needs_history:
+        if item.sampling.needs_history or self.needs_history:
             assert item.history == slot.tokens
         self.checkpoints[item.checkpoint] = prefix
         self.slots[item.slot] = slot
@@ -261,6 +263,7 @@ class Server:
     def __init__(self, config, runner: FakeRunner, luck: random.Random | None = None) -> None:
         self.scheduler = Scheduler(config, runner.ready)
         self.runner = runner
+        self.runner.needs_history = needs_history(config.speculative_algorithm)
         self.luck = luck
         self.plans: deque[Plan] = deque()
         self.texts: dict[str, list[int]] = {}

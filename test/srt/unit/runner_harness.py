@@ -32,6 +32,7 @@ from mamba_eagle.message import (
     TokenLogprob,
 )
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.spec.drafters import needs_history
 from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
 
 GARBAGE = 1000.0
@@ -288,7 +289,7 @@ class Engine:
             item.return_spec_trace = live.asks.get("return_spec_trace", False)
             if live.hit:
                 item.load_from, item.prefix_kv_slots = live.hit.checkpoint, live.hit.kv_slots
-            if live.sampling.needs_history:
+            if live.sampling.needs_history or needs_history(self.config.speculative_algorithm):
                 item.history = live.tokens[:start]
         return item
 

@@ -16,7 +16,11 @@ TREE = {
     "speculative_eagle_topk": 2,
     "speculative_num_draft_tokens": 6,
 }
-SHAPES = {"decode": {"speculative_algorithm": "NONE"}, "tree": TREE}
+SHAPES = {
+    "decode": {"speculative_algorithm": "NONE"},
+    "tree": TREE,
+    "tree-told-all-tokens": {**TREE, "speculative_algorithm": "NGRAM"},
+}
 POOLS = {  # kv slots, checkpoints, request slots
     "roomy": (2000, 60, 8),
     "few-checkpoints": (2000, 5, 4),

@@ -51,4 +51,5 @@ DRAFTERS = {
     "mtp-mamba": TinyDrafter("MTP", modules(1, "M-")),
     "mtp-modules": TinyDrafter("MTP", modules(4, "M*")),
     "standalone": TinyDrafter("STANDALONE", write_noisy_copy),
+    "ngram": TinyDrafter("NGRAM", lambda folder, target: None),
 }

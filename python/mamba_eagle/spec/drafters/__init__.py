@@ -15,6 +15,7 @@ class Entry(NamedTuple):
     module: str
     source: str  # a DraftSource
     needs_folder: bool = True  # --speculative-draft-model-path
+    needs_history: bool = False  # it reads PrefillItem.history
 
 
 DRAFTERS = {
@@ -23,6 +24,7 @@ DRAFTERS = {
     "NEXTN": Entry("mtp", "MtpSource", needs_folder=False),
     "MTP": Entry("mtp", "MtpSource", needs_folder=False),
     "STANDALONE": Entry("standalone", "StandaloneSource"),
+    "NGRAM": Entry("ngram", "NgramSource", needs_folder=False, needs_history=True),
 }
 
 
@@ -30,3 +32,9 @@ def draft_source(algorithm: str) -> type[DraftSource]:
     entry = DRAFTERS[algorithm]
     source: type[DraftSource] = getattr(import_module(f"{__name__}.{entry.module}"), entry.source)
     return source
+
+
+def needs_history(algorithm: str) -> bool:
+    """Whether the drafter must be told the tokens of a prefix that the cache served."""
+    entry = DRAFTERS.get(algorithm)
+    return entry is not None and entry.needs_history

@@ -1,0 +1,133 @@
+"""NGRAM: no weights. Drafts what followed the same tokens before, in the request's own text or in
+those of finished requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import TreeShape
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.spec.accept import Truncated
+from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, KeyedNoise
+from mamba_eagle.spec.drafters.ngram_index import NgramIndex
+from mamba_eagle.spec.tree import Tree
+
+MOST_UNREAD = 32  # steps whose tokens wait on the device until somebody asks for a draft
+
+
+class NgramDrafter(Drafter):
+    """All work is the host's. What a step accepted is one copy from the device, made when the next
+    tree is asked for; the trees of a step go up in one copy."""
+
+    def __init__(self, index: NgramIndex, device: torch.device) -> None:
+        self.index, self.device = index, device
+        self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
+
+    def observe_prefill(
+        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        if item.is_first:
+            assert len(item.history) == item.start, "the cached prefix is not known"
+            self.index.begin(item.slot, item.history)
+        self.index.append(item.slot, item.token_ids)
+
+    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None:
+        self._remember(token.new_full((1,), slot), token.new_ones(1), token.view(1, 1))
+
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        self._remember(slots, accepted.count, accepted.tokens)
+
+    def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
+        if self.device.type == "cpu":
+            for slot, count, made in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
+                self.index.append(slot, made[:count])
+            return
+        self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
+        if len(self.unread) > MOST_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Waits for the device."""
+        for rows in self.unread:
+            for slot, count, *made in rows.tolist():
+                self.index.append(slot, made[:count])
+        self.unread.clear()
+
+    def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
+        """The noise is of no use: few tokens of the vocabulary have a probability here."""
+        self._read()
+        on_gpu = self.device.type == "cuda"
+        size = sum(_field_bytes(len(slots), shape.nodes))
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        fields = _fields(buffer, len(slots), shape.nodes)
+        self.index.draft(slots.tolist(), shape, *(field.numpy() for field in fields))
+        if not on_gpu:
+            return fields
+        return _fields(buffer.to(self.device, non_blocking=True), len(slots), shape.nodes)
+
+    def release(self, slot: int, position: int) -> None:
+        self._read()
+        # the last token was never run, and is text all the same
+        self.index.end(slot, position + 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host."""
+        return self.index.num_bytes
+
+
+def _field_bytes(b: int, nodes: int) -> list[int]:
+    """Of tokens, parents, depths, scores and ancestors: the most aligned first."""
+    return [8 * b * nodes] * 3 + [4 * b * nodes, b * nodes * nodes]
+
+
+def _fields(buffer: Tensor, b: int, nodes: int) -> Tree:
+    """A tree whose tensors lie in ``buffer`` [bytes] uint8."""
+    tokens, parents, depths, scores, ancestors = buffer.split(_field_bytes(b, nodes))
+    return Tree(
+        tokens=tokens.view(torch.int64).view(b, nodes),
+        parents=parents.view(torch.int64).view(b, nodes),
+        depths=depths.view(torch.int64).view(b, nodes),
+        ancestors=ancestors.view(torch.bool).view(b, nodes, nodes),
+        scores=scores.view(torch.float32).view(b, nodes),
+    )
+
+
+class NgramSource(DraftSource):
+    def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
+        self.engine = config
+
+    @property
+    def config(self) -> ModelConfig | None:
+        return None
+
+    def problems(self) -> list[str]:
+        wrong = []
+        depth = self.engine.speculative_ngram_max_trie_depth
+        capacity = self.engine.speculative_ngram_capacity
+        requests = self.engine.max_running_requests
+        if depth < 2:
+            wrong.append(
+                f"--speculative-ngram-max-trie-depth {depth}: must be 2 or more, "
+                "a token that is matched and the one behind it"
+            )
+        least = NgramIndex.least_capacity(requests, max(depth, 2))
+        if capacity < least:
+            wrong.append(
+                f"--speculative-ngram-capacity {capacity}: must be {least} or more "
+                f"with {requests} requests and n-grams of {depth} tokens"
+            )
+        return wrong
+
+    def make(self, parts: DraftParts) -> Drafter:
+        requests, positions = parts.table.kv_slots.shape
+        index = NgramIndex(
+            requests,
+            positions,
+            self.engine.speculative_ngram_capacity,
+            self.engine.speculative_ngram_max_trie_depth,
+        )
+        return NgramDrafter(index, parts.device)
