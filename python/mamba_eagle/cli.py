@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"mamba-eagle: there is no {module}", file=sys.stderr)
         return 2
+    sys.argv[0] = " ".join(["mamba-eagle", *arguments[: len(arguments) - len(rest)]])  # in --help
     return loaded.main(rest) or 0
 
 

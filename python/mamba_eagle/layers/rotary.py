@@ -11,7 +11,13 @@ from torch import Tensor
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import AttentionConfig, RopeConfig
+from mamba_eagle.models.config import (
+    AttentionConfig,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class Rotation(NamedTuple):
@@ -26,28 +32,49 @@ class Rotary:
 
     def __init__(self, config: RopeConfig) -> None:
         self.frequencies = rope_frequencies(config)  # [dim / 2]
+        scaling = config.scaling
+        self.magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
 
     def __call__(self, positions: Tensor, device: torch.device) -> Rotation:
         """positions [n], on any device -> angles on ``device``."""
         if self.frequencies.device != device:
             self.frequencies = self.frequencies.to(device)
         angles = positions.to(device).float()[:, None, None] * self.frequencies
-        return Rotation(angles.cos(), angles.sin())
+        return Rotation(angles.cos() * self.magnitude, angles.sin() * self.magnitude)
 
 
 def rope_frequencies(config: RopeConfig) -> Tensor:
-    """Radians a position for each channel pair, [dim / 2] float32; scaled as ``kind`` says."""
+    """Radians a position for each channel pair, [dim / 2] float32, scaled."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
     frequencies = 1.0 / config.theta**exponents
-    if config.kind == "linear":
-        return frequencies / config.factor
-    if config.kind == "llama3":
-        # long waves are stretched by the factor, short ones stay, between them a ramp
-        turns = config.original_max_position * frequencies / (2 * math.pi)
-        low, high = config.low_freq_factor, config.high_freq_factor
-        keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - keep) * frequencies / config.factor + keep * frequencies
-    return frequencies
+    match config.scaling:
+        case None:
+            return frequencies
+        case LinearScaling(factor):
+            return frequencies / factor
+        case Llama3Scaling() as scaling:
+            turns = scaling.trained_length * frequencies / (2 * math.pi)
+            keep = (turns - scaling.low_turns) / (scaling.high_turns - scaling.low_turns)
+        case YarnScaling() as scaling:
+            keep = 1 - yarn_ramp(config, scaling)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
+    """How much each channel pair is stretched, [dim / 2]: 0 at most where it makes ``high_turns``
+    turns in the trained context, 1 at least where it makes ``low_turns``, linear in between."""
+
+    def pair_that_turns(turns: float) -> float:
+        wave = scaling.trained_length / turns  # in positions
+        return config.dim * math.log(wave / (2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = pair_that_turns(scaling.high_turns), pair_that_turns(scaling.low_turns)
+    if scaling.whole_channels:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.dim - 1)
+    pairs = torch.arange(config.dim // 2, dtype=torch.float32)
+    return (pairs - first) / max(last - first, 1e-3)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -8,35 +8,23 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only, rope_config
+from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
+from mamba_eagle.models.rope import rope_config
 
 
-class BambaLayer(Layer):
+class BambaLayer(MixerLayer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        kind = config.blocks[layer]
-        index = config.blocks[:layer].count(kind)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.pre_ff_layernorm = RMSNorm(size, eps)
+        super().__init__(config, layer)
+        size = config.hidden_size
+        self.pre_ff_layernorm = RMSNorm(size, config.norm_eps)
         self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
-        self.is_mamba = kind == "mamba"
-        if self.is_mamba:
-            assert config.mamba is not None
-            self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
-        else:
-            assert config.attention is not None
-            self.self_attn = make_attention(config.attention, size, index, eps)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        mixer = self.mamba if self.is_mamba else self.self_attn
-        hidden = hidden + mixer(self.input_layernorm(hidden), ctx)
+        hidden = hidden + self.mixed(hidden, ctx)
         return hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
 
 

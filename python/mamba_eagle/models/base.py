@@ -118,4 +118,6 @@ class CausalLM(Layer):
         """Where a checkpoint's tensor of this name goes; None: it is not needed."""
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             return None
+        if name.endswith("rotary_emb.inv_freq"):  # older checkpoints have what config.json implies
+            return None
         return Target(name)

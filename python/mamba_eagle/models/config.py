@@ -7,17 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-BLOCK_OF_NAME = {
-    "mamba": "mamba",
-    "linear_attention": "mamba",
-    "attention": "attention",
-    "full_attention": "attention",
-    "mlp": "mlp",
-    "moe": "moe",
-}
-ACTIVATIONS = {"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2"}  # another loads all the same
-
 
 class UnsupportedModel(ValueError):
     """The checkpoint asks for something this build does not have; the text says what."""
@@ -49,16 +38,47 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """All positions are divided by ``factor`` (arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Waves that turn fewer than ``low_turns`` times in the trained context are stretched by
+    ``factor``, those that turn more than ``high_turns`` times stay; a ramp over the number of
+    turns in between (arXiv 2407.21783)."""
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    trained_length: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """As ``Llama3Scaling``, with a ramp over channels instead of turns, and angles' cosine and sine
+    multiplied with ``magnitude`` (YaRN: arXiv 2309.00071)."""
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    trained_length: int
+    magnitude: float
+    whole_channels: bool  # the ramp begins and ends at whole channel numbers
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position encoding of the first ``dim`` channels of a head."""
 
     dim: int
     theta: float
-    kind: str = "default"  # default, linear or llama3
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # the rest: llama3 only
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -117,14 +137,11 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
-        """Read ``folder/config.json`` (and the stop tokens of generation_config.json)."""
-        values = config_values(folder)
-        generation = Path(folder) / "generation_config.json"
-        if generation.is_file():
-            eos = json.loads(generation.read_text()).get("eos_token_id")
-            if eos is not None:
-                values["eos_token_id"] = eos
-        return cls.from_dict(values)
+        """What ``read_values`` finds in the folder.
+
+        Raises: FileNotFoundError, UnsupportedModel.
+        """
+        return cls.from_dict(read_values(folder))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -133,78 +150,37 @@ class ModelConfig:
 
         return parse_config(values)
 
-    @classmethod
-    def from_nemotron_h(cls, values: dict[str, Any]) -> ModelConfig:
-        """``values`` is config.json of a ``nemotron_h`` checkpoint, pattern string or list form."""
-        blocks = _blocks(values)
-        for name, known in ACTIVATIONS.items():
-            if values.get(name, known) != known:
-                raise UnsupportedModel(f"{name} {values[name]!r} is not supported; known: {known}")
-        hidden = int(values["hidden_size"])
-        limit = values.get("time_step_limit") or (0.0, float("inf"))
-        mamba = None
-        if "mamba" in blocks:
-            mamba = Mamba2Config(
-                num_heads=values["mamba_num_heads"],
-                head_dim=values["mamba_head_dim"],
-                state_size=values["ssm_state_size"],
-                num_groups=values["n_groups"],
-                conv_kernel=values.get("conv_kernel", 4),
-                conv_bias=values.get("use_conv_bias", True),
-                time_step_limit=(number(limit[0]), number(limit[1])),
-                chunk_size=values.get("chunk_size", 128),
-                in_bias=bool(values.get("use_bias", False)),
-                out_bias=bool(values.get("use_bias", False)),
-            )
-        attention = None
-        if "attention" in blocks:
-            heads = values["num_attention_heads"]
-            attention = AttentionConfig(
-                num_heads=heads,
-                num_kv_heads=values.get("num_key_value_heads") or heads,
-                head_dim=values.get("head_dim")
-                or values.get("attention_head_dim")
-                or hidden // heads,
-            )
-        moe = None
-        if "moe" in blocks:
-            moe = MoEConfig(
-                num_experts=values["n_routed_experts"],
-                top_k=values["num_experts_per_tok"],
-                intermediate_size=values["moe_intermediate_size"],
-                shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
-                latent_size=values.get("moe_latent_size") or 0,
-                num_groups=values.get("n_group") or 1,
-                top_groups=values.get("topk_group") or 1,
-                normalize=values.get("norm_topk_prob", True),
-                scaling=float(values.get("routed_scaling_factor", 1.0)),
-            )
-        return cls(
-            architecture=(values.get("architectures") or ["?"])[0],
-            model_type=values.get("model_type", "?"),
-            vocab_size=int(values["vocab_size"]),
-            hidden_size=hidden,
-            blocks=blocks,
-            norm_eps=float(values.get("layer_norm_epsilon", 1e-5)),
-            mamba=mamba,
-            attention=attention,
-            intermediate_size=int(values.get("intermediate_size", 0)),
-            max_position_embeddings=int(values.get("max_position_embeddings", 4096)),
-            eos_token_ids=eos_tokens(values),
-            dtype=dtype_name(values),
-            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            mlp_bias=bool(values.get("mlp_bias", False)),
-            moe=moe,
-            raw=values,
-        )
 
+def read_values(folder: str | Path) -> dict[str, Any]:
+    """config.json, with what its neighbours add: the stop tokens of generation_config.json, and
+    the quantization that ModelOpt describes in hf_quant_config.json, where config.json has none.
 
-def config_values(folder: str | Path) -> dict[str, Any]:
-    """config.json as it is. Raises: FileNotFoundError"""
-    path = Path(folder) / "config.json"
+    Raises: FileNotFoundError where there is no config.json; UnsupportedModel.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
-    values: dict[str, Any] = json.loads(path.read_text())
+    values = read_json(path)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id")
+        if eos is not None:
+            values["eos_token_id"] = eos
+    modelopt = folder / "hf_quant_config.json"
+    if modelopt.is_file() and not values.get("quantization_config"):
+        values["quantization_config"] = {"quant_method": "modelopt", **read_json(modelopt)}
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: UnsupportedModel where there is something else than a JSON object."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is no JSON: {error}; download it again") from None
+    if not isinstance(values, dict):
+        raise UnsupportedModel(f"{path} has no JSON object but a {type(values).__name__}")
     return values
 
 
@@ -222,25 +198,3 @@ def dtype_name(values: dict[str, Any]) -> str:
 def number(value: Any) -> float:
     """JSON has no infinity; transformers writes ``{"__float__": "Infinity"}``."""
     return float(value["__float__"] if isinstance(value, dict) else value)
-
-
-def _blocks(values: dict[str, Any]) -> tuple[str, ...]:
-    names = values.get("layers_block_type") or values.get("layer_types")
-    pattern = values.get("hybrid_override_pattern")
-    if names:
-        unknown = sorted({name for name in names if name not in BLOCK_OF_NAME})
-        blocks = tuple(BLOCK_OF_NAME.get(name, name) for name in names)
-    elif pattern:
-        unknown = sorted({letter for letter in pattern if letter not in BLOCK_OF_LETTER})
-        blocks = tuple(BLOCK_OF_LETTER.get(letter, letter) for letter in pattern)
-    else:
-        raise UnsupportedModel(
-            "config.json has neither layers_block_type nor hybrid_override_pattern, "
-            "so the order of Mamba2, attention and MLP layers is unknown"
-        )
-    if unknown:
-        raise UnsupportedModel(
-            f"layer kinds {unknown} are not supported; known: {sorted(set(BLOCK_OF_NAME))} "
-            f"and the letters {sorted(BLOCK_OF_LETTER)}"
-        )
-    return blocks

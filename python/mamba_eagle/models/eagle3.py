@@ -22,7 +22,8 @@ from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import CheckpointError
-from mamba_eagle.models.parse import attention_config, model_config, only, rope_config
+from mamba_eagle.models.parse import attention_config, model_config, only
+from mamba_eagle.models.rope import rope_config
 
 # what a new head is made with; of a published one its files say which of these it has
 OWN_WEIGHTS = ("lm_head.weight", "d2t")

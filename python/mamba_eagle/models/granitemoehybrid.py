@@ -9,11 +9,9 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import PackedGatedMLP
-from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.config import ModelConfig, MoEConfig
 from mamba_eagle.models.parse import (
@@ -22,8 +20,8 @@ from mamba_eagle.models.parse import (
     mamba_config,
     model_config,
     only,
-    rope_config,
 )
+from mamba_eagle.models.rope import rope_config
 
 # published name -> ours
 NAMES = {
@@ -33,31 +31,19 @@ NAMES = {
 }
 
 
-class GraniteLayer(Layer):
+class GraniteLayer(MixerLayer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        kind = config.blocks[layer]
-        index = config.blocks[:layer].count(kind)
+        super().__init__(config, layer)
+        size = config.hidden_size
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
-        self.input_layernorm = RMSNorm(size, eps)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, config.norm_eps)
         self.shared_mlp = PackedGatedMLP(size, config.raw.get("shared_intermediate_size", 1024))
         self.has_experts = config.moe is not None
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, size, "silu")
-        self.is_mamba = kind == "mamba"
-        if self.is_mamba:
-            assert config.mamba is not None
-            self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
-        else:
-            assert config.attention is not None
-            self.self_attn = make_attention(config.attention, size, index, eps)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        mixer = self.mamba if self.is_mamba else self.self_attn
-        mixed = mixer(self.input_layernorm(hidden), ctx)
-        hidden = hidden.add(mixed, alpha=self.residual_multiplier)
+        hidden = hidden.add(self.mixed(hidden, ctx), alpha=self.residual_multiplier)
         normed = self.post_attention_layernorm(hidden)
         made = self.shared_mlp(normed)
         if self.has_experts:

@@ -9,6 +9,7 @@ from pathlib import Path
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
+OTHER_LAYOUTS = ["consolidated*", "original/*"]  # the same weights once more
 
 
 class NotFound(ValueError):
@@ -33,7 +34,12 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     wanted = SMALL_FILES + (WEIGHTS if weights else [])
-    named = {"repo_id": path, "revision": revision or None, "allow_patterns": wanted}
+    named = {
+        "repo_id": path,
+        "revision": revision or None,
+        "allow_patterns": wanted,
+        "ignore_patterns": OTHER_LAYOUTS,
+    }
     try:
         cached = Path(snapshot_download(**named, local_files_only=True))
         if complete(cached, weights):
@@ -47,7 +53,7 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
             f"no such folder, not in the local cache, and huggingface.co did not give {where} "
-            f"({reason}); download it where there is a network (huggingface-cli download {path}) "
+            f"({reason}); download it where there is a network (hf download {path}) "
             "and give the folder, or set HF_TOKEN if it is gated"
         ) from None
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
+from mamba_eagle.models.config import read_json, read_values
 from mamba_eagle.models.quantization import (
     FLOAT8,
     SCALE_NAMES,
-    block_size,
     dequantize,
     is_scale,
+    quantization,
 )
+
+log = logging.getLogger("mamba_eagle.models")
 
 PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints are there before a bar could be read
 MAPPED_BYTES = 256 << 20  # of a file that may stay in memory while it is copied
@@ -52,9 +56,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     """
     folder = Path(folder)
     stored = stored_tensors(folder)
-    if wrong := misfits(model, stored):
-        shown = "\n  ".join(wrong[:40]) + (f"\n  … {len(wrong) - 40} more" if wrong[40:] else "")
-        raise CheckpointError(f"{folder} does not fit its config.json:\n  {shown}")
+    refuse(folder, misfits(model, stored))
+    quantized = Quantized(folder, stored)
+    wrong = []
     rooms = tensors_of(model)
     places = {name: target for name in stored if (target := place_of(model, name)) is not None}
     total = sum(stored[name].nbytes for name in places)
@@ -65,12 +69,23 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         desc=f"loading {folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        quantized = Quantized(folder, stored)
         for name, value in checkpoint_tensors(stored, list(places), total // 20):
             progress.update(value.nbytes)
             if value.dtype in FLOAT8:
-                value = quantized.read(name, value)
+                try:
+                    value = quantized.read(name, value)
+                except ValueError as error:
+                    wrong.append(f"scale of {name}: {error}")
+                    continue
             copy(rooms[places[name].name], places[name], value)
+    refuse(folder, wrong)
+
+
+def refuse(folder: Path, wrong: list[str]) -> None:
+    """Raises: CheckpointError, if anything is wrong."""
+    if wrong:
+        shown = "\n  ".join(wrong[:40]) + (f"\n  … {len(wrong) - 40} more" if wrong[40:] else "")
+        raise CheckpointError(f"{folder} does not fit its config.json:\n  {shown}")
 
 
 class Stored(NamedTuple):
@@ -90,20 +105,32 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint, by name. Only headers are read: eight bytes of length, then JSON
     (the safetensors format, https://huggingface.co/docs/safetensors).
 
-    Raises: CheckpointError where files are missing or cut off.
+    Raises: CheckpointError naming every file that is missing or broken.
     """
-    found = {}
+    found: dict[str, Stored] = {}
+    broken = []
     for path in checkpoint_files(folder):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(min(size, path.stat().st_size)))
-            except ValueError:
-                raise CheckpointError(f"{path} is no safetensors file, or cut off") from None
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            found[name] = Stored(path, tuple(entry["shape"]), entry["dtype"], end - begin)
+        try:
+            with safe_open(path, framework="pt"):  # sees whether the file is whole
+                found.update(read_header(path))
+        except (SafetensorError, OSError) as error:
+            broken.append(f"{path}: {error}")
+    if broken:
+        raise CheckpointError(
+            "not safetensors files, or not all of them; download them again (of a clone: "
+            "git lfs pull):\n  " + "\n  ".join(broken)
+        )
+    return found
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found[name] = Stored(path, tuple(entry["shape"]), entry["dtype"], end - begin)
     return found
 
 
@@ -194,17 +221,20 @@ class Quantized:
     """Finds the scales of float8 weights, wherever in the checkpoint they are."""
 
     def __init__(self, folder: Path, stored: dict[str, Stored]) -> None:
-        self.stored = stored
-        config = folder / "config.json"
-        self.block = block_size(json.loads(config.read_text()) if config.is_file() else {})
+        found = quantization(read_values(folder))
+        if found.method:
+            log.info("%s: %s weights are widened as they are loaded", folder, found.name)
+        if found.kv_cache:
+            log.info("%s: KV stays in the model's dtype, not %s", folder, found.kv_cache)
+        self.stored, self.block = stored, found.block
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        """Raises: CheckpointError when there is no scale."""
+        """Raises: ValueError when there is no scale, or one that does not fit."""
         for end in SCALE_NAMES:
             if scale := self.stored.get(name + end):
                 with safe_open(scale.file, framework="pt") as file:
                     return dequantize(value, file.get_tensor(name + end), self.block)
-        raise CheckpointError(f"{name} is {value.dtype}, and {name}{SCALE_NAMES[0]} is not there")
+        raise ValueError(f"the weight is {value.dtype}, and no {name}{SCALE_NAMES[0]} is there")
 
 
 class Opened(NamedTuple):
@@ -234,23 +264,22 @@ def checkpoint_tensors(
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sharded ones by their index."""
-    index = folder / "model.safetensors.index.json"
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         files = [folder / name for name in names]
+    elif whole.is_file():
+        files = [whole]  # beside it there may be the same in another layout
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(path) for path in files if not path.is_file()]
-    if not files and (pickled := sorted(path.name for path in folder.glob("*.bin"))):
-        raise CheckpointError(
-            f"{folder} has its weights as {', '.join(pickled[:3])}: pickle files can run code and "
-            "are not read. Convert them once: torch.load(path, weights_only=True), then "
-            "safetensors.torch.save_file(weights, 'model.safetensors')"
-        )
     if missing or not files:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing) or 'safetensors files'}; "
-            "use --load-format dummy for random weights"
+            f"{folder} lacks {', '.join(missing) or 'safetensors files'}; pickled weights ("
+            f"{', '.join(sorted(path.name for path in folder.glob('*.bin'))[:3]) or '*.bin'}) can "
+            "run code and are not read: convert them once with torch.load(path, weights_only=True) "
+            "and safetensors.torch.save_file({n: t.clone() for n, t in weights.items()}, "
+            "'model.safetensors'). --load-format dummy makes random weights"
         )
     return files
 

@@ -18,9 +18,9 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.models import nemotron_h
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import BLOCK_OF_LETTER, ModelConfig, UnsupportedModel
-from mamba_eagle.models.nemotron_h import expert_place
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 
 DEFAULT_BLOCKS = ("attention", "moe")  # of a config.json that names modules and no blocks
 
@@ -73,7 +73,7 @@ class MtpHead(Layer):
         """The target's own weights may lie in the same folder."""
         if not name.startswith("mtp."):
             return None
-        return expert_place(name) or Target(name)
+        return nemotron_h.expert_place(name) or Target(name)
 
     def published_weights(self) -> dict[str, Tensor]:
         """What a checkpoint holds, by name: each expert by itself."""
@@ -117,8 +117,8 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         or DEFAULT_BLOCKS
     )
     # a pattern's letters and a list's names are read alike
-    names = [BLOCK_OF_LETTER.get(block, block) for block in blocks]
-    return ModelConfig.from_nemotron_h(
+    names = [nemotron_h.BLOCK_OF_LETTER.get(block, block) for block in blocks]
+    return nemotron_h.parse_config(
         {
             **values,
             "layers_block_type": names * count,

@@ -8,11 +8,22 @@ width). The multi-token-prediction layers that Super publishes beside the model 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
+from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
 
+BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+BLOCK_OF_NAME = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "attention": "attention",
+    "full_attention": "attention",
+    "mlp": "mlp",
+    "moe": "moe",
+}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 
 
@@ -38,4 +49,63 @@ def expert_place(name: str) -> Target | None:
     return Target(f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
 
-parse_config = ModelConfig.from_nemotron_h
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    """Pattern string or list form. EAGLE heads of this repository are described alike."""
+    blocks = blocks_of(values)
+    only(values, mamba_hidden_act="silu", mlp_hidden_act="relu2")
+    mamba = attention = moe = None
+    if "mamba" in blocks:
+        mamba = Mamba2Config(
+            num_heads=values["mamba_num_heads"],
+            head_dim=values["mamba_head_dim"],
+            state_size=values["ssm_state_size"],
+            num_groups=values["n_groups"],
+            conv_kernel=values.get("conv_kernel", 4),
+            conv_bias=values.get("use_conv_bias", True),
+            time_step_limit=time_step_limit(values),
+            chunk_size=values.get("chunk_size", 128),
+            in_bias=bool(values.get("use_bias", False)),
+            out_bias=bool(values.get("use_bias", False)),
+        )
+    if "attention" in blocks:
+        head_dim = values.get("head_dim") or values.get("attention_head_dim")
+        attention = attention_config({**values, "head_dim": head_dim}, bias=False)
+    if "moe" in blocks:
+        moe = MoEConfig(
+            num_experts=values["n_routed_experts"],
+            top_k=values["num_experts_per_tok"],
+            intermediate_size=values["moe_intermediate_size"],
+            shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
+            latent_size=values.get("moe_latent_size") or 0,
+            num_groups=values.get("n_group") or 1,
+            top_groups=values.get("topk_group") or 1,
+            normalize=values.get("norm_topk_prob", True),
+            scaling=float(values.get("routed_scaling_factor", 1.0)),
+        )
+    return model_config(
+        values,
+        blocks,
+        norm_eps=float(values.get("layer_norm_epsilon", 1e-5)),
+        mamba=mamba,
+        attention=attention,
+        moe=moe,
+        max_position_embeddings=int(values.get("max_position_embeddings", 4096)),
+    )
+
+
+def blocks_of(values: dict[str, Any]) -> tuple[str, ...]:
+    names = values.get("layers_block_type") or values.get("layer_types")
+    pattern = values.get("hybrid_override_pattern")
+    known = BLOCK_OF_NAME if names else BLOCK_OF_LETTER
+    if not names and not pattern:
+        raise UnsupportedModel(
+            "config.json has neither layers_block_type nor hybrid_override_pattern, "
+            "so the order of Mamba2, attention and MLP layers is unknown"
+        )
+    unknown = sorted({name for name in names or pattern if name not in known})
+    if unknown:
+        raise UnsupportedModel(
+            f"layer kinds {unknown} are not supported; known: {sorted(BLOCK_OF_NAME)} "
+            f"and the letters {sorted(BLOCK_OF_LETTER)}"
+        )
+    return tuple(known[name] for name in names or pattern)

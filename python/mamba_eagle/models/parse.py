@@ -8,14 +8,13 @@ from mamba_eagle.models.config import (
     AttentionConfig,
     Mamba2Config,
     ModelConfig,
-    RopeConfig,
     UnsupportedModel,
     dtype_name,
     eos_tokens,
     number,
 )
+from mamba_eagle.models.rope import longest_context
 
-ROPE_KINDS = ("default", "linear", "llama3")
 MAMBA_NAMES = ("mamba", "linear_attention", "mamba2")
 
 
@@ -24,14 +23,14 @@ def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) 
     defaults: dict[str, Any] = {
         "architecture": (values.get("architectures") or ["?"])[0],
         "model_type": values.get("model_type", "?"),
-        "vocab_size": values.get("vocab_size"),
-        "hidden_size": values.get("hidden_size"),
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
         "blocks": blocks,
         "norm_eps": values.get("rms_norm_eps", 1e-5),
         "mamba": None,
         "attention": None,
         "intermediate_size": values.get("intermediate_size") or 0,
-        "max_position_embeddings": values.get("max_position_embeddings") or 0,
+        "max_position_embeddings": longest_context(values),
         "eos_token_ids": eos_tokens(values),
         "dtype": dtype_name(values),
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
@@ -78,31 +77,6 @@ def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
         "bias": bool(values.get("attention_bias", False)),
     }
     return AttentionConfig(**{**known, **others})
-
-
-def rope_config(values: dict[str, Any], head_dim: int, part: float = 1.0) -> RopeConfig:
-    """``rope_parameters`` as transformers 5 writes them, or ``rope_theta`` and ``rope_scaling`` as
-    they were published. ``part``: the share of a head that turns, unless the config says.
-
-    Raises: UnsupportedModel for a scaling that is not known.
-    """
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; known: {list(ROPE_KINDS)}")
-    part = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or part
-    dim = int(head_dim * part)
-    if dim % 2:
-        raise UnsupportedModel(f"RoPE of {dim} channels of a head: must be an even number")
-    return RopeConfig(
-        dim=dim,
-        theta=float(given.get("rope_theta") or values.get("rope_theta") or 10000.0),
-        kind=kind,
-        factor=float(given.get("factor", 1.0)),
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        original_max_position=int(given.get("original_max_position_embeddings", 8192)),
-    )
 
 
 def only(values: dict[str, Any], **wanted: Any) -> None:

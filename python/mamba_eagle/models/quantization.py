@@ -1,13 +1,13 @@
 """FP8 checkpoints: weights become the model's dtype as they are loaded; other schemes are refused.
 
-Known: one scale a tensor or a channel (compressed-tensors, ModelOpt) and one a block (DeepSeek's
-``weight_scale_inv``). What is said about activations and about the KV cache is not followed: both
-stay in the model's dtype.
+Known: one scale a tensor, a channel or a block, as fp8 (DeepSeek's ``weight_scale_inv``),
+compressed-tensors and ModelOpt write them. What is said about activations and about the KV cache
+is not followed: both stay in the model's dtype.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,29 +17,74 @@ from mamba_eagle.models.config import UnsupportedModel
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_NAMES = ("_scale", "_scale_inv")  # behind the weight's name
 OTHER_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
-KNOWN = "fp8, compressed-tensors with 8-bit floats, modelopt with FP8"
+MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+STRATEGIES = ("tensor", "channel", "block")
+KNOWN = (
+    "fp8, compressed-tensors with 8-bit floats and a scale a tensor, channel or block, modelopt "
+    f"with {', '.join(MODELOPT_FP8)}"
+)
 
 
-def check_quantization(values: dict[str, Any]) -> None:
-    """Raises: UnsupportedModel naming the scheme that config.json speaks of, unless it is known."""
+class Quantization(NamedTuple):
+    """What config.json or hf_quant_config.json says about the weights."""
+
+    method: str = ""  # who wrote it; empty: not quantized
+    scheme: str = ""  # in that writer's words
+    block: tuple[int, int] = (128, 128)  # rows and columns of a scale, if there is one a block
+    kv_cache: str = ""  # scheme of the KV cache, if one is asked for
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} ({self.scheme})" if self.scheme else self.method
+
+
+def quantization(values: dict[str, Any]) -> Quantization:
+    """Raises: UnsupportedModel naming the scheme, unless it is known."""
     given = values.get("quantization_config") or values.get("compression_config")
     if not given:
-        return
-    method = given.get("quant_method", "?")
-    known = method == "fp8"
-    scheme = method
-    if method == "modelopt":
-        scheme = given.get("quant_algo") or given.get("quantization", {}).get("quant_algo", "?")
-        known = scheme == "FP8"
+        return Quantization()
+    given = {**given, **(given.get("quantization") or {})}  # ModelOpt's own file nests it
+    method = given.get("quant_method") or (given.get("producer") or {}).get("name") or "?"
+    kv_cache = given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme") or ""
+    if isinstance(kv_cache, dict):
+        kv_cache = float_name(kv_cache)
+    block = given.get("weight_block_size")
+    if method == "fp8":
+        scheme, known = "", True
+    elif method == "modelopt":
+        algorithms = modelopt_algorithms(given)
+        scheme, known = ", ".join(algorithms), set(algorithms) <= set(MODELOPT_FP8)
     elif method == "compressed-tensors":
-        weights = [group.get("weights") or {} for group in given.get("config_groups", {}).values()]
-        scheme = ", ".join(sorted({f"{w.get('num_bits')}-bit {w.get('type')}" for w in weights}))
-        known = all((w.get("num_bits"), w.get("type")) == (8, "float") for w in weights)
-    if not known:
-        name = method if scheme == method else f"{method} ({scheme})"
-        raise UnsupportedModel(
-            f"quantization {name} is not supported; known: {KNOWN}. Use the unquantized checkpoint"
+        groups = [group.get("weights") or {} for group in given.get("config_groups", {}).values()]
+        block = block or next(
+            (w["block_structure"] for w in groups if "block_structure" in w), None
         )
+        scheme = ", ".join(sorted({f"{float_name(w)} a {w.get('strategy')}" for w in groups}))
+        known = all(float_name(w) == "8-bit float" for w in groups)
+        known = known and all(w.get("strategy", "tensor") in STRATEGIES for w in groups)
+    else:
+        scheme, known = "", False
+    rows, columns = block or (128, 128)
+    found = Quantization(method, scheme, (rows, columns), kv_cache)
+    if not known:
+        raise UnsupportedModel(
+            f"quantization {found.name} is not supported; known: {KNOWN}. "
+            "Use the unquantized checkpoint"
+        )
+    return found
+
+
+def modelopt_algorithms(given: dict[str, Any]) -> list[str]:
+    """One for all layers, several for MIXED_PRECISION, none where only the KV cache is meant."""
+    algorithm = given.get("quant_algo")
+    if algorithm != "MIXED_PRECISION":
+        return [algorithm.upper()] if algorithm else []
+    layers = (given.get("quantized_layers") or {}).values()
+    return sorted({layer.get("quant_algo", "?").upper() for layer in layers}) or [algorithm]
+
+
+def float_name(given: dict[str, Any]) -> str:
+    return f"{given.get('num_bits')}-bit {given.get('type')}"
 
 
 def is_scale(name: str) -> bool:
@@ -48,18 +93,31 @@ def is_scale(name: str) -> bool:
 
 
 def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """weight [out, in] float8; scale [], [1], [out, 1] or one a block -> [out, in] float32."""
+    """weight [..., out, in] float8 -> float32 of the same shape.
+
+    Args:
+        scale: one number; [out] or [..., out, 1] for one a channel; one a block as
+            [..., out blocks, in blocks], or as ModelOpt has it [out blocks, 1, in blocks, 1].
+
+    Raises: ValueError when the scales do not fit the weight.
+    """
     value, scale = weight.float(), scale.float()
     if scale.numel() == 1:
         return value * scale.reshape(())
+    misfit = ValueError(
+        f"scales {list(scale.shape)} do not fit {list(value.shape)} in blocks of {list(block)}"
+    )
     if scale.ndim == 1:
         scale = scale[:, None]
-    for axis, size in enumerate(block):
-        if scale.shape[axis] not in (1, value.shape[axis]):
-            scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, value.shape[axis])
+    elif scale.ndim == value.ndim + 2:
+        scale = scale.squeeze(-1).squeeze(-2)
+    if scale.ndim != value.ndim or scale.shape[:-2] != value.shape[:-2]:
+        raise misfit
+    for axis, size in zip((-2, -1), block, strict=True):
+        length = value.shape[axis]
+        if scale.shape[axis] in (1, length):
+            continue
+        if scale.shape[axis] != -(-length // size):
+            raise misfit
+        scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)
     return value * scale
-
-
-def block_size(values: dict[str, Any]) -> tuple[int, int]:
-    rows, columns = (values.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    return rows, columns

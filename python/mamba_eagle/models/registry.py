@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, config_values
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
 from mamba_eagle.models.heads import head_algorithm
-from mamba_eagle.models.quantization import check_quantization
+from mamba_eagle.models.quantization import quantization
 
 
 class Family(NamedTuple):
@@ -62,7 +62,7 @@ def read_as(module: str, folder: str | Path) -> ModelConfig:
     Raises: FileNotFoundError, UnsupportedModel, which name the folder.
     """
     try:
-        return parse_as(module, config_values(folder))
+        return parse_as(module, read_values(folder))
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{folder}: {error}") from None
 
@@ -72,7 +72,7 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is not known.
     """
-    check_quantization(values)
+    quantization(values)  # refused before any file is read
     parse: Callable[[dict[str, Any]], ModelConfig]
     parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:

@@ -19,7 +19,8 @@ from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import rotate
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
-from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config, rope_config
+from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
+from mamba_eagle.models.rope import rope_config
 
 SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
 MIXER_EPS = 1e-5  # of the Mamba2 norm, whatever config.json says

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-import signal
 import time
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import msgspec
 import zmq
 
 from mamba_eagle.config import EngineConfig
@@ -35,7 +30,7 @@ from mamba_eagle.message import (
     ToTokenizer,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.message.lifetime import die_with_parent
+from mamba_eagle.message.lifetime import begin, ignore_signals
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("mamba_eagle.scheduler")
@@ -161,31 +156,15 @@ class SchedulerProcess:
             pipe.close()
 
 
-def _leave(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--socket-dir", required=True)
-    parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
-    arguments = parser.parse_args()
-    # Ctrl-C reaches the whole process group; the launcher decides when this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
-    die_with_parent()
-    config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="[%(asctime)s scheduler] %(levelname)s: %(message)s",
-    )
+    config, socket_dir = begin("scheduler")
     context = zmq.Context()
-    process = SchedulerProcess(config, context, arguments.socket_dir)
+    process = SchedulerProcess(config, context, socket_dir)
     try:
         process.start()
         process.run()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ignore_signals()
         process.close()
         context.term()
 

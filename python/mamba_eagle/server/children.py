@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import collections
 import contextlib
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,13 +36,20 @@ class Child:
         return self.process.pid
 
     def _pass_on(self) -> None:
+        """As it comes, not line by line: a progress bar ends no line until it is full."""
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            text = line.decode("utf-8", "replace")
-            if text.strip():
-                self.last_words.append(text.rstrip())
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        unfinished = ""
+        while chunk := os.read(self.process.stderr.fileno(), 65536):
+            text = decoder.decode(chunk)
             sys.stderr.write(text)
             sys.stderr.flush()
+            *lines, unfinished = re.split(r"[\r\n]", unfinished + text)
+            self._remember(lines)
+        self._remember([unfinished])
+
+    def _remember(self, lines: list[str]) -> None:
+        self.last_words.extend(line.rstrip() for line in lines if line.strip())
 
     def _wait(self) -> None:
         self.process.wait()

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -63,6 +64,11 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _apologize)
     if state.config.api_key:
         app.add_middleware(BearerAuth, api_key=state.config.api_key)
+    # Pages of any origin may ask, as with SGLang: browsers hide the answers from them otherwise.
+    # Added last, so that it comes first: a preflight request carries no key.
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
+    )
     return app
 
 
@@ -89,7 +95,7 @@ async def playground() -> Response:
     return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])  # monitors ask for the head alone
 async def health(request: Request) -> Response:
     dead = server_state(request).manager.dead
     if dead is not None:

@@ -12,7 +12,7 @@ from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text, shown
 from mamba_eagle.server.sampling import (
     check,
-    read_logit_bias,
+    read_params,
     read_samples,
     read_seed,
     refuse_constraints,
@@ -118,24 +118,7 @@ def _job(
 
 def _sampling(fields: Fields, state: ServerState, max_tokens: int) -> SamplingParams:
     """OpenAI's fields, and those beyond them under the names that other servers take."""
-    default = SamplingParams()
-    params = SamplingParams(
-        max_new_tokens=max_tokens,
-        min_new_tokens=fields.integer("min_tokens", 0),
-        temperature=fields.number("temperature", default.temperature),
-        top_p=fields.number("top_p", default.top_p),
-        top_k=fields.integer("top_k", default.top_k),
-        min_p=fields.number("min_p", default.min_p),
-        frequency_penalty=fields.number("frequency_penalty", default.frequency_penalty),
-        presence_penalty=fields.number("presence_penalty", default.presence_penalty),
-        repetition_penalty=fields.number("repetition_penalty", default.repetition_penalty),
-        stop=fields.texts("stop"),
-        stop_token_ids=fields.integers("stop_token_ids"),
-        ignore_eos=fields.flag("ignore_eos"),
-        logit_bias=read_logit_bias(fields),
-        skip_special_tokens=fields.flag("skip_special_tokens", default.skip_special_tokens),
-        no_stop_trim=fields.flag("no_stop_trim"),
-    )
+    params = read_params(fields, max_tokens, fields.integer("min_tokens", 0))
     if max_tokens < 0:
         names = [k for k in ("max_completion_tokens", "max_tokens") if fields.raw(k) is not None]
         raise fields.wrong(names[0], "must be 0 or more")

@@ -71,13 +71,15 @@ def check(params: SamplingParams, vocab_size: int, where: str = "sampling_params
         raise RequestError(message, param=message.split(" = ")[0])
 
 
-def read_sampling(fields: Fields, vocab_size: int) -> Sampling:
-    """Raises: RequestError"""
-    refuse_constraints(fields)
+def read_params(fields: Fields, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
+    """What all routes name alike, unchecked; the limits' names differ.
+
+    Raises: RequestError for what is of the wrong kind.
+    """
     default = SamplingParams()
-    params = SamplingParams(
-        max_new_tokens=fields.integer("max_new_tokens", default.max_new_tokens),
-        min_new_tokens=fields.integer("min_new_tokens", default.min_new_tokens),
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         temperature=fields.number("temperature", default.temperature),
         top_p=fields.number("top_p", default.top_p),
         top_k=fields.integer("top_k", default.top_k),
@@ -94,6 +96,17 @@ def read_sampling(fields: Fields, vocab_size: int) -> Sampling:
             "spaces_between_special_tokens", default.spaces_between_special_tokens
         ),
         no_stop_trim=fields.flag("no_stop_trim"),
+    )
+
+
+def read_sampling(fields: Fields, vocab_size: int) -> Sampling:
+    """Raises: RequestError"""
+    refuse_constraints(fields)
+    default = SamplingParams()
+    params = read_params(
+        fields,
+        fields.integer("max_new_tokens", default.max_new_tokens),
+        fields.integer("min_new_tokens", default.min_new_tokens),
     )
     check(params, vocab_size, fields.where)
     return Sampling(params, read_samples(fields), read_seed(fields))

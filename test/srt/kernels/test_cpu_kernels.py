@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tensor_checks import torch_path
 from torch import Tensor
-from verify_rig import random_tree, torch_path
+from verify_rig import random_tree
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.rms_norm import naive as norms

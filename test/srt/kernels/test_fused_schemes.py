@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, torch_path, truncated
+from tensor_checks import torch_path
+from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.spec.tree import Tree

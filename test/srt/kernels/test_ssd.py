@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from tensor_checks import Draw, relative_error
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.naive import causal_conv, causal_conv_windows
@@ -47,19 +48,14 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(sizes: Sizes, batch: int, seed: int = 0, largest_step: float = 0.5) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    s = sizes
+    draw, s = Draw(seed), sizes
     return Inputs(
-        x=normal(batch, s.length, s.heads, s.head_dim),
-        dt=torch.rand(batch, s.length, s.heads, generator=generator) * largest_step,
-        A=-torch.exp(torch.rand(s.heads, generator=generator) * 4 - 2),  # -0.14 to -7.4
-        B=normal(batch, s.length, s.groups, s.state_size),
-        C=normal(batch, s.length, s.groups, s.state_size),
-        D=normal(s.heads),
+        x=draw.normal(batch, s.length, s.heads, s.head_dim),
+        dt=draw.steps(batch, s.length, s.heads, largest=largest_step),
+        A=draw.decay_rates(s.heads),
+        B=draw.normal(batch, s.length, s.groups, s.state_size),
+        C=draw.normal(batch, s.length, s.groups, s.state_size),
+        D=draw.normal(s.heads),
     )
 
 
@@ -67,11 +63,6 @@ def oracle(inputs: Inputs, row: int, initial_state: Tensor | None) -> tuple[Tens
     x, dt, A, B, C, D = inputs
     start = None if initial_state is None else initial_state[row]
     return recurrence_oracle(x[row], dt[row], A, B[row], C[row], D, start)
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def test_the_oracle_is_the_recurrence_worked_out_by_hand() -> None:

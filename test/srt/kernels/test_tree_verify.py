@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tensor_checks import Draw, relative_error
 from torch import Tensor
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
@@ -37,10 +38,6 @@ SIZES = [
 STEPS = [pytest.param(0.3, id="mild"), pytest.param(60.0, id="decays-that-underflow")]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
 @dataclass
 class Batch:
     """Packed rows of b requests as the kernels take them, and each one's tokens in plain order."""
@@ -59,15 +56,12 @@ class Batch:
 
 
 def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+    draw = Draw(seed)
     T, W, H, G, P, N = sizes
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    A = -torch.exp(torch.rand(H, generator=generator) * 4 - 2)
-    x, B, C = normal(batch, W, H, P), normal(batch, W, G, N), normal(batch, T, G, N)
-    dt = torch.rand(batch, W, H, generator=generator) * largest_step
+    A = draw.decay_rates(H)
+    x, B = draw.normal(batch, W, H, P), draw.normal(batch, W, G, N)
+    C = draw.normal(batch, T, G, N)
+    dt = draw.steps(batch, W, H, largest=largest_step)
     log_decay = torch.full((batch, W, H), -GARBAGE)  # L_i - L_j = 1e15, were it not masked
     node_decay = torch.zeros(batch, T, H)
     in_chain = torch.zeros(batch, W, dtype=torch.bool)
@@ -77,8 +71,8 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
     node_rows = torch.zeros(batch, T, dtype=torch.int64)
     chains = []
     for b in range(batch):
-        order = torch.randperm(W, generator=generator)
-        length = int(torch.randint(0, W - T + 1, (), generator=generator)) if b else W - T
+        order = torch.randperm(W, generator=draw.generator)
+        length = draw.below(W - T + 1) if b else W - T
         chain, own = order[:length], order[length : length + T]
         unused = order[length + T :]
         x[b, unused], B[b, unused], dt[b, unused] = GARBAGE, -GARBAGE, GARBAGE
@@ -94,7 +88,7 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
         for node in range(T):
             parent = 0
             if node:
-                parent = int(torch.randint(max(0, node - 4), node, (), generator=generator))
+                parent = draw.below(node, begin=max(0, node - 4))
                 mask_bias[b, node] = mask_bias[b, parent]
             parents[b, node] = parent
             mask_bias[b, node, own[node]] = 0.0
@@ -106,7 +100,7 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
         rows=Rows(x, B, dt, log_decay),
         C=C,
         log_decay=node_decay,
-        state=normal(batch, H, P, N),
+        state=draw.normal(batch, H, P, N),
         mask_bias=mask_bias,
         in_chain=in_chain,
         chain_decay=chain_decay,
@@ -138,7 +132,7 @@ def errors_of_nodes(batch: Batch, y: Tensor) -> list[float]:
             ids = torch.cat([chain, batch.node_rows[b, root_path(batch, b, node)]])
             C = batch.C[b, node].expand(len(ids), -1, -1)
             expected, _ = plain_run(batch, b, ids, C)
-            found.append(error(y[b, node], expected[-1]))
+            found.append(relative_error(y[b, node], expected[-1]))
     return found
 
 
@@ -181,7 +175,7 @@ def test_a_fold_equals_a_plain_run_over_the_chain(sizes: Sizes, largest_step: fl
             assert torch.equal(folded[b], batch.state[b]), "nothing to fold: not a bit changes"
             continue
         _, states = plain_run(batch, b, chain, torch.zeros(len(chain), *batch.C.shape[2:]))
-        assert error(folded[b], states[-1]) < (1e-6 if largest_step < 1 else 1e-4)
+        assert relative_error(folded[b], states[-1]) < (1e-6 if largest_step < 1 else 1e-4)
 
 
 def test_a_fold_of_a_chains_head_equals_a_plain_run_over_it() -> None:
@@ -194,7 +188,7 @@ def test_a_fold_of_a_chains_head_equals_a_plain_run_over_it() -> None:
         in_chain[0, chain[:keep]] = True
         end = batch.rows.log_decay[:1, chain[keep - 1]]
         folded = fold(one, in_chain, end, batch.state[:1])
-        assert error(folded[0], states[keep - 1]) < 1e-6
+        assert relative_error(folded[0], states[keep - 1]) < 1e-6
 
 
 @pytest.mark.parametrize("largest_step", STEPS)
@@ -211,5 +205,5 @@ def test_snapshots_equal_plain_runs_over_each_path(sizes: Sizes, largest_step: f
             ids = index[b, root_path(batch, b, node)]
             C = batch.C[b, node].expand(len(ids), -1, -1)
             expected, expected_states = plain_run(batch, b, ids, C)
-            assert error(y[b, node], expected[-1]) < 1e-5
-            assert error(states[b, node], expected_states[-1]) < 1e-6
+            assert relative_error(y[b, node], expected[-1]) < 1e-5
+            assert relative_error(states[b, node], expected_states[-1]) < 1e-6

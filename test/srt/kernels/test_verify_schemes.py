@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tensor_checks import relative_error
 from torch import Tensor
 from verify_rig import (
     Inputs,
@@ -19,7 +20,6 @@ from verify_rig import (
     mamba_config,
     path_to,
     random_tree,
-    relative_error,
     truncated,
 )
 

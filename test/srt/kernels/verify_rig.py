@@ -6,14 +6,12 @@ the scheme must equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from tensor_checks import relative_error, torch_path
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
@@ -30,18 +28,6 @@ def triton_scheme() -> Any:
     from mamba_eagle.runner.triton_verify import TritonDeferredVerify  # needs triton
 
     return TritonDeferredVerify
-
-
-@contextmanager
-def torch_path(wanted: bool = True) -> Iterator[None]:
-    """Within, fused CPU kernels count as not installed."""
-    numba = numba_math.numba
-    if wanted:
-        numba_math.numba = None
-    try:
-        yield
-    finally:
-        numba_math.numba = numba
 
 
 def mamba_config(
@@ -110,11 +96,6 @@ class Inputs(NamedTuple):
     xbc: list[Tensor]  # a layer: [b, T, conv_dim]
     dt: list[Tensor]  # a layer: [b, T, H]
     hidden: Tensor  # [b, T, hidden]
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 def random_tree(batch: int, nodes: int, max_depth: int, generator: torch.Generator) -> Tree:

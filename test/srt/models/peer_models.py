@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -99,6 +100,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 
 # what is tested -> (prefix of transformers' classes, settings)
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -140,6 +147,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "bamba-yarn": ("Bamba", {**BAMBA, "attn_layer_indices": [1, 3], "rope_parameters": YARN_ROPE}),
     "granite": ("GraniteMoeHybrid", {**GRANITE, "tie_word_embeddings": True}),
     "granite-dense-rope": (
         "GraniteMoeHybrid",
@@ -175,7 +183,30 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear": (
+        "Llama",
+        {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}},
+    ),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 20, "attention_bias": True}),
+    "qwen3-yarn": ("Qwen3", {**LLAMA, "head_dim": 20, "rope_parameters": YARN_ROPE}),
+    "qwen3-yarn-mscale": (
+        "Qwen3",
+        {
+            **LLAMA,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "beta_fast": 8.0,
+                "beta_slow": 0.5,
+                "mscale": 1.5,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            },
+        },
+    ),
 }
 
 
@@ -185,7 +216,8 @@ def make_peer(name: str) -> nn.Module:
     make every rounding grow from layer to layer, in transformers too.
     """
     prefix, settings = PEERS[name]
-    config = getattr(transformers, f"{prefix}Config")(**settings)
+    # a copy: Bamba's config writes into the dict of RoPE parameters
+    config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy(settings))
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(len(name))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +13,19 @@ import pytest
 import torch
 from peer_models import CHUNK, VOCAB, make_peer, peer_logits
 from safetensors.torch import load_file, save_file
+from tiny_model import load_model
 from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.hub import NotFound, checkpoint_folder
-from mamba_eagle.models.loader import CheckpointError, created_as, load_weights, random_weights
+from mamba_eagle.models.loader import CheckpointError, created_as, random_weights
 from mamba_eagle.models.registry import model_class
 
 TOKENS = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
-
-
-def load(folder: Path) -> CausalLM:
-    config = ModelConfig.from_pretrained(folder)
-    model = model_class(config)(config)
-    load_weights(model, folder)
-    return model.requires_grad_(False)
 
 
 def logits(model: CausalLM) -> Tensor:
@@ -70,14 +66,14 @@ def test_state_spaces_names_and_config_give_the_same_model(tmp_path: Path) -> No
         "tie_embeddings": True,
     }
     (folder / "config.json").write_text(json.dumps(state_spaces))
-    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+    assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
 
 
 def test_mtp_layers_beside_the_model_are_left_out(tmp_path: Path) -> None:
     _, folder = saved("nemotron-3-super", tmp_path)
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "mtp.layers.0.norm.weight": torch.ones(64)}, folder / "model.safetensors")
-    load(folder)
+    load_model(folder)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -88,7 +84,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"missing: .*layers\.1\.mixer\.experts\.up_proj\[5\]"
     ):
-        load(folder)
+        load_model(folder)
 
 
 def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None:
@@ -98,29 +94,63 @@ def test_a_shared_block_published_more_than_once_is_read(tmp_path: Path) -> None
         if "layers.1.shared_transformer" in name and "adapter" not in name:
             weights[name.replace("layers.1.", "layers.4.")] = weights[name].clone()
     save_file(weights, folder / "model.safetensors")
-    assert (logits(load(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+    assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+
+
+def test_frequencies_that_older_checkpoints_have_are_left_out(tmp_path: Path) -> None:
+    peer, folder = saved("llama-linear", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, folder / "model.safetensors")
+    assert (logits(load_model(folder)) - peer_logits(peer, TOKENS)).abs().max() <= 2e-4
+
+
+def test_the_same_weights_in_another_layout_are_left_out(tmp_path: Path) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    save_file({"layers.0.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    load_model(folder)
 
 
 # ── what is refused ──
+
+
+def test_broken_files_are_all_named(tmp_path: Path) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    whole = folder / "model.safetensors"
+    (folder / "half.safetensors").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    whole.rename(folder / "good.safetensors")
+    with pytest.raises(CheckpointError, match=r"git lfs pull") as refused:
+        load_model(folder)
+    broken = [line.strip().split(":")[0] for line in str(refused.value).splitlines()[1:]]
+    assert broken == [str(folder / "half.safetensors"), str(folder / "pointer.safetensors")]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(
+    ("text", "words"), [("{ no", "is no JSON: Expecting"), ("[1]", "no JSON object but a list")]
+)
+def test_a_description_that_is_no_json_object_is_named(
+    name: str, text: str, words: str, tmp_path: Path
+) -> None:
+    _, folder = saved("mamba2", tmp_path)
+    (folder / name).write_text(text)
+    with pytest.raises(UnsupportedModel, match=f"{name}.*{words}"):
+        ModelConfig.from_pretrained(folder)
 
 
 def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
     _, folder = saved("mamba2", tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin.*save_file"):
-        load(folder)
+        load_model(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization gptq"),
-        (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-            r"modelopt \(NVFP4\)",
-        ),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'.*BambaForCausalLM"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -134,42 +164,14 @@ def test_what_is_not_known_is_refused_by_name(
         ModelConfig.from_pretrained(folder)
 
 
-def test_a_config_that_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mamba_n_heads", "vocab_size", "hidden_size"])
+def test_a_config_that_lacks_something_is_refused_by_name(name: str, tmp_path: Path) -> None:
     _, folder = saved("bamba", tmp_path)
     values = json.loads((folder / "config.json").read_text())
-    del values["mamba_n_heads"]
+    del values[name]
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UnsupportedModel, match="BambaForCausalLM lacks 'mamba_n_heads'"):
+    with pytest.raises(UnsupportedModel, match=f"BambaForCausalLM lacks '{name}'"):
         ModelConfig.from_pretrained(folder)
-
-
-# ── quantized ──
-
-
-@pytest.mark.parametrize("form", ["tensor", "channel", "block"])
-def test_float8_weights_are_read_with_their_scales(form: str, tmp_path: Path) -> None:
-    _, folder = saved("nemotron-3-nano", tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    exact, stored = dict(weights), dict(weights)
-    for name, value in weights.items():
-        if not name.endswith("_proj.weight"):
-            continue
-        rows, columns = value.shape
-        if form == "block":
-            scale = torch.rand(-(-rows // 16), -(-columns // 32)) * 0.01 + 0.01
-            whole = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
-            stored[name + "_scale_inv"] = scale
-        else:
-            whole = scale = torch.rand(rows if form == "channel" else 1, 1) * 0.01 + 0.01
-            stored[name + "_scale"] = scale if form == "channel" else scale.reshape(())
-            stored[name.replace("weight", "input_scale")] = torch.tensor(1.0)
-        stored[name] = (value / whole).to(torch.float8_e4m3fn)
-        exact[name] = stored[name].float() * whole
-    save_file(stored, folder / "model.safetensors")
-    edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 32]})
-    read = logits(load(folder))
-    save_file(exact, folder / "model.safetensors")
-    assert torch.equal(read, logits(load(folder)))
 
 
 # ── where from, into what ──
@@ -212,6 +214,18 @@ def test_parameters_are_made_in_the_wanted_dtype_but_for_the_few_that_must_be_ex
     assert exact == {"A_log", "D", "dt_bias", "e_score_correction_bias"}
 
 
+def test_large_checkpoints_show_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = saved("mamba2", tmp_path / "some-model")
+    capfd.readouterr()
+    load_model(folder)
+    assert "loading" not in capfd.readouterr().err
+    monkeypatch.setattr(loader, "PROGRESS_FROM_BYTES", 0)
+    load_model(folder)
+    assert re.search(r"loading some-model: +100%", capfd.readouterr().err)
+
+
 MEASURE = """
 import sys, torch
 from mamba_eagle.layers.embedding import Embedding
@@ -239,6 +253,7 @@ print((peak() - before) / size)
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
     weights = {f"parts.{i}.weight": torch.ones(1 << 14, 640).bfloat16() for i in range(12)}
     save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     run = [sys.executable, "-c", MEASURE, str(tmp_path)]
     share = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
     assert 0.9 < share <= 1.2

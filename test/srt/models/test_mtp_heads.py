@@ -29,7 +29,7 @@ from torch import Tensor
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, config_values
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.mtp import MtpHead
 from mamba_eagle.models.registry import read_as
@@ -62,7 +62,7 @@ def plain_modules(
     folder: Path, target: CausalLM, tokens: Tensor, hidden: Tensor, count: int
 ) -> list[Tensor]:
     """What each module makes of a true sequence: tokens [l], the target's hidden [l, h]."""
-    w, config = load_file(folder / "model.safetensors"), config_values(folder)
+    w, config = load_file(folder / "model.safetensors"), read_values(folder)
     made = [hidden]
     for module in range(count):
         ahead = plain_heads.behind(made[-1])
@@ -121,7 +121,7 @@ def test_a_single_module_drafts_from_its_own_output(model: Path, tmp_path: Path)
     assert network.max_depth is None and network.carry_size == 0
     tokens, drafted = random_tokens(LENGTH), [5, 60, 7]
     hidden = target(tokens, FullSequenceContext(1, LENGTH))
-    ahead, config = plain_heads.behind(hidden), config_values(folder)
+    ahead, config = plain_heads.behind(hidden), read_values(folder)
     for depth, made in enumerate(run_drafts(network, tokens, hidden, drafted)):
         whole = torch.cat([tokens, torch.tensor(drafted[:depth], dtype=torch.int64)])
         wanted = plain_heads.mtp(w, config, 0, target.embed(whole), ahead)

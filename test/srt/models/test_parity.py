@@ -13,26 +13,15 @@ import torch
 from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits, peer_text
 from runner_harness import Engine, Settings, greedy
 from safetensors.torch import save_file
+from tiny_model import HEAD_CONFIG, load_model
 from torch import nn
 
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.models.loader import load_weights, random_weights
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.loader import created_as, random_weights
 from mamba_eagle.runner.driver import InProcessDriver
 
-HEAD = {
-    "architectures": ["EagleHead"],
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "hybrid_override_pattern": "*-",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-}
 PROMPT_LENGTH = 3 * CHUNK + 5
 NEW_TOKENS = 32
 SERVED = {
@@ -40,6 +29,9 @@ SERVED = {
     "tree-deferred": Settings(topk=3, steps=3, nodes=8),
     "tree-snapshot": Settings(scheme="snapshot", topk=3, steps=3, nodes=8),
 }
+
+
+HALVES = {"float16": 1e-2, "bfloat16": 1e-1}  # dtype -> largest relative error
 
 
 class Peer(NamedTuple):
@@ -74,19 +66,11 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
 
 def write_head(folder: Path) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(HEAD))
-    target = ModelConfig.from_dict(HEAD)
-    head = EagleHead(target)
+    (folder / "config.json").write_text(json.dumps(HEAD_CONFIG))
+    head = EagleHead(ModelConfig.from_dict(HEAD_CONFIG))
     random_weights(head, 1)
     save_file({n: p.detach() for n, p in head.named_parameters()}, folder / "model.safetensors")
     return folder
-
-
-def load(folder: Path) -> CausalLM:
-    config = ModelConfig.from_pretrained(folder)
-    model = model_class(config)(config)
-    load_weights(model, folder)
-    return model.requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -95,13 +79,34 @@ def test_logits_of_a_whole_prompt_equal_those_of_transformers(name: str, peer) -
     tokens = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = peer_logits(made.model, tokens)
-    model = load(made.folder)
+    model = load_model(made.folder)
     hidden = model(tokens.flatten(), FullSequenceContext(2, 45))
     logits = model.compute_logits(hidden).view_as(expected)
     assert 0.5 < expected.std() < 20, "flat or wild logits would hide a difference"
     difference = float((logits - expected).abs().max())
     print(f"{name}: largest difference of logits {difference:.1e}")
     assert difference <= 2e-4
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", PEERS)
+def test_logits_in_half_precision_are_near_those_of_transformers(
+    name: str, dtype: str, peer
+) -> None:
+    """--dtype: every layer takes it, whatever stays in float32 beside it."""
+    made = peer(name)
+    tokens = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = peer_logits(made.model, tokens)
+    with created_as(getattr(torch, dtype), torch.device("cpu")):
+        model = load_model(made.folder)
+    hidden = model(tokens.flatten(), FullSequenceContext(2, 45))
+    assert hidden.dtype == getattr(torch, dtype)
+    logits = model.compute_logits(hidden).view_as(expected)
+    # of the middle token: a router that sees a near-tie sends a few to other experts
+    error = float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+    print(f"{name}: relative error in {dtype} {error:.1e}")
+    assert error <= HALVES[dtype]
 
 
 @pytest.mark.parametrize("settings", SERVED)

@@ -7,20 +7,18 @@ another text.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tensor_checks import torch_path
 from tiny_model import load_model, write_head, write_model
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
-from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.message import (
@@ -38,18 +36,6 @@ from mamba_eagle.spec.drafters import needs_history
 from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
 
 GARBAGE = 1000.0
-
-
-@contextmanager
-def torch_path(wanted: bool = True) -> Iterator[None]:
-    """Within, fused CPU kernels count as not installed."""
-    numba = numba_math.numba
-    if wanted:
-        numba_math.numba = None
-    try:
-        yield
-    finally:
-        numba_math.numba = numba
 
 
 def greedy(max_new_tokens: int, **others: Any) -> SamplingParams:

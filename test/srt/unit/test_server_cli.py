@@ -20,11 +20,23 @@ def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -
             calls.append(argv)
 
     names = []
+    monkeypatch.setattr("sys.argv", ["cli.py"])
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: names.append(name) or Module)
     assert cli.main(["serve", "--port", "1"]) == 0
     assert cli.main(["train", "tokenizer", "--output", "x"]) == 0
     assert names == ["mamba_eagle.launch_server", "mamba_eagle.train.tokenizer"]
     assert calls == [["--port", "1"], ["--output", "x"]]
+
+
+@pytest.mark.parametrize("command", ["serve", "train pretrain"])
+def test_help_names_the_command(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cli.py"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: mamba-eagle {command} [-h]")
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["train"], ["train", "../x"]])

@@ -340,6 +340,7 @@ def test_information_routes() -> None:
         async with serving(says("abc"), served_model_name="eagle", api_key="") as server:
             get = server.client.get
             assert (await get("/health")).status_code == 200
+            assert (await server.client.head("/health")).status_code == 200
             assert (await get("/health_generate")).status_code == 200
             for path in ("/get_model_info", "/model_info"):
                 info = (await get(path)).json()

@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights, random_weights
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.models.registry import model_class
 
 VOCAB = 96
 CHUNK = 16
@@ -100,9 +102,10 @@ def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: objec
     return write_folder(folder, config, head)
 
 
-def load_model(folder: Path) -> NemotronHForCausalLM:
+def load_model(folder: Path) -> CausalLM:
     """The model alone, without a runner, as a full forward pass needs it."""
-    model = NemotronHForCausalLM(ModelConfig.from_pretrained(folder))
+    config = ModelConfig.from_pretrained(folder)
+    model = model_class(config)(config)
     load_weights(model, folder)
     return model.requires_grad_(False)
 

@@ -1,0 +1,35 @@
+"""The first half of a decoder layer that has either Mamba2 or attention, and an MLP behind it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.models.config import ModelConfig
+
+
+class MixerLayer(Layer):
+    """``layer`` numbers all layers; the kind and the number among its kind are the config's."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        kind = config.blocks[layer]
+        index = config.blocks[:layer].count(kind)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.is_mamba = kind == "mamba"
+        if self.is_mamba:
+            assert config.mamba is not None
+            self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
+        else:
+            assert config.attention is not None
+            self.self_attn = make_attention(config.attention, size, index, eps)
+
+    def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """[n, hidden_size] -> what is to be added to it."""
+        mixer = self.mamba if self.is_mamba else self.self_attn
+        return mixer(self.input_layernorm(hidden), ctx)

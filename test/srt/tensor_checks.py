@@ -1,0 +1,50 @@
+"""What tests of kernels, models and the runner share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels import numba_math
+
+
+@contextmanager
+def torch_path(wanted: bool = True) -> Iterator[None]:
+    """Within, fused CPU kernels count as not installed."""
+    numba = numba_math.numba
+    if wanted:
+        numba_math.numba = None
+    try:
+        yield
+    finally:
+        numba_math.numba = numba
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of ``expected``, which must have a shape like it."""
+    assert found.shape == expected.shape
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+class Draw:
+    """Inputs of the recurrence, the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def decay_rates(self, heads: int) -> Tensor:
+        """A: [heads], -0.14 to -7.4."""
+        return -torch.exp(torch.rand(heads, generator=self.generator) * 4 - 2)
+
+    def steps(self, *shape: int, largest: float) -> Tensor:
+        """dt, as softplus leaves it."""
+        return torch.rand(*shape, generator=self.generator) * largest
+
+    def below(self, end: int, begin: int = 0) -> int:
+        return int(torch.randint(begin, end, (), generator=self.generator))
