@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.causal_conv.naive import causal_conv
 from mamba_eagle.kernels.ssd.naive import ssd_chunked
 from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
@@ -242,6 +242,10 @@ def tree_attention(
         return None
     if numba_math.usable(pool.k.device, pool.k.dtype):
         return FusedTreeAttention(pool, slot_table, slots, prefix, kv_slots, parents)
+    if gpu.usable(pool.k.device, pool.k.dtype):
+        from mamba_eagle.runner.triton_attention import TritonTreeAttention  # needs triton
+
+        return TritonTreeAttention(pool, slot_table, slots, prefix, kv_slots, ancestors)
     longest = int(prefix.max())
     before = torch.arange(longest, device=prefix.device) < prefix[:, None]  # [b, longest]
     visible = torch.cat([before[:, None].expand(-1, ancestors.shape[1], -1), ancestors], dim=2)
