@@ -12,7 +12,6 @@ how many shares a prefix has is found out on the device, and programs without a 
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -21,11 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.tree_verify.triton import ancestor_bits
+from mamba_eagle.kernels.triton_math import exact_dot
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies bfloat16 matrices wrongly; there products take float32.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtracted from itself
 
 
@@ -50,38 +48,31 @@ def path_masks(ancestors: Tensor) -> Tensor:
 
 
 @triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr):
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
 def _attend(q, key, value, visible, scale, largest, total, acc, PRECISION: tl.constexpr):
     """One step of the online softmax, in base 2: q [M, D], key and value [N, D], visible [M, N].
 
     largest, total: [M], of the scores so far, and the sum of weights relative to it; acc [M, D].
     """
     scores = tl.zeros([q.shape[0], key.shape[0]], tl.float32)
-    scores = _dot(q, tl.trans(key), scores, PRECISION) * scale
+    scores = exact_dot(q, tl.trans(key), scores, PRECISION) * scale
     scores = tl.where(visible, scores, float("-inf"))
     now = tl.maximum(largest, tl.max(scores, 1))
     shrink = tl.exp2(largest - now)
     weights = tl.exp2(scores - now[:, None])
     total = total * shrink + tl.sum(weights, 1)
-    acc = _dot(weights.to(value.dtype), value, acc * shrink[:, None], PRECISION)
+    acc = exact_dot(weights.to(value.dtype), value, acc * shrink[:, None], PRECISION)
     return now, total, acc
 
 
 @triton.jit
-def _share(length, SPLITS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr):
+def _share(length, splits, least, KEYS: tl.constexpr):
     """Keys of a share of a prefix, and how many shares there are: one of nothing at least."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS, LEAST)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, least)
     return size, tl.maximum(tl.cdiv(length, size), 1)
 
 
-@triton.jit
+# other numbers of lanes or requests shall not need other machine code
+@triton.jit(do_not_specialize=["E", "splits", "least"])
 def _tree_attention_kernel(
     q,  # [b*T, heads, D], rows q_stride apart
     k,  # [b*T, kv_heads, D], rows k_stride apart
@@ -94,8 +85,8 @@ def _tree_attention_kernel(
     own,  # [b, E]
     masks,  # [b, T, WORDS]
     out,  # [b*T, heads, D]
-    parts,  # [b, SPLITS, T, heads, D] float32: outputs of the shares
-    sizes,  # [b, SPLITS, T, heads] float32: log2 of their sums of weights
+    parts,  # [b, splits, T, heads, D] float32: outputs of the shares
+    sizes,  # [b, splits, T, heads] float32: log2 of their sums of weights
     scale,
     q_stride,
     k_stride,
@@ -103,6 +94,8 @@ def _tree_attention_kernel(
     positions,
     T,
     E,
+    splits,
+    least,
     GROUP: tl.constexpr,  # query heads of a key head
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -112,8 +105,6 @@ def _tree_attention_kernel(
     HAS_OLD: tl.constexpr,  # some nodes are in the pool already
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -124,7 +115,7 @@ def _tree_attention_kernel(
     request = tl.program_id(2).to(tl.int64)
 
     length = tl.load(prefix + request).to(tl.int32)
-    share, shares = _share(length, SPLITS, KEYS, LEAST)
+    share, shares = _share(length, splits, least, KEYS)
     if split >= shares:
         return
 
@@ -193,29 +184,30 @@ def _tree_attention_kernel(
         outputs = out + at[:, None] * D + d[None, :]
         tl.store(outputs, result, mask=in_rows)
     else:
-        at = (request * SPLITS + split) * T * HEADS + node * HEADS + head
+        at = (request * splits + split) * T * HEADS + node * HEADS + head
         tl.store(parts + at[:, None] * D + d[None, :], result, mask=in_rows)
         tl.store(sizes + at, largest + tl.log2(total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits", "least"])
 def _join_kernel(
-    parts,  # [b, SPLITS, rows, D] float32
-    sizes,  # [b, SPLITS, rows] float32
+    parts,  # [b, splits, rows, D] float32
+    sizes,  # [b, splits, rows] float32
     prefix,  # [b]
     out,  # [b, rows, D]
     rows,
+    splits,
+    least,
     D: tl.constexpr,
     DP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits, padded
 ):
     """out = the mean of the shares' outputs, weighed by their sums of weights."""
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(prefix + request).to(tl.int32)
-    _, shares = _share(length, SPLITS, KEYS, LEAST)
+    _, shares = _share(length, splits, least, KEYS)
     if shares == 1:
         return
     split = tl.arange(0, SPLITS)
@@ -223,7 +215,7 @@ def _join_kernel(
     d = tl.arange(0, DP)
     is_row = row < rows
     valid = (split < shares)[:, None] & is_row[None, :]
-    at = (request * SPLITS + split)[:, None] * rows + row[None, :]  # [SPLITS, ROWS]
+    at = (request * splits + split)[:, None] * rows + row[None, :]  # [SPLITS, ROWS]
     size = tl.load(sizes + at, mask=valid, other=LOWEST)
     weights = tl.exp2(size - tl.max(size, 0)[None, :])
     in_part = valid[:, :, None] & (d < D)[None, None, :]
@@ -296,10 +288,10 @@ def paged_tree_attention(
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
     config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
-    splits, parts, sizes = config.splits, out, out
-    if splits > 1:
-        parts = torch.empty(b, splits, T * heads, D, dtype=torch.float32, device=q.device)
-        sizes = torch.empty(b, splits, T * heads, dtype=torch.float32, device=q.device)
+    splits = config.splits
+    kept = b if splits > 1 else 0  # one share writes its result at once
+    parts = torch.empty(kept, splits, T * heads, D, dtype=torch.float32, device=q.device)
+    sizes = torch.empty(kept, splits, T * heads, dtype=torch.float32, device=q.device)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
     _tree_attention_kernel[(tiles * kv_heads, splits, b)](
         q,
@@ -322,6 +314,8 @@ def paged_tree_attention(
         positions,
         T,
         E,
+        splits,
+        config.least,
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         D=D,
@@ -331,8 +325,6 @@ def paged_tree_attention(
         HAS_OLD=E > T,
         ROWS=config.rows,
         KEYS=config.keys,
-        SPLITS=splits,
-        LEAST=config.least,
         PRECISION="tf32" if pool_k.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
         num_warps=config.warps,
@@ -346,12 +338,13 @@ def paged_tree_attention(
             prefix,
             out,
             T * heads,
+            splits,
+            config.least,
             D=D,
             DP=padded,
             ROWS=rows,
             KEYS=config.keys,
             SPLITS=splits,
-            LEAST=config.least,
             num_warps=4,
         )
     return out
