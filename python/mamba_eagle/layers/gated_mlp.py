@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.models.config import UnsupportedModel
@@ -33,6 +34,18 @@ def gated(both: Tensor, act: Activation) -> Tensor:
     return act(gate) * up
 
 
+class Gate(Layer):
+    """``gated`` by the activation of this name, in one kernel where there is one."""
+
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.act = activation(act)
+        self.ops = TORCH
+
+    def forward(self, both: Tensor) -> Tensor:
+        return self.ops.silu_and_mul(both) if self.act is F.silu else gated(both, self.act)
+
+
 class GatedMLP(Layer):
     """Three matrices, under the names that Llama gave them."""
 
@@ -40,13 +53,23 @@ class GatedMLP(Layer):
         self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu"
     ) -> None:
         super().__init__()
-        self.act = activation(act)
+        self.gate = Gate(act)
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self._both: list[Linear] = []  # in a list: a module of its own would add checkpoint names
+
+    def prepare(self) -> None:
+        # the two input products become one
+        both = Linear.fused([self.gate_proj, self.up_proj])
+        both.prepare()
+        self._both = [both]
+        self.gate.ops = pointwise_ops(both.weight.device, both.weight.dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+        if self._both:
+            return self.down_proj(self.gate(self._both[0](hidden)))
+        return self.down_proj(self.gate.act(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class PackedGatedMLP(Layer):
@@ -54,9 +77,13 @@ class PackedGatedMLP(Layer):
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str = "silu") -> None:
         super().__init__()
-        self.act = activation(act)
+        self.gate = Gate(act)
         self.input_linear = Linear(hidden_size, 2 * intermediate_size)
         self.output_linear = Linear(intermediate_size, hidden_size)
 
+    def prepare(self) -> None:
+        weight = self.input_linear.weight
+        self.gate.ops = pointwise_ops(weight.device, weight.dtype)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output_linear(gated(self.input_linear(hidden), self.act))
+        return self.output_linear(self.gate(self.input_linear(hidden)))

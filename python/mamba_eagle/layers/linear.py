@@ -28,24 +28,32 @@ class Linear(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.is_part = False  # of a fused product
         self._packed: Tensor | None = None
         self._bfloat16: np.ndarray | None = None  # the weight's 16 bits, as uint16
 
     @classmethod
     def fused(cls, parts: list[Linear]) -> Linear:
-        """One product for several that read the same input; outputs stand side by side."""
-        outputs = sum(part.weight.shape[0] for part in parts)
-        whole = cls(parts[0].weight.shape[1], outputs)
+        """One product for several that read the same input; outputs stand side by side.
+
+        The parts' weights become views of its own, so that nothing is stored twice, and the parts
+        are not to be called any more.
+        """
+        sizes = [part.weight.shape[0] for part in parts]
+        whole = cls(parts[0].weight.shape[1], sum(sizes))
         whole.weight = nn.Parameter(
             torch.cat([part.weight.detach() for part in parts]), requires_grad=False
         )
+        for part, view in zip(parts, whole.weight.split(sizes)):
+            part.weight = nn.Parameter(view, requires_grad=False)
+            part.is_part = True
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return whole
 
     def prepare(self) -> None:
         weight = self.weight.detach()
-        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        if self.is_part or weight.device.type != "cpu" or weight.dtype != torch.float32:
             return
         if _PACKED_OPS:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 12)

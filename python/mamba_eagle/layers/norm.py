@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.pointwise import TORCH, Normed, pointwise_ops
 from mamba_eagle.kernels.rms_norm import cpu, naive
 from mamba_eagle.layers.layer import Layer
 
@@ -28,9 +29,25 @@ class _Norm(Layer):
 class RMSNorm(_Norm):
     """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
 
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self._ops = TORCH
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._ops = pointwise_ops(self.weight.device, self.weight.dtype)
+
+    def after(self, stream: Tensor, added: Tensor) -> Normed:
+        """The norm of ``stream + added``, and that sum; of inputs that nobody else looks at
+        afterwards, since results may take their place."""
+        if self._fused is None:
+            return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
+        stream = stream + added
+        return Normed(self.forward(stream), stream)
+
     def forward(self, x: Tensor) -> Tensor:
         if self._fused is None:
-            return naive.rms_norm(x, self.weight, self.eps)
+            return self._ops.rms_norm(x, self.weight, self.eps)
         out = torch.empty_like(x)
         cpu.rms_norm(x.numpy(), self._fused, self.eps, out.numpy())
         return out

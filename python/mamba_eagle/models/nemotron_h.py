@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from torch import Tensor
+
 from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
@@ -36,6 +39,17 @@ class NemotronHForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))
+
+    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Each block's sum is left to the norm of the next, which may have a kernel for both."""
+        if self.tap_layers:  # what is tapped must stay as it is
+            return super().run_layers(hidden, ctx)
+        first, *others = self.parts.layers
+        made = first.mixer(first.norm(hidden), ctx)
+        for block in others:
+            normed, hidden = block.norm.after(hidden, made)
+            made = block.mixer(normed, ctx)
+        return hidden + made
 
     def target(self, name: str) -> Target | None:
         if name.startswith("mtp."):

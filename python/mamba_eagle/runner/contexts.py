@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.causal_conv.naive import causal_conv
 from mamba_eagle.kernels.ssd.naive import ssd_chunked
 from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
@@ -54,16 +55,46 @@ class PagedAttention:
         return out.flatten(0, 1)
 
 
-def causal_attention(
-    pool: KVPool, slot_table: Tensor, start: int, length: int
-) -> PagedAttention | None:
-    """For ``length`` prompt tokens at ``start`` of one request; slot_table [positions]. None if
-    the pool has no layers."""
+class PromptSpan(NamedTuple):
+    """The next tokens of a prompt, positions [start, start + length) of request slot ``slot``."""
+
+    slot: int
+    start: int
+    length: int
+
+
+class CausalAttention:
+    """Attention of prompt chunks to what is before them in their requests, one after the other."""
+
+    def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
+        self.lengths = [span.length for span in spans]
+        self.parts = [self._part(pool, slot_table[span.slot], span) for span in spans]
+
+    def _part(self, pool: KVPool, table: Tensor, span: PromptSpan) -> PagedAttention:
+        start, end = span.start, span.start + span.length
+        mask = torch.full((1, span.length, end), float("-inf"), device=table.device)
+        return PagedAttention(pool, table[start:end], table[None, :end], mask.triu_(start + 1))
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]; the chunks' tokens in a row."""
+        chunks = zip(self.parts, *(part.split(self.lengths) for part in (q, k, v)), strict=True)
+        outputs = [part.attend(layer, *inputs) for part, *inputs in chunks]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def prompt_attention(
+    pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]
+) -> TreeAttention | None:
+    """For the tokens of ``spans``, one after the other; slot_table [R, positions], in which they
+    have their slots. None if the pool has no layers."""
     if not pool.k.shape[0]:
         return None
-    end = start + length
-    mask = torch.full((1, length, end), float("-inf"), device=slot_table.device).triu_(start + 1)
-    return PagedAttention(pool, slot_table[start:end], slot_table[None, :end], mask)
+    if gpu.flashinfer_usable(pool.k.device, pool.k.dtype):
+        from mamba_eagle.runner.flashinfer_attention import HEAD_DIMS, FlashInferPrompts
+
+        if pool.k.shape[-1] in HEAD_DIMS:
+            return FlashInferPrompts(pool, slot_table, spans)
+    return CausalAttention(pool, slot_table, spans)
 
 
 @dataclass
@@ -73,7 +104,6 @@ class PrefillPart:
     item: PrefillItem
     first: int
     length: int
-    attention: PagedAttention | None  # None: the model has no attention layer
 
 
 class PrefillContext:
@@ -85,8 +115,17 @@ class PrefillContext:
 
     rotation: Rotation | None = None
 
-    def __init__(self, parts: list[PrefillPart], pool: CheckpointPool) -> None:
+    def __init__(
+        self,
+        parts: list[PrefillPart],
+        pool: CheckpointPool,
+        kv: KVPool,
+        slot_table: Tensor,
+    ) -> None:
+        """slot_table [R, positions], with the KV slots of the parts' tokens."""
         self.parts, self.pool = parts, pool
+        spans = [PromptSpan(part.item.slot, part.item.start, part.length) for part in parts]
+        self.paged = prompt_attention(kv, slot_table, spans)
 
     @property
     def positions(self) -> Tensor:
@@ -94,12 +133,8 @@ class PrefillContext:
         return torch.cat([torch.arange(first, end) for first, end in starts])
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        outputs = []
-        for part in self.parts:
-            span = slice(part.first, part.first + part.length)
-            assert part.attention is not None
-            outputs.append(part.attention.attend(layer, q[span], k[span], v[span]))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        assert self.paged is not None, "the model has no attention layer"
+        return self.paged.attend(layer, q, k, v)
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         dt = layer.step_size(dt)
@@ -242,6 +277,10 @@ def tree_attention(
         return None
     if numba_math.usable(pool.k.device, pool.k.dtype):
         return FusedTreeAttention(pool, slot_table, slots, prefix, kv_slots, parents)
+    if gpu.usable(pool.k.device, pool.k.dtype):
+        from mamba_eagle.runner.triton_attention import TritonTreeAttention  # needs triton
+
+        return TritonTreeAttention(pool, slot_table, slots, prefix, kv_slots, ancestors)
     longest = int(prefix.max())
     before = torch.arange(longest, device=prefix.device) < prefix[:, None]  # [b, longest]
     visible = torch.cat([before[:, None].expand(-1, ancestors.shape[1], -1), ancestors], dim=2)

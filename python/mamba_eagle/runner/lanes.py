@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.runner.contexts import FusedTreeAttention, TreeAttention, VerifyContext
@@ -32,6 +32,19 @@ class LaneAttention(ABC):
         """q [b*topk, heads, D]; k, v [b*topk, kv_heads, D] -> [b*topk, heads, D]."""
 
 
+def seen_by_next(seen: Tensor | None, above: Tensor) -> Tensor:
+    """Which lanes the next ones see: those that the lanes ``above`` [b, topk] saw, and themselves.
+
+    seen: [b, topk, lanes so far] bool, by the last lanes; None at first, when there are none.
+    """
+    b, topk = above.shape
+    own = torch.eye(topk, dtype=torch.bool, device=above.device).expand(b, -1, -1)
+    if seen is None:
+        return own
+    index = above[..., None].expand(-1, -1, seen.shape[2])
+    return torch.cat([seen.gather(1, index), own], dim=2)
+
+
 class GatheredLanes(LaneAttention):
     """Keys and values of prefix and lanes side by side, under a mask."""
 
@@ -48,14 +61,10 @@ class GatheredLanes(LaneAttention):
         self.seen: Tensor | None = None  # [b, topk, lanes so far] bool
 
     def advance(self, above: Tensor) -> None:
-        b, topk = above.shape
-        own = torch.eye(topk, dtype=torch.bool, device=above.device).expand(b, -1, -1)
-        if self.seen is not None:
-            index = above[..., None].expand(-1, -1, self.seen.shape[2])
-            own = torch.cat([self.seen.gather(1, index), own], dim=2)
-        self.seen = own
-        bias = torch.zeros_like(own, dtype=torch.float32).masked_fill_(~own, float("-inf"))
-        self.mask_bias = torch.cat([self.prefix_bias[:, None].expand(-1, topk, -1), bias], dim=2)
+        self.seen = seen = seen_by_next(self.seen, above)
+        bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))
+        before = self.prefix_bias[:, None].expand(-1, above.shape[1], -1)
+        self.mask_bias = torch.cat([before, bias], dim=2)
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = self.mask_bias.shape[:2]
@@ -157,4 +166,8 @@ def lane_attention(
         return None
     if numba_math.usable(pool.k.device, pool.k.dtype):
         return FusedLanes(pool, slot_table, slots, prefix, max_lanes)
+    if gpu.usable(pool.k.device, pool.k.dtype):
+        from mamba_eagle.runner.triton_attention import TritonLanes  # needs triton
+
+        return TritonLanes(pool, slot_table, slots, prefix, max_lanes)
     return GatheredLanes(pool, layers, slot_table, slots, prefix)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.kernels.pointwise import pointwise_ops
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.message import (
     DecodeBatch,
@@ -38,7 +39,6 @@ from mamba_eagle.runner.contexts import (
     PrefillContext,
     PrefillPart,
     VerifyContext,
-    causal_attention,
     tree_attention,
 )
 from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
@@ -140,13 +140,11 @@ class ModelRunner:
             length = len(item.token_ids)
             # copied: the pass below overwrites the checkpoint's feature
             befores.append(self.pool.feature[item.checkpoint].clone())
-            attention = causal_attention(
-                self.kv, self.table.kv_slots[item.slot], item.start, length
-            )
-            parts.append(PrefillPart(item, first, length, attention))
+            parts.append(PrefillPart(item, first, length))
             first += length
         tokens = torch.tensor([t for item in items for t in item.token_ids], device=self.device)
-        features = self.model(tokens, PrefillContext(parts, self.pool))
+        ctx = PrefillContext(parts, self.pool, self.kv, self.table.kv_slots)
+        features = self.model(tokens, ctx)
         results = []
         for part, before in zip(parts, befores, strict=True):
             span = slice(part.first, part.first + part.length)
@@ -392,6 +390,7 @@ class ModelRunner:
                 "verify_bytes": self.scheme.num_bytes,
                 "draft_bytes": self.drafter.num_bytes,
                 "rows_per_request": memory.rows,
+                "pointwise_ops": pointwise_ops(self.device, self.dtype).name,
             },
         )
 

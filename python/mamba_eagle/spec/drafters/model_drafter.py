@@ -12,7 +12,6 @@ from mamba_eagle.runner.contexts import (
     PrefillContext,
     PrefillPart,
     VerifyContext,
-    causal_attention,
     tree_attention,
 )
 from mamba_eagle.runner.lanes import LaneRows, Lanes, lane_attention
@@ -117,8 +116,8 @@ class ModelDrafter(Drafter):
                 self.pool.clear(item.checkpoint)
             else:
                 self.pool.copy(item.load_from, item.checkpoint)
-        attention = causal_attention(self.kv, self.table.kv_slots[slot], item.start, length)
-        ctx = PrefillContext([PrefillPart(item, 0, length, attention)], self.pool)
+        part = PrefillPart(item, 0, length)
+        ctx = PrefillContext([part], self.pool, self.kv, self.table.kv_slots)
         given = torch.cat([before[None].to(features.dtype), features[:-1]])
         outputs = self.network.chain(
             tokens[None],

@@ -1,0 +1,38 @@
+"""Which kernels a GPU can use: Triton's, and FlashInfer's where it is installed.
+
+``numba_math.usable`` says the same of a CPU's. Where neither says yes, callers take the torch path,
+which is the reference for all of them.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+_TENSOR_CORES = (8, 0)  # compute capability from which bfloat16 is multiplied on them
+
+
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _is_capable(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TENSOR_CORES
+
+
+def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether the Triton kernels take tensors of these dtypes on this device."""
+    known = all(dtype in _TRITON_DTYPES for dtype in dtypes)
+    return known and _is_capable(device) and _is_installed("triton")
+
+
+def flashinfer_usable(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether FlashInfer is installed and takes tensors of these dtypes on this device.
+
+    It compiles a kernel when that is first used: minutes for prefill attention, once a machine.
+    """
+    known = all(dtype in _FLASHINFER_DTYPES for dtype in dtypes)
+    return known and _is_capable(device) and _is_installed("flashinfer")

@@ -1,0 +1,350 @@
+"""naive.py's attention of tree nodes straight from the paged pool on a GPU, in one or two launches.
+
+All query heads of a key head, times the nodes, are the rows of one matrix product with a block of
+keys. The prefix of a request is cut into shares, as many as there is room for; a program takes one
+share, and that of the last share the tree as well, so it also writes the new keys and values to
+the pool. A second kernel joins the shares of a row by their log-sum-exp (flash decoding,
+https://pytorch.org/blog/flash-decoding/).
+
+Nothing here waits for the device. The grid depends on shapes alone, as a captured graph needs it:
+how many shares a prefix has is found out on the device, and programs without a share end at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.tree_verify.triton import ancestor_bits
+from mamba_eagle.kernels.triton_math import exact_dot
+
+WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtracted from itself
+
+
+class Config(NamedTuple):
+    """How the work is cut; the result depends on it by rounding alone."""
+
+    rows: int  # nodes × query heads of a key head, a program: a power of two, at least 16
+    keys: int  # in one step of a program: a power of two, at least 16
+    splits: int  # most shares of a prefix: a power of two
+    least: int  # keys of a share but the last: a multiple of ``keys``
+    warps: int
+    stages: int  # blocks of keys on their way
+
+
+def path_masks(ancestors: Tensor) -> Tensor:
+    """[b, T, E] bool -> [b, T, ceil(E / 64)] int64: bit j of word w says ancestors[:, :, 64 w + j].
+
+    Entry i says which of E nodes node i sees, itself among them.
+    """
+    words = ancestors.split(64, dim=2)
+    return torch.stack([ancestor_bits(part) for part in words], dim=2)
+
+
+@triton.jit
+def _attend(q, key, value, visible, scale, largest, total, acc, PRECISION: tl.constexpr):
+    """One step of the online softmax, in base 2: q [M, D], key and value [N, D], visible [M, N].
+
+    largest, total: [M], of the scores so far, and the sum of weights relative to it; acc [M, D].
+    """
+    scores = tl.zeros([q.shape[0], key.shape[0]], tl.float32)
+    scores = exact_dot(q, tl.trans(key), scores, PRECISION) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    now = tl.maximum(largest, tl.max(scores, 1))
+    shrink = tl.exp2(largest - now)
+    weights = tl.exp2(scores - now[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = exact_dot(weights.to(value.dtype), value, acc * shrink[:, None], PRECISION)
+    return now, total, acc
+
+
+@triton.jit
+def _share(length, splits, least, KEYS: tl.constexpr):
+    """Keys of a share of a prefix, and how many shares there are: one of nothing at least."""
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, least)
+    return size, tl.maximum(tl.cdiv(length, size), 1)
+
+
+# other numbers of lanes or requests shall not need other machine code
+@triton.jit(do_not_specialize=["E", "splits", "least"])
+def _tree_attention_kernel(
+    q,  # [b*T, heads, D], rows q_stride apart
+    k,  # [b*T, kv_heads, D], rows k_stride apart
+    v,  # [b*T, kv_heads, D], rows v_stride apart
+    pool_k,  # [KV slots, kv_heads, D]
+    pool_v,
+    slot_table,  # [R, positions]
+    slots,  # [b]
+    prefix,  # [b]
+    own,  # [b, E]
+    masks,  # [b, T, WORDS]
+    out,  # [b*T, heads, D]
+    parts,  # [b, splits, T, heads, D] float32: outputs of the shares
+    sizes,  # [b, splits, T, heads] float32: log2 of their sums of weights
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    positions,
+    T,
+    E,
+    splits,
+    least,
+    GROUP: tl.constexpr,  # query heads of a key head
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,  # D, padded
+    NODES: tl.constexpr,  # of a word of the masks, padded
+    WORDS: tl.constexpr,
+    HAS_OLD: tl.constexpr,  # some nodes are in the pool already
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    first_row = tl.program_id(0) // KV_HEADS * ROWS
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+
+    length = tl.load(prefix + request).to(tl.int32)
+    share, shares = _share(length, splits, least, KEYS)
+    if split >= shares:
+        return
+
+    d = tl.arange(0, DP)
+    in_head = d < D
+    row = first_row + tl.arange(0, ROWS)
+    node = row // GROUP
+    is_row = node < T
+    head = kv_head * GROUP + row % GROUP
+    in_rows = is_row[:, None] & in_head[None, :]
+    queries = q + (request * T + node)[:, None] * q_stride + head[:, None] * D + d[None, :]
+    query = tl.load(queries, mask=in_rows, other=0.0).to(pool_k.dtype.element_ty)
+
+    largest = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    scale *= LOG2_E
+    in_slot = kv_head * D + d[None, :]
+    table = slot_table + tl.load(slots + request).to(tl.int64) * positions
+    end = tl.minimum(split * share + share, length)
+    for first in tl.range(split * share, end, KEYS, num_stages=STAGES):
+        position = first + tl.arange(0, KEYS)
+        seen = position < end
+        slot = tl.load(table + position, mask=seen, other=0).to(tl.int64)
+        at = slot[:, None] * (KV_HEADS * D) + in_slot
+        in_keys = seen[:, None] & in_head[None, :]
+        key = tl.load(pool_k + at, mask=in_keys, other=0.0)
+        value = tl.load(pool_v + at, mask=in_keys, other=0.0)
+        largest, total, acc = _attend(
+            query, key, value, seen[None, :], scale, largest, total, acc, PRECISION
+        )
+
+    if split == shares - 1:
+        for word in tl.static_range(WORDS):
+            bit = tl.arange(0, NODES)
+            member = word * WORD + bit
+            exists = member < E
+            fresh = member - (E - T)  # which of the new nodes
+            is_new = exists & (fresh >= 0)
+            slot = tl.load(own + request * E + member, mask=exists, other=0).to(tl.int64)
+            at = slot[:, None] * (KV_HEADS * D) + in_slot
+            in_new = is_new[:, None] & in_head[None, :]
+            source = request * T + fresh
+            key = tl.load(k + source[:, None] * k_stride + in_slot, mask=in_new, other=0.0)
+            value = tl.load(v + source[:, None] * v_stride + in_slot, mask=in_new, other=0.0)
+            key = key.to(pool_k.dtype.element_ty)
+            value = value.to(pool_v.dtype.element_ty)
+            if first_row == 0:
+                tl.store(pool_k + at, key, mask=in_new)
+                tl.store(pool_v + at, value, mask=in_new)
+            if HAS_OLD:
+                in_old = (exists & (fresh < 0))[:, None] & in_head[None, :]
+                old_key = tl.load(pool_k + at, mask=in_old, other=0.0)
+                old_value = tl.load(pool_v + at, mask=in_old, other=0.0)
+                key = tl.where(is_new[:, None], key, old_key)
+                value = tl.where(is_new[:, None], value, old_value)
+            mask = tl.load(masks + (request * T + node) * WORDS + word, mask=is_row, other=0)
+            visible = ((mask[:, None] >> bit.to(tl.int64)[None, :]) & 1) != 0
+            largest, total, acc = _attend(
+                query, key, value, visible, scale, largest, total, acc, PRECISION
+            )
+
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    at = (request * T + node) * HEADS + head
+    if shares == 1:
+        outputs = out + at[:, None] * D + d[None, :]
+        tl.store(outputs, result, mask=in_rows)
+    else:
+        at = (request * splits + split) * T * HEADS + node * HEADS + head
+        tl.store(parts + at[:, None] * D + d[None, :], result, mask=in_rows)
+        tl.store(sizes + at, largest + tl.log2(total), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "least"])
+def _join_kernel(
+    parts,  # [b, splits, rows, D] float32
+    sizes,  # [b, splits, rows] float32
+    prefix,  # [b]
+    out,  # [b, rows, D]
+    rows,
+    splits,
+    least,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits, padded
+):
+    """out = the mean of the shares' outputs, weighed by their sums of weights."""
+    request = tl.program_id(1).to(tl.int64)
+    length = tl.load(prefix + request).to(tl.int32)
+    _, shares = _share(length, splits, least, KEYS)
+    if shares == 1:
+        return
+    split = tl.arange(0, SPLITS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    is_row = row < rows
+    valid = (split < shares)[:, None] & is_row[None, :]
+    at = (request * splits + split)[:, None] * rows + row[None, :]  # [SPLITS, ROWS]
+    size = tl.load(sizes + at, mask=valid, other=LOWEST)
+    weights = tl.exp2(size - tl.max(size, 0)[None, :])
+    in_part = valid[:, :, None] & (d < D)[None, None, :]
+    part = tl.load(parts + at[:, :, None] * D + d[None, None, :], mask=in_part, other=0.0)
+    joined = tl.sum(part * weights[:, :, None], 0) / tl.sum(weights, 0)[:, None]
+    outputs = out + (request * rows + row)[:, None] * D + d[None, :]
+    tl.store(outputs, joined, mask=is_row[:, None] & (d < D)[None, :])
+
+
+PROGRAMS = 256  # about two on each of a Hopper GPU's 132 multiprocessors
+MOST_SPLITS = 32
+
+
+def choose_config(
+    batch: int, nodes: int, heads: int, kv_heads: int, head_dim: int, positions: int, itemsize: int
+) -> Config:
+    """For Hopper; positions: of the slot table, so the longest prefix there can be.
+
+    Rows of one tile where they fit, since each tile reads all keys; then as many shares as give
+    every multiprocessor two programs. See benchmark/kernels/bench_tree_attention.py.
+    """
+    wide = max(1, triton.next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
+    needed = triton.next_power_of_2(nodes * heads // kv_heads)
+    rows = min(max(16, needed), max(16, 128 // wide))
+    keys = max(16, 64 // wide)
+    tiles = triton.cdiv(nodes * heads // kv_heads, rows)
+    # each share costs a partial result: worth it where it has twice as many keys as a row tile
+    least = max(128, 2 * rows)
+    splits = 1
+    while splits * 2 * batch * kv_heads * tiles <= PROGRAMS and splits < MOST_SPLITS:
+        splits *= 2
+    most = triton.next_power_of_2(triton.cdiv(positions, least))
+    warps = 8 if rows > 64 or itemsize > 2 else 4
+    return Config(rows, keys, min(splits, most), least, warps, 2 if wide > 1 else 3)
+
+
+def paged_tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    slot_table: Tensor,
+    slots: Tensor,
+    prefix: Tensor,
+    own: Tensor,
+    masks: Tensor,
+    scale: float,
+    config: Config | None = None,
+) -> Tensor:
+    """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
+
+    b trees, or forests, of E nodes, the last T of which are new: the others are in the pool. Rows
+    that pad a batch have their own slot in a bin and may have a prefix of 0.
+
+    Args:
+        q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.
+        pool_k, pool_v: [KV slots, kv_heads, D], contiguous; they set the precision: bfloat16,
+            float16 or float32. Softmax and sums are float32.
+        slot_table: [R, positions] integer, contiguous: KV slots of each request slot.
+        slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
+        own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
+        masks: [b, T, words] int64, contiguous, which nodes each new one sees (``path_masks``).
+    Returns: [b*T, heads, D], dtype of q.
+    """
+    b, E = own.shape
+    T, words = masks.shape[1:]
+    heads, D = q.shape[1:]
+    kv_heads, positions = k.shape[1], slot_table.shape[1]
+    q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
+    config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
+    out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
+    splits = config.splits
+    kept = b if splits > 1 else 0  # one share writes its result at once
+    parts = torch.empty(kept, splits, T * heads, D, dtype=torch.float32, device=q.device)
+    sizes = torch.empty(kept, splits, T * heads, dtype=torch.float32, device=q.device)
+    tiles = triton.cdiv(T * heads // kv_heads, config.rows)
+    _tree_attention_kernel[(tiles * kv_heads, splits, b)](
+        q,
+        k,
+        v,
+        pool_k,
+        pool_v,
+        slot_table,
+        slots,
+        prefix,
+        own,
+        masks,
+        out,
+        parts,
+        sizes,
+        scale,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        positions,
+        T,
+        E,
+        splits,
+        config.least,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        D=D,
+        DP=max(16, triton.next_power_of_2(D)),
+        NODES=max(16, min(64, triton.next_power_of_2(E))),
+        WORDS=words,
+        HAS_OLD=E > T,
+        ROWS=config.rows,
+        KEYS=config.keys,
+        PRECISION="tf32" if pool_k.dtype != torch.float32 else "tf32x3",
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+    if splits > 1:
+        padded = triton.next_power_of_2(D)
+        rows = max(1, 8192 // (splits * padded))
+        _join_kernel[(triton.cdiv(T * heads, rows), b)](
+            parts,
+            sizes,
+            prefix,
+            out,
+            T * heads,
+            splits,
+            config.least,
+            D=D,
+            DP=padded,
+            ROWS=rows,
+            KEYS=config.keys,
+            SPLITS=splits,
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,210 @@
+"""Attention by FlashInfer: what it is told, and on a GPU what it answers.
+
+Without a GPU a wrapper in plain torch stands in for FlashInfer's. It follows the documentation of
+BatchPrefillWithPagedKVCacheWrapper, so it shows whether plans mean what we want them to mean.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.models.config import AttentionConfig
+from mamba_eagle.runner import contexts
+from mamba_eagle.runner.contexts import CausalAttention, PromptSpan, prompt_attention
+from mamba_eagle.runner.pools import KVPool
+
+MODULE = "mamba_eagle.runner.flashinfer_attention"
+ATTENTION = AttentionConfig(num_heads=10, num_kv_heads=2, head_dim=64, bias=False)
+SPANS = [PromptSpan(2, 0, 9), PromptSpan(0, 7, 1), PromptSpan(3, 30, 13)]
+
+
+class Event:
+    """Made beside a wrapper: what is recorded is not known to be copied until ``synchronize``."""
+
+    last: Event
+
+    def __init__(self) -> None:
+        self.copied = True
+
+    def record(self) -> None:
+        self.copied = False
+
+    def synchronize(self) -> None:
+        self.copied = True
+
+
+class PlainWrapper:
+    """Plans are checked as far as the device would, and run request by request."""
+
+    def __init__(self, workspace: Tensor, layout: str, backend: str) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+        self.event = Event.last = Event()
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        **options: Any,
+    ) -> None:
+        pages = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert all(part.dtype == torch.int32 for part in pages)
+        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
+        assert page_size == 1 and bool((paged_kv_last_page_len == 1).all())
+        assert self.event.copied, "the device may still be copying the last plan"
+        self.heads = (num_qo_heads, num_kv_heads, head_dim_qk)
+        self.queries, self.keys = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        self.read, self.options = paged_kv_indices.long(), options
+
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        keys, values = (part.flatten(0, 1) for part in cache)  # pages of one token
+        assert (q.shape[1], keys.shape[1], keys.shape[2]) == self.heads
+        mask, used = self.options["custom_mask"], 0
+        spans = zip(self.queries, self.queries[1:], self.keys, self.keys[1:])
+        for first, end, first_key, end_key in spans:
+            T, S = end - first, end_key - first_key
+            if mask is None:
+                assert self.options["causal"]
+                seen = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+            else:
+                seen, used = mask[used : used + T * S].view(T, S), used + T * S
+            at = self.read[first_key:end_key]
+            scale = self.options["sm_scale"]
+            inputs = (part[None] for part in (q[first:end], keys[at], values[at], seen))
+            out[first:end] = masked_attention(*inputs, scale)[0]
+        return out
+
+
+@pytest.fixture
+def plain_flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    package = ModuleType("flashinfer")
+    package.BatchPrefillWithPagedKVCacheWrapper = PlainWrapper  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr(contexts.gpu, "flashinfer_usable", lambda device, *dtypes: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event.last)
+    yield
+    sys.modules.pop(MODULE, None)  # it holds the stand-in
+
+
+class Inputs:
+    """Two equal pools, a slot table over them, and a layer."""
+
+    def __init__(self, device: str, dtype: torch.dtype, attention: AttentionConfig) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.pools = []
+        for _ in range(2):
+            pool = KVPool(2, 400, attention, dtype, torch.device(device))
+            self.pools.append(pool)
+        for part in ("k", "v"):
+            values = torch.randn(getattr(pool, part).shape, generator=generator)
+            for pool in self.pools:
+                getattr(pool, part).copy_(values)
+        order = torch.randperm(400, generator=generator)
+        self.table = order[:320].view(4, 80).to(device)
+        self.spare = order[320:].to(device)
+        self.layer: Any = SimpleNamespace(index=1, scale=0.2)
+        self.attention, self.generator = attention, generator
+
+    def tokens(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as one product gives them."""
+        c, like = self.attention, self.pools[0].k
+        heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        packed = torch.randn(n, sum(heads), c.head_dim, generator=self.generator).to(like)
+        q, k, v = packed.split(heads, dim=1)
+        return q, k, v
+
+
+def check_prompts(inputs: Inputs) -> None:
+    tokens = inputs.tokens(sum(span.length for span in SPANS))
+    ours, reference = inputs.pools
+    found = prompt_attention(ours, inputs.table, SPANS)
+    assert type(found).__name__ == "FlashInferPrompts"
+    wanted = CausalAttention(reference, inputs.table, SPANS)
+    for index in range(2):
+        inputs.layer.index = index
+        assert_close(found.attend(inputs.layer, *tokens), wanted.attend(inputs.layer, *tokens))
+    assert torch.equal(ours.k, reference.k) and torch.equal(ours.v, reference.v)
+
+
+def check_trees(inputs: Inputs, T: int) -> None:
+    from mamba_eagle.runner.flashinfer_attention import FlashInferTrees
+
+    slots, prefix = [3, 1], [50, 9]
+    seen = torch.ones(T, T, dtype=torch.bool).tril()
+    if T > 3:
+        seen[3:, 2] = False  # a branch
+    ancestors = torch.stack([seen, seen & (torch.arange(T) != 1) | torch.eye(T).bool()])
+    ancestors = ancestors.to(inputs.table.device)
+    own = inputs.spare[: 2 * T].view(2, T)
+    q, k, v = inputs.tokens(2 * T)
+    ours, reference = inputs.pools
+    trees = FlashInferTrees(ours, inputs.table, slots, prefix, own, ancestors)
+    found = trees.attend(inputs.layer, q, k, v)
+    reference.write(inputs.layer.index, own.reshape(-1), k, v)
+    for i, (slot, length) in enumerate(zip(slots, prefix)):
+        read = torch.cat([inputs.table[slot, :length], own[i]])[None]
+        before = ancestors.new_ones(T, length)
+        mask = torch.cat([before, ancestors[i]], dim=1)[None]
+        new = slice(i * T, i * T + T)
+        keys, values = reference.read(inputs.layer.index, read)
+        wanted = masked_attention(q[new][None], keys, values, mask, inputs.layer.scale)
+        assert_close(found[new], wanted[0])
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    assert error < (1e-5 if wanted.dtype == torch.float32 else 1e-2)
+
+
+def test_prompts_are_planned_as_the_torch_path_runs_them(plain_flashinfer: None) -> None:
+    check_prompts(Inputs("cpu", torch.float32, ATTENTION))
+
+
+def test_plans_wait_for_the_copy_of_the_last_one_of_their_wrapper(plain_flashinfer: None) -> None:
+    inputs = Inputs("cpu", torch.float32, ATTENTION)
+    wrappers = []
+    for _ in range(4):
+        prompts: Any = prompt_attention(inputs.pools[0], inputs.table, SPANS)
+        prompts.attend(inputs.layer, *inputs.tokens(sum(span.length for span in SPANS)))
+        wrappers.append(prompts.wrapper)
+        assert not prompts.wrapper.event.copied, "this plan's copy is awaited before the next"
+    assert wrappers[0] is wrappers[2] is not wrappers[1] is wrappers[3]
+
+
+@pytest.mark.parametrize("nodes", [1, 6])
+def test_trees_are_planned_as_masks_over_prefix_and_nodes(
+    plain_flashinfer: None, nodes: int
+) -> None:
+    check_trees(Inputs("cpu", torch.float32, ATTENTION), nodes)
+
+
+def test_other_head_sizes_take_the_torch_path(plain_flashinfer: None) -> None:
+    inputs = Inputs("cpu", torch.float32, replace(ATTENTION, head_dim=80))
+    found = prompt_attention(inputs.pools[0], inputs.table, SPANS)
+    assert isinstance(found, CausalAttention)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flashinfer_gives_what_torch_gives(dtype: torch.dtype, head_dim: int) -> None:
+    pytest.importorskip("flashinfer")
+    attention = replace(ATTENTION, head_dim=head_dim)
+    check_prompts(Inputs("cuda", dtype, attention))
+    check_trees(Inputs("cuda", dtype, attention), 1)
+    check_trees(Inputs("cuda", dtype, attention), 16)

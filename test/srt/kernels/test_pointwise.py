@@ -1,0 +1,141 @@
+"""Norms and gates by FlashInfer: their place in the layers, and on a GPU their results.
+
+Without a GPU a stand-in does in torch what FlashInfer's documentation says, in place where that is.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.kernels import gpu, numba_math, pointwise
+from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps
+from mamba_eagle.kernels.rms_norm import naive
+from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.loader import random_weights
+from mamba_eagle.models.registry import model_class
+
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "hybrid_override_pattern": "M-*-",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "chunk_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 112,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 112,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+class Calls:
+    """FlashInfer's functions, and how often each was called."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.names.append("rmsnorm")
+        return naive.rms_norm(x, weight, eps)
+
+    def fused_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        self.names.append("fused_add_rmsnorm")
+        residual += x
+        x.copy_(naive.rms_norm(residual, weight, eps))
+
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        self.names.append("silu_and_mul")
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    functions, package = Calls(), ModuleType("flashinfer")
+    package.norm = functions  # type: ignore[attr-defined]
+    package.activation = functions  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setattr(gpu, "flashinfer_usable", lambda device, *dtypes: True)
+    monkeypatch.setattr(pointwise, "_flashinfer_ops", FlashInferOps)
+    monkeypatch.setattr(numba_math, "numba", None)
+    return functions
+
+
+@pytest.mark.parametrize("tapped", [(), (1, 3)], ids=["plain", "tapped"])
+@pytest.mark.parametrize("values", [NEMOTRON, LLAMA], ids=["nemotron", "llama"])
+def test_models_give_the_same(
+    values: dict[str, Any], tapped: tuple[int, ...], calls: Calls
+) -> None:
+    config = ModelConfig.from_dict(values)
+    tokens = torch.arange(20) * 7 % 96
+
+    def features(prepared: bool) -> Tensor:
+        model = model_class(config)(config)
+        random_weights(model, 0)
+        if tapped:
+            model.tap(tapped)
+        if prepared:
+            prepare_for_inference(model)
+        with torch.no_grad():
+            return model(tokens, FullSequenceContext(1, len(tokens)))
+
+    plain = features(prepared=False)
+    assert not calls.names
+    torch.testing.assert_close(features(prepared=True), plain, rtol=1e-4, atol=1e-5)
+    norms = calls.names.count("rmsnorm") + calls.names.count("fused_add_rmsnorm")
+    layers = 4 if values is NEMOTRON else 2 * 3
+    assert norms == layers + 1
+    if values is NEMOTRON and not tapped:
+        assert calls.names.count("fused_add_rmsnorm") == layers - 1
+    if values is LLAMA:
+        assert calls.names.count("silu_and_mul") == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flashinfer_gives_what_torch_gives(dtype: torch.dtype) -> None:
+    pytest.importorskip("flashinfer")
+    ops = FlashInferOps()
+    torch.manual_seed(0)
+    for n, size in ((1, 4480), (37, 2688), (512, 128)):
+        x, added = (torch.randn(n, size, device="cuda").to(dtype) for _ in range(2))
+        weight = torch.rand(size, device="cuda").to(dtype) + 0.5
+        assert_close(ops.rms_norm(x, weight, 1e-5), TORCH.rms_norm(x, weight, 1e-5))
+        wanted = TORCH.add_rms_norm(x, added, weight, 1e-5)
+        found = ops.add_rms_norm(x.clone(), added.clone(), weight, 1e-5)
+        assert_close(found.normed, wanted.normed)
+        assert_close(found.stream, wanted.stream)
+        both = torch.randn(n, 2 * size, device="cuda").to(dtype)
+        assert_close(ops.silu_and_mul(both), TORCH.silu_and_mul(both))
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    assert error < 6e-3, "one or two roundings apart"

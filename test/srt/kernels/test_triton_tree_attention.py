@@ -1,0 +1,337 @@
+"""The Triton attention of tree nodes against masked_attention over gathered keys, in float64.
+
+On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
+GPU one test runs this file again in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.tree_attention import cpu
+from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.tree_attention.triton import (
+    Config,
+    choose_config,
+    paged_tree_attention,
+    path_masks,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if GPU else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not (GPU or INTERPRETED), reason="no CUDA device; test_in_the_interpreter runs it"
+)
+GARBAGE = 1e4  # in slots that nobody may look at
+SCALE = 0.3
+
+
+@pytest.mark.skipif(GPU or INTERPRETED, reason="the other tests run here")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Case(NamedTuple):
+    shape: Shape
+    prefix: tuple[int, ...]  # one a request
+    nodes: int  # new ones
+    old: int = 0  # nodes in the pool already
+    roots: int = 1
+    chain: bool = False
+    padding: int = 0  # requests that are none, after the others
+    config: Config | None = None
+    dtype: torch.dtype = torch.float32
+
+
+SMALL = Shape(6, 2, 20)
+CUT = Config(rows=16, keys=16, splits=4, least=16, warps=4, stages=2)
+CASES = {
+    "one-node": Case(SMALL, (37, 0, 5), 1),
+    "one-node-in-shares": Case(SMALL, (70, 1, 16, 33), 1, config=CUT),
+    "tree": Case(SMALL, (21, 0), 7),
+    "tree-in-shares": Case(SMALL, (50, 0, 17), 7, config=CUT),
+    "tree-in-two-tiles-of-rows": Case(SMALL, (40, 3), 9, config=CUT),
+    "chain": Case(SMALL, (9, 30), 6, chain=True),
+    "new-lanes-below-old-ones": Case(SMALL, (20, 0), 3, old=6, roots=3),
+    "lanes-in-shares": Case(SMALL, (50, 17), 3, old=3, roots=3, config=CUT),
+    "first-lanes": Case(SMALL, (18,), 4, roots=4),
+    "more-nodes-than-bits": Case(Shape(2, 2, 16), (19,), 3, old=70, roots=3),
+    "64-nodes": Case(Shape(2, 1, 16), (19,), 64),
+    "padded-batch": Case(SMALL, (20,), 5, old=2, padding=2, config=CUT),
+    "head-of-80": Case(Shape(2, 1, 80), (33,), 3),
+    "head-of-64": Case(Shape(2, 1, 64), (33,), 3),
+    "head-of-256": Case(Shape(2, 1, 256), (33,), 3),
+    "bfloat16": Case(SMALL, (37, 18), 5, old=2, config=CUT, dtype=torch.bfloat16),
+    "float16": Case(SMALL, (37, 18), 5, old=2, config=CUT, dtype=torch.float16),
+}
+
+
+def gpu_cases() -> list[object]:
+    nano, wide = Shape(40, 8, 128), Shape(32, 2, 128)
+    cases = {
+        "nano-decode": Case(nano, (1000, 0, 255, 4097), 1),
+        "nano-8-nodes": Case(nano, (1000, 0, 255, 4097), 8),
+        "nano-16-nodes": Case(nano, (8192,), 16),
+        "nano-batch-of-40": Case(nano, tuple(range(0, 4000, 100)), 16),
+        "nano-64-nodes": Case(nano, (1000, 77), 64),
+        "nano-chain-of-24": Case(nano, (1000, 77), 24, chain=True),
+        "nano-lanes": Case(nano, (1000, 0, 300), 8, old=48, roots=8),
+        "nano-padded-batch": Case(nano, (1000, 300), 8, padding=6),
+        "16-heads-a-key-head": Case(wide, (3000, 5), 16),
+        "32-heads-of-80": Case(Shape(32, 32, 80), (700, 900), 9),
+        "12-heads-of-256": Case(Shape(12, 2, 256), (700, 900), 16),
+        "16-heads-of-64": Case(Shape(16, 8, 64), (700, 900), 3, old=9, roots=3),
+        "more-nodes-than-bits": Case(nano, (500,), 10, old=90, roots=10),
+    }
+    found = []
+    for name, case in cases.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found.append(pytest.param(case._replace(dtype=dtype), id=f"{name}-{dtype}"))
+    for config in (
+        Config(16, 64, 8, 128, 4, 3),
+        Config(64, 32, 1, 64, 4, 4),
+        Config(64, 128, 16, 128, 8, 2),
+        Config(128, 64, 32, 256, 8, 2),
+    ):
+        case = cases["nano-16-nodes"]._replace(config=config, dtype=torch.bfloat16)
+        found.append(pytest.param(case, id=f"nano-16-nodes-{config}"))
+    return found
+
+
+@dataclass
+class Batch:
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pool_k: Tensor
+    pool_v: Tensor
+    slot_table: Tensor
+    slots: Tensor
+    prefix: Tensor
+    own: Tensor
+    parents: Tensor
+    visible: Tensor  # [b, T, E]
+
+    def attend(self) -> Tensor:
+        return paged_tree_attention(
+            self.q,
+            self.k,
+            self.v,
+            self.pool_k,
+            self.pool_v,
+            self.slot_table,
+            self.slots,
+            self.prefix,
+            self.own,
+            path_masks(self.visible),
+            SCALE,
+            self.case.config,
+        )
+
+
+def random_parents(case: Case, generator: torch.Generator) -> list[int]:
+    """Of a forest: a parent comes first, a root is its own."""
+    if case.chain:
+        return [max(i - 1, 0) for i in range(case.nodes)]
+    below = range(case.roots, case.old + case.nodes)
+    drawn = (int(torch.randint(i, (1,), generator=generator)) for i in below)
+    return [*range(case.roots), *drawn]
+
+
+def ancestor_matrix(parents: list[int]) -> Tensor:
+    above = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        above[i] |= above[parent]
+    return above
+
+
+def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
+    """spread: how far apart in the pool the slots in use are."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, D = case.shape
+    T, E = case.nodes, case.old + case.nodes
+    b, real = len(case.prefix) + case.padding, len(case.prefix)
+    positions, R = max(case.prefix) + E + 3, real + 2
+    used = sum(case.prefix) + real * E
+    order = torch.randperm(used + 20, generator=generator) * spread
+    bin_slot = int(order.max()) + 1
+    free = iter(order.tolist())
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def filled(value: float) -> Tensor:
+        shape = (bin_slot + 1, kv_heads, D)
+        return torch.full(shape, value, dtype=case.dtype, device=DEVICE)
+
+    pool_k, pool_v = filled(GARBAGE), filled(-GARBAGE)
+    # what no prefix reaches names a slot of garbage
+    garbage = order[-1]
+    slot_table = torch.full((R, positions), int(garbage))
+    slots = torch.full((b,), R - 1)
+    slots[:real] = torch.randperm(R - 1, generator=generator)[:real]
+    own = torch.full((b, E), bin_slot)
+    parents, visible = torch.zeros(b, E, dtype=torch.int64), []
+    for i in range(b):
+        tree = random_parents(case, generator)
+        parents[i] = torch.tensor(tree)
+        visible.append(ancestor_matrix(tree)[case.old :])
+        if i < real:
+            own[i] = torch.tensor([next(free) for _ in range(E)])
+            for position in range(case.prefix[i]):
+                slot_table[slots[i], position] = next(free)
+            written = torch.cat([slot_table[slots[i], : case.prefix[i]], own[i, : case.old]])
+            at = written.to(DEVICE)
+            for pool in (pool_k, pool_v):
+                pool[at] = normal(len(written), kv_heads, D).to(pool)
+    packed = normal(b * T, heads + 2 * kv_heads, D).to(pool_k)  # as one product gives them
+    q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
+    prefix = torch.tensor([*case.prefix, *[0] * case.padding])
+    indices = (slot_table, slots, prefix, own, parents, torch.stack(visible))
+    indices = (part.contiguous().to(DEVICE) for part in indices)
+    return Batch(case, q, k, v, pool_k, pool_v, *indices)
+
+
+def expected(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of the real requests in float64, and both pools after the step."""
+    case, outputs = batch.case, []
+    T, old = case.nodes, case.old
+    pools = [batch.pool_k.clone(), batch.pool_v.clone()]
+    for i, length in enumerate(case.prefix):
+        new = slice(i * T, i * T + T)
+        for pool, made in zip(pools, (batch.k, batch.v)):
+            pool[batch.own[i, old:]] = made[new]
+        read = torch.cat([batch.slot_table[batch.slots[i], :length], batch.own[i]])
+        keys, values = (pool[read].double()[None] for pool in pools)
+        before = torch.ones(T, length, dtype=torch.bool, device=DEVICE)
+        mask = torch.cat([before, batch.visible[i]], dim=1)[None]
+        query = batch.q[new].double()[None]
+        outputs.append(masked_attention(query, keys, values, mask, SCALE)[0])
+    return torch.cat(outputs), *pools
+
+
+def check(batch: Batch) -> None:
+    case = batch.case
+    wanted, *pools = expected(batch)
+    found = batch.attend()
+    assert found.isfinite().all(), "padding rows among them"
+    real = len(case.prefix) * case.nodes
+    error = float((found[:real].double() - wanted).norm() / wanted.norm())
+    print(f"relative error {error:.1e}")
+    assert error < {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[case.dtype]
+    used = slice(0, len(batch.pool_k) - 1 if case.padding else None)  # the last one is the bin
+    for pool, wanted_pool in zip((batch.pool_k, batch.pool_v), pools):
+        assert torch.equal(pool[used], wanted_pool[used]), "new entries, and nothing else"
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_nodes_attend_to_their_prefix_and_path(case: Case) -> None:
+    check(make_batch(case))
+
+
+@runs_kernels
+@pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
+@pytest.mark.parametrize("name", ["tree-in-shares", "new-lanes-below-old-ones"])
+def test_it_is_the_twin_of_the_cpu_kernel(name: str) -> None:
+    batch = make_batch(CASES[name])
+    given = (batch.q, batch.k, batch.v, batch.pool_k, batch.pool_v)
+    arrays = [part.contiguous().cpu().clone().numpy() for part in given]
+    indices = (batch.slot_table, batch.slots, batch.prefix, batch.own, batch.parents)
+    wanted = torch.empty(batch.q.shape)
+    cpu.paged_tree_attention(
+        *arrays, *(part.cpu().numpy() for part in indices), SCALE, wanted.numpy()
+    )
+    torch.testing.assert_close(batch.attend().cpu(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.pool_k.cpu().numpy(), arrays[3], rtol=0, atol=0)
+
+
+@runs_kernels
+def test_shares_of_a_prefix_change_nothing() -> None:
+    case = CASES["tree-in-shares"]
+    whole = make_batch(case._replace(config=CUT._replace(splits=1))).attend()
+    for splits, least in ((2, 16), (4, 32), (8, 16)):
+        config = CUT._replace(splits=splits, least=least)
+        cut = make_batch(case._replace(config=config)).attend()
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(
+    "shape", [Shape(40, 8, 128), Shape(32, 2, 128), Shape(32, 32, 80), Shape(4, 4, 256)]
+)
+def test_every_batch_has_a_config_that_the_kernel_takes(shape: Shape, itemsize: int) -> None:
+    for batch in (1, 3, 8, 32, 256):
+        for nodes in (1, 2, 8, 16, 33, 64):
+            config = choose_config(batch, nodes, *shape, 4096, itemsize)
+            for value in (config.rows, config.keys, config.splits):
+                assert value & (value - 1) == 0, config
+            assert config.rows >= 16 and config.keys >= 16, config
+            assert config.least % config.keys == 0, config
+
+
+@pytest.mark.gpu
+@runs_kernels
+@pytest.mark.parametrize("case", gpu_cases())
+def test_real_sizes(case: Case) -> None:
+    check(make_batch(case))
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_slots_beyond_two_billion_elements() -> None:
+    case = Case(Shape(40, 8, 128), (1000, 300), 8, old=8, roots=8, dtype=torch.bfloat16)
+    batch = make_batch(case, spread=1700)
+    assert batch.pool_k.numel() > 2**31
+    check(batch)
+
+
+@pytest.mark.gpu
+@runs_kernels
+def test_a_graph_replays_with_other_lengths_and_waits_for_nothing() -> None:
+    case = Case(Shape(40, 8, 128), (3000, 1, 700), 16, dtype=torch.bfloat16)
+    batch = make_batch(case)
+    batch.attend()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            found = batch.attend()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for lengths in ((3000, 1, 700), (0, 3000, 64), (129, 128, 127)):
+        other = make_batch(case._replace(prefix=lengths), seed=1)
+        table, size = other.slot_table, len(other.pool_k) - 1
+        batch.slot_table[:, : table.shape[1]] = table
+        batch.pool_k[:size], batch.pool_v[:size] = other.pool_k[:size], other.pool_v[:size]
+        for mine, new in zip(
+            (batch.q, batch.k, batch.v, batch.slots, batch.prefix, batch.own, batch.visible),
+            (other.q, other.k, other.v, other.slots, other.prefix, other.own, other.visible),
+        ):
+            mine.copy_(new)
+        wanted = expected(other)[0]
+        graph.replay()
+        error = float((found.double() - wanted).norm() / wanted.norm())
+        assert error < 6e-3, lengths

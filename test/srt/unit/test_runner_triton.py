@@ -1,0 +1,122 @@
+"""A runner whose trees and lanes attend by the Triton kernel: the text is the plain model's.
+
+On a CPU that kernel runs in Triton's interpreter, which must be chosen before triton is imported:
+so one test runs this file again in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runner_harness import (
+    Engine,
+    Live,
+    PlainModel,
+    Settings,
+    accepted,
+    greedy,
+    random_prompt,
+    sampled,
+)
+from tiny_model import write_head, write_model
+
+pytest.importorskip("triton")
+
+from mamba_eagle.kernels import gpu
+from mamba_eagle.kernels.tree_attention import triton as kernel
+from mamba_eagle.runner import triton_attention
+
+torch.set_num_threads(1)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+runs_kernels = pytest.mark.skipif(
+    not INTERPRETED, reason="test_in_the_interpreter runs it; on a GPU e2e tests do"
+)
+EAGLE = Settings(topk=3, steps=4, nodes=9, fused=False)
+SETTINGS = {
+    "eagle-tree": EAGLE,
+    "standalone-tree": EAGLE._replace(algorithm="STANDALONE"),
+    "standalone-chain": Settings("STANDALONE", topk=1, steps=3, nodes=4, fused=False),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), hybrid_override_pattern="M*-")
+
+
+@pytest.fixture(scope="module")
+def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"), model)
+
+
+@pytest.fixture
+def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Lets the CPU take the kernel's path; (new nodes, all nodes) of each call."""
+    calls: list[tuple[int, int]] = []
+
+    def counted(*args: torch.Tensor) -> torch.Tensor:
+        own, masks = args[8], args[9]
+        calls.append((masks.shape[1], own.shape[1]))
+        return kernel.paged_tree_attention(*args)
+
+    monkeypatch.setattr(gpu, "usable", lambda device, *dtypes: True)
+    monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
+    return calls
+
+
+def assert_plain(model: Path, lives: list[Live]) -> None:
+    plain = PlainModel(model)
+    assert [live.output for live in lives] == [plain.choices(live) for live in lives]
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", SETTINGS)
+def test_texts_are_the_plain_models(
+    model: Path, head: Path, nodes_seen: list[tuple[int, int]], name: str
+) -> None:
+    """In a batch, greedy and sampled, one prompt in chunks; slots that are freed hold garbage."""
+    settings = SETTINGS[name]
+    engine = Engine(model, head if settings.algorithm == "EAGLE" else model, settings)
+    nodes_seen.clear()
+    lives = [
+        engine.start(random_prompt(13, 1), greedy(8)),
+        engine.start(random_prompt(1, 2), sampled(5, 7)),
+        engine.start(random_prompt(22, 3), greedy(9), cuts=(5, 20)),
+    ]
+    engine.finish(lives)
+    assert_plain(model, lives)
+    lanes = settings.topk * (settings.steps - 1)
+    assert {(settings.nodes, settings.nodes), (settings.topk, lanes)} <= set(nodes_seen)
+    if name == "standalone-chain":
+        depths = accepted([lives[0]]) + accepted([lives[2]])
+        assert depths == [4, 3, 4, 4], "it drafts its own text"
+
+
+@runs_kernels
+def test_a_request_continues_from_one_that_left(
+    model: Path, head: Path, nodes_seen: list[tuple[int, int]]
+) -> None:
+    engine = Engine(model, head, EAGLE)
+    first = engine.start(random_prompt(9, 4), greedy(5))
+    other = engine.start(random_prompt(15, 5), greedy(9))
+    engine.finish([first])
+    engine.execute(decode=[first, other])  # one more step than it should be in
+    prefix = engine.release(first, fold_to=first.run)
+    turn = engine.start(first.tokens + random_prompt(3, 6), greedy(4), hit=prefix)
+    engine.finish([turn, other])
+    assert_plain(model, [first, other, turn])
+    assert nodes_seen
