@@ -13,6 +13,7 @@ from mamba_eagle.spec.drafters.model_drafter import draft_rows
 CPU_KV_SLOTS = 65536
 CPU_CACHED_CHECKPOINTS = 192
 GPU_KV_SLOTS = 2_000_000
+WIDEST_HISTORY = 3
 
 
 class MemoryPlan(NamedTuple):
@@ -46,9 +47,10 @@ def plan_memory(
     """
     rows = config.mamba_rows or default_rows(config)
     problems = []
-    if config.mamba_verify_mode == "deferred" and rows < config.tree_shape.nodes:
+    nodes, least = config.tree_shape.nodes, least_rows(config, device)
+    if config.mamba_verify_mode == "deferred" and rows < least:
         problems.append(
-            f"--mamba-rows {rows}: must be at least the tree's {config.tree_shape.nodes} nodes"
+            f"--mamba-rows {rows}: must be at least {least} with a tree of {nodes} nodes"
         )
     if config.mamba_verify_mode == "snapshot":
         rows = config.tree_shape.nodes
@@ -120,6 +122,14 @@ def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, items
     history = (m.conv_kernel - 1) * m.conv_dim * itemsize
     places = model.num_mamba_layers * (history + rows * node_bytes(m, mode, itemsize))
     return places + rows * feature_size * itemsize
+
+
+def least_rows(config: EngineConfig, device: torch.device) -> int:
+    """A tree's nodes; on a GPU, which folds a step ahead, also an accepted path and the history of
+    the widest convolution that models have."""
+    shape = config.tree_shape
+    ahead = shape.steps + 1 + WIDEST_HISTORY if device.type == "cuda" else 0
+    return shape.nodes + ahead
 
 
 def default_rows(config: EngineConfig) -> int:

@@ -46,6 +46,13 @@ class TritonDeferredVerify(DeferredVerify):
         self.sizes = Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
         self.weights: dict[int, ConvWeights] = {}
 
+    @staticmethod
+    def takes(config: Mamba2Config) -> bool:
+        """Whether the kernels know these sizes; all published models have such."""
+        channels = config.num_heads // config.num_groups * config.head_dim
+        power = config.state_size & (config.state_size - 1) == 0
+        return config.head_dim >= 16 and channels % 16 == 0 and power and config.state_size >= 16
+
     def start(self, slot: int, checkpoint: int) -> None:
         super().start(slot, checkpoint)
         self.path[slot, : self.history] = self.offsets

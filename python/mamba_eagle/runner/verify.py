@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.naive import Rows, fold, snapshot_verify, tree_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -397,11 +397,18 @@ def _make_scheme(
     table: RequestTable,
     pool: CheckpointPool,
 ) -> RecurrentVerify:
-    """``scheme``, or its fused twin where there is one for the pool's device and dtypes."""
-    if numba_math.usable(pool.conv.device, pool.conv.dtype, pool.ssm.dtype):
-        from mamba_eagle.runner.fused_verify import FUSED_SCHEMES  # it extends the classes above
+    """``scheme``, or its twin with kernels where there is one for the pool's device and dtypes."""
+    device, dtypes = pool.conv.device, (pool.conv.dtype, pool.ssm.dtype)
+    # imported here: they extend the classes above
+    if numba_math.usable(device, *dtypes):
+        from mamba_eagle.runner.fused_verify import FUSED_SCHEMES
 
         scheme = FUSED_SCHEMES[scheme.name]
+    elif scheme is DeferredVerify and gpu.usable(device, *dtypes):
+        from mamba_eagle.runner.triton_verify import TritonDeferredVerify
+
+        if TritonDeferredVerify.takes(config):
+            scheme = TritonDeferredVerify
     return scheme(config, size, table, pool)
 
 

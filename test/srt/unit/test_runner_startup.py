@@ -91,7 +91,7 @@ def test_a_drafters_folder_says_what_it_is_for(tiny: Tiny, tmp_path: Path, draft
 
 def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), mamba_rows=11)
-    with pytest.raises(ConfigError, match="--mamba-rows 11: must be at least the tree's 12 nodes"):
+    with pytest.raises(ConfigError, match="--mamba-rows 11: must be at least 12 with"):
         ModelRunner(config)
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), max_total_tokens=25)
     with pytest.raises(ConfigError, match="--max-total-tokens 25: one request needs 26 slots"):

@@ -1,4 +1,4 @@
-"""A runner whose trees and lanes attend by the Triton kernel: the text is the plain model's.
+"""A runner whose trees and lanes are verified by the Triton kernels: the text is the plain model's.
 
 On a CPU that kernel runs in Triton's interpreter, which must be chosen before triton is imported:
 so one test runs this file again in a process of its own.
@@ -55,7 +55,10 @@ def test_in_the_interpreter() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), hybrid_override_pattern="M*-")
+    folder = tmp_path_factory.mktemp("model")
+    return write_model(  # the least that the kernels take
+        folder, hybrid_override_pattern="M*-", mamba_head_dim=16, mamba_num_heads=2, n_groups=1
+    )
 
 
 @pytest.fixture(scope="module")
