@@ -1,14 +1,7 @@
-"""The Triton attention of tree nodes against masked_attention over gathered keys, in float64.
-
-On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
-GPU one test runs this file again in a process of its own.
-"""
+"""The Triton attention of tree nodes against masked_attention over gathered keys, in float64."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +10,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_kernels
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention import cpu
@@ -28,22 +23,13 @@ from mamba_eagle.kernels.tree_attention.triton import (
     path_masks,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if GPU else "cpu")
-runs_kernels = pytest.mark.skipif(
-    not (GPU or INTERPRETED), reason="no CUDA device; test_in_the_interpreter runs it"
-)
 GARBAGE = 1e4  # in slots that nobody may look at
 SCALE = 0.3
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the other tests run here")
+@needs_interpreter
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_the_interpreter(__file__)
 
 
 class Shape(NamedTuple):
