@@ -6,6 +6,7 @@ which is the reference for all of them.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -15,10 +16,12 @@ _FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 _TENSOR_CORES = (8, 0)  # compute capability from which bfloat16 is multiplied on them
 
 
+@cache  # asked in every step
 def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
+@cache
 def _is_capable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TENSOR_CORES
 

@@ -1,14 +1,7 @@
-"""The Triton attention of tree nodes against masked_attention over gathered keys, in float64.
-
-On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
-GPU one test runs this file again in a process of its own.
-"""
+"""The Triton attention of tree nodes against masked_attention over gathered keys, in float64."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +10,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_kernels
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention import cpu
@@ -28,22 +23,13 @@ from mamba_eagle.kernels.tree_attention.triton import (
     path_masks,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if GPU else "cpu")
-runs_kernels = pytest.mark.skipif(
-    not (GPU or INTERPRETED), reason="no CUDA device; test_in_the_interpreter runs it"
-)
 GARBAGE = 1e4  # in slots that nobody may look at
 SCALE = 0.3
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the other tests run here")
+@needs_interpreter
 def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_in_the_interpreter(__file__)
 
 
 class Shape(NamedTuple):
@@ -240,7 +226,7 @@ def check(batch: Batch) -> None:
     real = len(case.prefix) * case.nodes
     error = float((found[:real].double() - wanted).norm() / wanted.norm())
     print(f"relative error {error:.1e}")
-    assert error < {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[case.dtype]
+    assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[case.dtype]
     used = slice(0, len(batch.pool_k) - 1 if case.padding else None)  # the last one is the bin
     for pool, wanted_pool in zip((batch.pool_k, batch.pool_v), pools):
         assert torch.equal(pool[used], wanted_pool[used]), "new entries, and nothing else"
@@ -314,13 +300,14 @@ def test_a_graph_replays_with_other_lengths_and_waits_for_nothing() -> None:
     case = Case(Shape(40, 8, 128), (3000, 1, 700), 16, dtype=torch.bfloat16)
     batch = make_batch(case)
     batch.attend()  # compiles
-    graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.cuda.graph(graph):
-            found = batch.attend()
+        batch.attend()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = batch.attend()
     for lengths in ((3000, 1, 700), (0, 3000, 64), (129, 128, 127)):
         other = make_batch(case._replace(prefix=lengths), seed=1)
         table, size = other.slot_table, len(other.pool_k) - 1

@@ -45,6 +45,10 @@ SETTINGS = {
 }
 
 
+# the interpreter takes milliseconds for each
+FEW_PROGRAMS = kernel.Config(rows=16, keys=32, splits=1, least=32, warps=4, stages=2)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
 def test_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -74,7 +78,7 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def counted(*args: torch.Tensor) -> torch.Tensor:
         own, masks = args[8], args[9]
         calls.append((masks.shape[1], own.shape[1]))
-        return kernel.paged_tree_attention(*args)
+        return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS)
 
     monkeypatch.setattr(gpu, "usable", lambda device, *dtypes: True)
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
