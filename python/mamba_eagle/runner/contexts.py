@@ -18,6 +18,7 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, KVPool
 from mamba_eagle.runner.verify import VerifyScheme
 
@@ -176,6 +177,23 @@ class PrefillContext:
         ssm[item.checkpoint] = state[0].to(ssm.dtype)
         conv[item.checkpoint] = inputs[part.length :]
         return torch.cat(outputs, dim=1)[0].flatten(1)
+
+
+def prefill_context(
+    parts: list[PrefillPart],
+    pool: CheckpointPool,
+    kv: KVPool,
+    slot_table: Tensor,
+    mamba: Mamba2Config | None,
+) -> PrefillContext:
+    """With kernels where there are some for the pool's device and dtypes."""
+    if mamba is not None and gpu.usable(pool.ssm.device, pool.ssm.dtype, pool.conv.dtype):
+        from mamba_eagle.runner.triton_layer import sizes_known
+        from mamba_eagle.runner.triton_prefill import TritonPrefillContext
+
+        if sizes_known(mamba):
+            return TritonPrefillContext(parts, pool, kv, slot_table)
+    return PrefillContext(parts, pool, kv, slot_table)
 
 
 def segments(

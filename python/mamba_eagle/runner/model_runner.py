@@ -36,9 +36,9 @@ from mamba_eagle.models.loader import (
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens, step_trace
 from mamba_eagle.runner.contexts import (
-    PrefillContext,
     PrefillPart,
     VerifyContext,
+    prefill_context,
     tree_attention,
 )
 from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
@@ -143,7 +143,8 @@ class ModelRunner:
             parts.append(PrefillPart(item, first, length))
             first += length
         tokens = torch.tensor([t for item in items for t in item.token_ids], device=self.device)
-        ctx = PrefillContext(parts, self.pool, self.kv, self.table.kv_slots)
+        mamba = self.model_config.mamba
+        ctx = prefill_context(parts, self.pool, self.kv, self.table.kv_slots, mamba)
         features = self.model(tokens, ctx)
         results = []
         for part, before in zip(parts, befores, strict=True):

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
+from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.tree_verify.triton import (
     RowBuffers,
-    Sizes,
     TreeStep,
     ancestor_bits,
     tree_verify,
@@ -22,6 +21,7 @@ from mamba_eagle.kernels.tree_verify.triton import (
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, RequestTable
+from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
 from mamba_eagle.runner.verify import DeferredVerify, SchemeSize, Step
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.tree import Tree
@@ -43,15 +43,7 @@ class TritonDeferredVerify(DeferredVerify):
         if self.most_chain < size.accepts:
             least = size.rows - self.most_chain + size.accepts
             raise ValueError(f"{size.rows} rows a request: this tree needs {least} on a GPU")
-        self.sizes = Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
-        self.weights: dict[int, ConvWeights] = {}
-
-    @staticmethod
-    def takes(config: Mamba2Config) -> bool:
-        """Whether the kernels know these sizes; all published models have such."""
-        channels = config.num_heads // config.num_groups * config.head_dim
-        power = config.state_size & (config.state_size - 1) == 0
-        return config.head_dim >= 16 and channels % 16 == 0 and power and config.state_size >= 16
+        self.sizes = sizes_of(config)
 
     def start(self, slot: int, checkpoint: int) -> None:
         super().start(slot, checkpoint)
@@ -89,7 +81,7 @@ class TritonDeferredVerify(DeferredVerify):
     def verify(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         i = layer.index
         buffers = RowBuffers(self.xB[i], self.dt[i], self.log_decay[i])
-        weights, skip = self._conv_weights(layer), self._constants(layer).skip
+        weights, skip = conv_weights(layer), self._constants(layer).skip
         C = tree_conv(xbc, dt, weights, self.conv_in[i], buffers, self.tree_step, self.sizes)
         ssm = self.pool.ssm[i]
         return tree_verify(buffers, C, skip[:, 0], ssm, self.tree_step, self.sizes)
@@ -133,16 +125,3 @@ class TritonDeferredVerify(DeferredVerify):
     def _move_history(self, slots: Tensor, keep: Tensor) -> None:
         places = self.path[slots].gather(1, keep[:, None] + self.offsets)
         self.path[slots[:, None], self.offsets] = places
-
-    def _conv_weights(self, layer: Mamba2Mixer) -> ConvWeights:
-        known = self.weights.get(layer.index)
-        if known is None:
-            constants = self._constants(layer)
-            known = self.weights[layer.index] = ConvWeights(
-                constants.conv_weight,
-                constants.conv_bias,
-                layer.dt_bias.detach().float(),
-                layer.decay_rate(),
-                layer.config.time_step_limit,
-            )
-        return known

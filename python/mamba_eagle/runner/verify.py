@@ -405,9 +405,10 @@ def _make_scheme(
 
         scheme = FUSED_SCHEMES[scheme.name]
     elif scheme is DeferredVerify and gpu.usable(device, *dtypes):
+        from mamba_eagle.runner.triton_layer import sizes_known
         from mamba_eagle.runner.triton_verify import TritonDeferredVerify
 
-        if TritonDeferredVerify.takes(config):
+        if sizes_known(config):
             scheme = TritonDeferredVerify
     return scheme(config, size, table, pool)
 

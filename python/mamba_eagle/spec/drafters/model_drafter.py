@@ -9,9 +9,9 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import (
-    PrefillContext,
     PrefillPart,
     VerifyContext,
+    prefill_context,
     tree_attention,
 )
 from mamba_eagle.runner.lanes import LaneRows, Lanes, lane_attention
@@ -117,7 +117,8 @@ class ModelDrafter(Drafter):
             else:
                 self.pool.copy(item.load_from, item.checkpoint)
         part = PrefillPart(item, 0, length)
-        ctx = PrefillContext([part], self.pool, self.kv, self.table.kv_slots)
+        mamba = self.network.config.mamba
+        ctx = prefill_context([part], self.pool, self.kv, self.table.kv_slots, mamba)
         given = torch.cat([before[None].to(features.dtype), features[:-1]])
         outputs = self.network.chain(
             tokens[None],

@@ -1,0 +1,36 @@
+"""Prompt chunks on a GPU: two kernels a layer for all of them, and nothing that waits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
+from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.ssd.triton import scan
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.runner.contexts import PrefillContext, PrefillPart
+from mamba_eagle.runner.pools import CheckpointPool, KVPool
+from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
+
+
+class TritonPrefillContext(PrefillContext):
+    """From each request's checkpoint to it, and to those wanted on the way."""
+
+    def __init__(
+        self, parts: list[PrefillPart], pool: CheckpointPool, kv: KVPool, slot_table: Tensor
+    ) -> None:
+        super().__init__(parts, pool, kv, slot_table)
+        self.plan = prefill_plan([prompt_of(part) for part in parts], pool.ssm.device)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
+        x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
+        return scan(x, dt, weights.A, B, C, layer.D, self.pool.ssm[i], self.plan)
+
+
+def prompt_of(part: PrefillPart) -> Prompt:
+    """The own checkpoint is the last save, also where one is wanted at the chunk's end."""
+    item = part.item
+    saves = [(save.position - item.start, save.checkpoint) for save in item.saves]
+    saves.append((part.length, item.checkpoint))
+    return Prompt(part.first, part.length, item.checkpoint, saves)
