@@ -22,7 +22,8 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, RequestTable
 from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
-from mamba_eagle.runner.verify import DeferredVerify, SchemeSize, Step
+from mamba_eagle.runner.triton_snapshot import TritonSnapshotVerify
+from mamba_eagle.runner.verify import DeferredVerify, RecurrentVerify, SchemeSize, Step
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.tree import Tree
 
@@ -125,3 +126,8 @@ class TritonDeferredVerify(DeferredVerify):
     def _move_history(self, slots: Tensor, keep: Tensor) -> None:
         places = self.path[slots].gather(1, keep[:, None] + self.offsets)
         self.path[slots[:, None], self.offsets] = places
+
+
+TRITON_SCHEMES: dict[str, type[RecurrentVerify]] = {
+    scheme.name: scheme for scheme in (TritonDeferredVerify, TritonSnapshotVerify)
+}

@@ -404,12 +404,12 @@ def _make_scheme(
         from mamba_eagle.runner.fused_verify import FUSED_SCHEMES
 
         scheme = FUSED_SCHEMES[scheme.name]
-    elif scheme is DeferredVerify and gpu.usable(device, *dtypes):
+    elif gpu.usable(device, *dtypes):
         from mamba_eagle.runner.triton_layer import sizes_known
-        from mamba_eagle.runner.triton_verify import TritonDeferredVerify
+        from mamba_eagle.runner.triton_verify import TRITON_SCHEMES
 
         if sizes_known(config):
-            scheme = TritonDeferredVerify
+            scheme = TRITON_SCHEMES[scheme.name]
     return scheme(config, size, table, pool)
 
 

@@ -1,4 +1,4 @@
-"""A GPU's rows and folds against the float64 recurrence.
+"""A GPU's schemes, rows and folds and snapshots, against the float64 recurrence.
 
 In Triton's interpreter alone, in a process of its own (see triton_rig.py): the rig's pools are on
 the CPU.
@@ -23,20 +23,24 @@ def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 
 
-def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, max_depth: int = 4) -> Rig:
+def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "deferred") -> Rig:
     sizes = mamba_config(conv_kernel, num_heads=4, head_dim=16, state_size=16)
-    return Rig("deferred-triton", rows, max_depth, sizes, num_layers=1, requests=4, max_nodes=nodes)
+    name = f"{scheme}-triton"
+    return Rig(name, rows, 4, sizes, num_layers=1, requests=4, max_nodes=nodes)
 
 
 @runs_kernels
 @pytest.mark.parametrize("conv_kernel", [2, 4], ids="conv{}".format)
-@pytest.mark.parametrize("nodes, rows", [(1, 8), (5, 12), (5, 24)])
+@pytest.mark.parametrize(
+    "scheme, nodes, rows",
+    [("deferred", 1, 8), ("deferred", 5, 12), ("deferred", 5, 24), ("snapshot", 5, 5)],
+)
 def test_any_accepts_and_folds_leave_the_plain_state(
-    nodes: int, rows: int, conv_kernel: int
+    scheme: str, nodes: int, rows: int, conv_kernel: int
 ) -> None:
     """With as few rows as there may be, and more; after each step the checkpoint holds what it is
     said to hold."""
-    rig = triton_rig(rows, nodes, conv_kernel)
+    rig = triton_rig(rows, nodes, conv_kernel, scheme)
     slots = {3: 7, 0: 1, 2: 5}
     for slot, checkpoint in slots.items():
         rig.admit(slot, checkpoint, position=5 * slot)
@@ -59,8 +63,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @runs_kernels
-def test_ended_requests_and_changing_shapes() -> None:
-    rig = triton_rig(rows=16, nodes=8)
+@pytest.mark.parametrize("scheme", ["deferred", "snapshot"])
+def test_ended_requests_and_changing_shapes(scheme: str) -> None:
+    rig = triton_rig(rows=16, nodes=8, scheme=scheme)
     for slot, checkpoint in ((0, 3), (1, 8)):
         rig.admit(slot, checkpoint)
     for nodes in (8, 1, 1, 5, 8):

@@ -24,10 +24,10 @@ HIDDEN = 8
 CPU = torch.device("cpu")
 
 
-def triton_scheme() -> Any:
-    from mamba_eagle.runner.triton_verify import TritonDeferredVerify  # needs triton
+def triton_scheme(name: str) -> Any:
+    from mamba_eagle.runner.triton_verify import TRITON_SCHEMES  # needs triton
 
-    return TritonDeferredVerify
+    return TRITON_SCHEMES[name]
 
 
 def mamba_config(
@@ -170,7 +170,7 @@ class Rig:
         name, _, form = scheme.partition("-")
         size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
         with torch_path(form == "torch"):
-            make = triton_scheme() if form == "triton" else VERIFY_SCHEMES[name]
+            make = triton_scheme(name) if form == "triton" else VERIFY_SCHEMES[name]
             self.scheme: RecurrentVerify = make(self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, Moment]] = {}  # slot -> position -> moment

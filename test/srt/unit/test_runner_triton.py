@@ -40,6 +40,7 @@ runs_kernels = pytest.mark.skipif(
 EAGLE = Settings(topk=3, steps=4, nodes=9, fused=False)
 SETTINGS = {
     "eagle-tree": EAGLE,
+    "eagle-tree-snapshot": EAGLE._replace(scheme="snapshot"),
     "standalone-tree": EAGLE._replace(algorithm="STANDALONE"),
     "standalone-chain": Settings("STANDALONE", topk=1, steps=3, nodes=4, fused=False),
 }
