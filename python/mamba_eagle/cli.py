@@ -1,4 +1,7 @@
-"""``mamba-eagle serve | bench | eval | explain | train``; each also runs by ``python -m``."""
+"""``mamba-eagle serve | bench | eval | explain | train-drafter | train``.
+
+Each also runs by ``python -m``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ COMMANDS = {
     "bench": ("mamba_eagle.bench_one_batch", "time one batch, without a server"),
     "eval": ("mamba_eagle.eval.few_shot_gsm8k", "few-shot GSM8K against a running server"),
     "explain": ("mamba_eagle.explain", "print the draft trees of one request"),
+    "train-drafter": ("mamba_eagle.train.drafter.command", "train a draft head for a model"),
 }
 TRAIN = "mamba_eagle.train"
 

@@ -1,1 +1,1 @@
-"""The recipe of the embedded model and of its draft head: text, tokenizer, training."""
+"""Draft heads for any model (drafter/), and the recipe of the embedded one: text, tokenizer."""

@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from mamba_eagle.train.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -66,35 +65,18 @@ MODEL_CONFIG: dict[str, Any] = {
     "eos_token_id": EOS_ID,
 }
 
-EAGLE_CONFIG: dict[str, Any] = {
-    "architectures": ["EagleHead"],
-    "model_type": "eagle",
-    "torch_dtype": "bfloat16",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": MODEL_CONFIG["hidden_size"],
-    "num_hidden_layers": 2,
-    "hybrid_override_pattern": "*-",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 768,
-    "mlp_hidden_act": "relu2",
-    "layer_norm_epsilon": 1e-5,
-    "max_position_embeddings": MODEL_CONFIG["max_position_embeddings"],
-    "eos_token_id": EOS_ID,
-}
-
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def save_weights(model: nn.Module, folder: Path, config: dict[str, Any]) -> None:
-    """Writes config.json and model.safetensors (bfloat16); a reader never sees half a file."""
+def save_weights(weights: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> None:
+    """Writes config.json and model.safetensors, floating-point numbers as bfloat16; a reader never
+    sees half a file."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in weights.items()
     }
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
@@ -105,7 +87,7 @@ def save_weights(model: nn.Module, folder: Path, config: dict[str, Any]) -> None
 
 def save_model(model: nn.Module, folder: Path, tokenizer_folder: Path) -> None:
     """A complete checkpoint of the language model: weights, configs and tokenizer."""
-    save_weights(model, folder, MODEL_CONFIG)
+    save_weights(model.state_dict(), folder, MODEL_CONFIG)
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _write_json(folder / "generation_config.json", {**generation, "do_sample": False})
     for name in TOKENIZER_FILES:

@@ -1,4 +1,5 @@
-"""What both training scripts share: the schedule, the clock, the stop signal, the device."""
+"""The embedded model's training loop, and what the draft heads' loop has of it: the optimizer, the
+clock, the stop signal, the device."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,6 +60,27 @@ def autocast(device: str) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
 
+@dataclass
+class StopSignal:
+    wanted: bool = False  # the run is to end after the current step
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[StopSignal]:
+    """Inside, SIGTERM asks for an end and does nothing else, so that the model can be saved."""
+    stop = StopSignal()
+
+    def ask(*_: object) -> None:
+        print("stopping: SIGTERM", flush=True)
+        stop.wanted = True
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class Progress:
     """How far a run is, from 0 to 1: by steps when given, else by elapsed time."""
 
@@ -65,20 +88,6 @@ class Progress:
         self._seconds, self._steps = minutes * 60, steps
         self._start = time.monotonic()
         self.step = 0
-        self._stopped = False
-
-    @contextlib.contextmanager
-    def stop_on_sigterm(self) -> Iterator[None]:
-        """Inside, SIGTERM ends the run after the current step, and the model is saved."""
-        before = signal.signal(signal.SIGTERM, self._stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _stop(self, *_: object) -> None:
-        print("stopping: SIGTERM", flush=True)
-        self._stopped = True
 
     @property
     def elapsed(self) -> float:
@@ -91,7 +100,7 @@ class Progress:
 
     @property
     def done(self) -> bool:
-        return self._stopped or self.fraction >= 1.0
+        return self.fraction >= 1.0
 
     def restart_clock(self) -> None:
         """The first step compiles and allocates; time counts from after it."""
@@ -170,8 +179,8 @@ def run(
     time_to_evaluate, time_to_save = Every(args.eval_seconds), Every(args.save_seconds)
     logged_at, logged_step = time.monotonic(), 0
 
-    with progress.stop_on_sigterm():
-        while not progress.done:
+    with stop_on_sigterm() as stop:
+        while not (progress.done or stop.wanted):
             lr = learning_rate(args.lr, progress.fraction) * rescue.lr_scale
             for group in optimizer.param_groups:
                 group["lr"] = lr

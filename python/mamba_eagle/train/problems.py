@@ -181,18 +181,25 @@ def document(question: str, answer: str) -> str:
     return f"Question: {question}\nAnswer: {answer}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="write the held-out problems, or sample some")
-    parser.add_argument("--write-held-out", action="store_true")
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="make problems, or write the held-out ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=5)
-    args = parser.parse_args()
+    parser.add_argument("--output", type=Path, help="jsonl file for them, else they are printed")
+    parser.add_argument("--write-held-out", action="store_true")
+    args = parser.parse_args(argv)
     if args.write_held_out:
-        lines = [json.dumps({"question": p.question, "answer": p.answer}) for p in held_out()]
-        HELD_OUT_PATH.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return
-    for problem in generate(args.seed, args.count):
-        print(document(**problem), end="\n\n")
+        records = [{"question": p.question, "answer": p.answer} for p in held_out()]
+        _write_records(HELD_OUT_PATH, records)
+    elif args.output:
+        _write_records(args.output, generate(args.seed, args.count))
+    else:
+        for problem in generate(args.seed, args.count):
+            print(document(**problem), end="\n\n")
+
+
+def _write_records(path: Path, records: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import json
 import random
 import re
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from mamba_eagle import cli
 from mamba_eagle.train import problems, stories, story_words
 from mamba_eagle.train.problems import Draft, Problem, document, generate, held_out, stream
 from mamba_eagle.train.scenarios import SCENARIOS
@@ -189,3 +191,9 @@ def test_scenario_errors_name_the_step() -> None:
         draft.step("They get @.", 7, "/", 2)
     with pytest.raises(ValueError, match="2 - 7 is negative"):
         draft.step("They get @.", 2, "-", 7)
+
+
+def test_the_command_writes_a_file_of_prompts(tmp_path: Path) -> None:
+    assert cli.main(["train", "problems", "--count", "3", "--output", f"{tmp_path}/made"]) == 0
+    lines = (tmp_path / "made").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == generate(0, 3)

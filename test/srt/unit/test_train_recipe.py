@@ -14,10 +14,9 @@ import torch
 
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
-from mamba_eagle.train import eagle, loop, pretrain
-from mamba_eagle.train.checkpoint import EAGLE_CONFIG, MODEL_CONFIG, load_weights
+from mamba_eagle.train import loop, pretrain
+from mamba_eagle.train.checkpoint import MODEL_CONFIG, load_weights
 from mamba_eagle.train.context import TrainingContext
 from mamba_eagle.train.data import ProblemEncoder, Rows, RowStream, make_block
 from mamba_eagle.train.evaluate import Question, exact_match, greedy, last_integer, make_questions
@@ -229,11 +228,10 @@ def test_transformers_can_initialize_from_the_config(checkpoint: Path) -> None:
 
 def test_sigterm_ends_a_run_and_nothing_else() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    progress = loop.Progress(minutes=60, steps=None)
-    with progress.stop_on_sigterm():
-        assert not progress.done
+    with loop.stop_on_sigterm() as stop:
+        assert not stop.wanted
         os.kill(os.getpid(), signal.SIGTERM)
-        assert progress.done
+        assert stop.wanted
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -253,46 +251,3 @@ def test_rescue_returns_to_the_last_good_weights() -> None:
     assert not rescue.restore_if_broken(1.0, optimizer)
     assert rescue.restore_if_broken(float("nan"), optimizer)
     assert torch.equal(model.weight, good) and rescue.lr_scale == 0.5
-
-
-# --- the draft head ------------------------------------------------------------------------------
-
-
-def test_unrolled_step_equals_drafting_one_token_at_a_time() -> None:
-    """Step j at position p is what a drafter computes j guesses after the last true feature."""
-    target = ModelConfig.from_dict(MODEL_CONFIG)
-    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG)).float()
-    initialize(head, seed=0)
-    length, steps = 12, 4
-    generator = torch.Generator().manual_seed(0)
-    embeddings = torch.randn(1, length, target.hidden_size, generator=generator)
-    features = torch.randn(1, length, target.hidden_size, generator=generator)
-    with torch.no_grad():
-        unrolled = eagle.unroll(head, embeddings, features, steps)
-        for begin in range(1, length - steps):  # the first entry of the draft, a true feature
-            given = eagle.shift(features, 1)[0, : begin + 1]
-            for j in range(steps):
-                p = begin + j
-                drafted = head(embeddings[0, : p + 1], given, FullSequenceContext(1, p + 1))[-1]
-                torch.testing.assert_close(unrolled[j][0, p], drafted, atol=1e-5, rtol=1e-4)
-                given = torch.cat([given, drafted[None]])
-
-
-def test_eagle_script_saves_a_loadable_head(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["--target", str(checkpoint), "--output", str(tmp_path), "--steps", "2"]
-    eagle.main([*arguments, *SMALL, *OFTEN])
-    config = ModelConfig.from_pretrained(tmp_path)
-    assert config.architecture == "EagleHead" and config.blocks == ("attention", "mlp")
-    head = EagleHead(config).float()
-    load_weights(head, tmp_path)
-    assert all(torch.isfinite(p).all() for p in head.parameters())
-
-
-def test_acceptance_counts_a_depth_only_after_all_before_it(checkpoint: Path) -> None:
-    target = load(checkpoint)
-    head = EagleHead(ModelConfig.from_dict(EAGLE_CONFIG)).float()
-    initialize(head, seed=0)
-    rows = make_block(ProblemEncoder(checkpoint), 0, 0, LENGTH, 2)
-    measured = eagle.measure_acceptance(head, target, *pretrain.to_device(rows, "cpu"))
-    assert all(a >= b for a, b in zip(measured.by_depth, measured.by_depth[1:]))
-    assert measured.length == pytest.approx(sum(measured.by_depth))

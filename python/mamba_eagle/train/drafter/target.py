@@ -1,0 +1,42 @@
+"""The frozen target: loaded as it is served, asked for whole sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.loader import created_as, load_weights
+from mamba_eagle.models.registry import model_class
+from mamba_eagle.runner.model_runner import resolve_dtype
+from mamba_eagle.train.drafter.batches import Rows
+
+
+class Taught(NamedTuple):
+    """What the target says about some rows; without gradient."""
+
+    features: Tensor  # [b, l, W]: after the final norm, then the tapped layers' inputs
+    wanted: Tensor  # [roots, vocab_size] float32: its distribution behind each root
+
+
+def load_target(folder: Path, device: torch.device) -> CausalLM:
+    """In the dtype that ``serve`` runs it in, without what inference packs: gradients of the head
+    pass through lm_head."""
+    config = ModelConfig.from_pretrained(folder)
+    with created_as(resolve_dtype("auto", config, device), device):
+        target = model_class(config)(config)
+    load_weights(target, folder)
+    return target.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def ask_target(target: CausalLM, rows: Rows) -> Taught:
+    features = target(rows.tokens.flatten(), FullSequenceContext(*rows.tokens.shape))
+    hidden = features[rows.wanted.flatten(), : target.config.hidden_size]
+    wanted = target.compute_logits(hidden).softmax(-1)
+    return Taught(features.view(*rows.tokens.shape, -1), wanted)

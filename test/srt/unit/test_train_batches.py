@@ -1,0 +1,78 @@
+"""Which answers a step trains on, and what is counted in them."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from mamba_eagle.train.drafter.answers import Answered
+from mamba_eagle.train.drafter.batches import Answer, Batches, passes, split, to_rows, usable
+from mamba_eagle.train.drafter.trainer import LR_FLOOR, WARM_UP, cosine
+
+CPU = torch.device("cpu")
+
+
+def some_answers(count: int) -> list[Answer]:
+    """Each of tokens of its own, so that they can be told apart."""
+    luck = random.Random(1)
+    sizes = [(luck.randint(1, 9), luck.randint(2, 30)) for _ in range(count)]
+    return [Answer([i] * (prompt + answer), prompt) for i, (prompt, answer) in enumerate(sizes)]
+
+
+def test_an_epoch_shows_each_answer_once_whatever_the_number_of_processes() -> None:
+    answers = some_answers(24)
+    batches = Batches(answers, batch_size=6, micro_tokens=80, depth=2, seed=0)
+    epochs = []
+    for epoch in range(2):
+        seen = []
+        for step in range(epoch * 4, epoch * 4 + 4):
+            parts = [batches.step(step, rank, 3).passes for rank in range(3)]
+            shown = [a.tokens[0] for part in parts for group in part for a in group]
+            alone = [a.tokens[0] for group in batches.step(step, 0, 1).passes for a in group]
+            assert sorted(shown) == sorted(alone) and len(shown) == 6
+            seen += shown
+        assert sorted(seen) == list(range(24))
+        epochs.append(seen)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_pass_has_no_more_tokens_than_allowed_unless_one_answer_is_longer() -> None:
+    answers = some_answers(40)
+    groups = passes(answers, 60)
+    assert sorted(a.tokens[0] for group in groups for a in group) == list(range(40))
+    assert all(len(group) * max(len(a.tokens) for a in group) <= 60 for group in groups)
+    assert [len(group) for group in passes(answers, 1)] == [1] * 40
+
+
+def test_guesses_are_the_marked_places() -> None:
+    answers = some_answers(10)
+    rows = to_rows(answers, CPU)
+    for depth in range(4):
+        marked = rows.at_depth(depth).sum(1).tolist()
+        assert marked == [answer.guesses(depth) for answer in answers]
+    first = rows.at_depth(1)[0].nonzero().flatten().tolist()
+    # the root is the first answer token at the earliest, and the last token follows a guess
+    assert first == list(range(answers[0].prompt_len + 1, len(answers[0].tokens) - 1))
+
+
+def test_answers_without_a_place_for_a_draft_are_left_out() -> None:
+    made = [Answered(1, [5, 6], [7]), Answered(2, [5], [7, 8, 9]), Answered(3, [5] * 9, [7, 7])]
+    assert usable(made, 3) == [Answer([5, 7, 8], 1)]
+
+
+def test_held_out_answers_are_not_trained_on() -> None:
+    answers = some_answers(20)
+    data = split(answers, 6, seed=3)
+    assert len(data.held_out) == 6
+    assert sorted(a.tokens[0] for a in data.training + data.held_out) == list(range(20))
+    assert data.held_out != split(answers, 6, seed=4).held_out
+
+
+def test_the_learning_rate_rises_then_falls_to_a_hundredth() -> None:
+    rates = [cosine(step / 1000) for step in range(1001)]
+    peak = rates.index(max(rates))
+    assert peak == round(1000 * WARM_UP) and rates[peak] == 1.0
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert abs(rates[-1] - LR_FLOOR) < 1e-9

@@ -1,0 +1,110 @@
+"""``train-drafter`` on a tiny target: what heads learn, and that a server sees the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from train_rig import (
+    ALGORITHMS,
+    DEPTH,
+    HELD_OUT,
+    NEW_TOKENS,
+    Rig,
+    algorithm,
+    losses,
+    make_rig,
+    read_record,
+)
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.runner.driver import InProcessDriver
+from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.train.drafter.batches import split, to_rows, usable
+from mamba_eagle.train.drafter.recipe import draft_loss
+from mamba_eagle.train.drafter.recipes import RECIPES
+from mamba_eagle.train.drafter.settings import TrainSettings
+from mamba_eagle.train.drafter.target import ask_target, load_target
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return make_rig(tmp_path_factory.mktemp("rig"))
+
+
+@pytest.fixture(scope="module")
+def head(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By name: the folder of a head after some steps, made when it is asked for first."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("heads") / name
+            rig.train(made[name], name, "--steps", "40", "--lr", "0.01")
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_steps_lower_the_loss_and_raise_acceptance(
+    name: str, rig: Rig, head: Callable[[str], Path], tmp_path: Path, capsys
+) -> None:
+    before = rig.train(tmp_path, name, "--steps", "1", "--lr", "1e-9")["acceptance"]
+    capsys.readouterr()
+    folder = head(name)
+    if shown := losses(capsys.readouterr().out):  # else another test has made this head
+        assert shown[-1] < shown[0] - 0.5
+    after = read_record(folder)["acceptance"]
+    assert after["by_depth"][0] > before["by_depth"][0] + 0.3
+    assert after["length"] > before["length"] + 0.3
+    assert after["by_depth"] == sorted(after["by_depth"], reverse=True)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_served_chain_is_accepted_as_the_training_has_measured(
+    name: str, rig: Rig, head: Callable[[str], Path]
+) -> None:
+    """Within 2 %: the same answers in float32, but a server's sums have another order."""
+    config = EngineConfig(
+        model_path=str(rig.target),
+        device="cpu",
+        speculative_algorithm=algorithm(name).upper(),
+        speculative_draft_model_path=str(head(name)),
+        speculative_num_steps=DEPTH,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=DEPTH + 1,
+        max_running_requests=HELD_OUT,
+        max_total_tokens=1000,
+    ).resolved()
+    held_out = split(usable(rig.answered(), 2048), HELD_OUT, 0).held_out
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
+    prompts = [answer.tokens[: answer.prompt_len] for answer in held_out]
+    made = InProcessDriver(ModelRunner(config), config).generate(prompts, sampling)
+    assert made.tokens == [answer.tokens[answer.prompt_len :] for answer in held_out]
+    measured = read_record(head(name))["acceptance"]["length"]
+    assert made.accept_length == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle-mamba", "eagle3", "mtp"])
+def test_mixed_precision_gives_nearly_the_same_loss(name: str, rig: Rig) -> None:
+    """What a GPU does: target in bfloat16, head in float32 with products in bfloat16."""
+    part = usable(rig.answered()[:8], 2048)
+    pattern = "M-" if name == "eagle-mamba" else "*-"
+    settings = TrainSettings(target=str(rig.target), draft_vocab_size=60, head_pattern=pattern)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_target(rig.target, torch.device("cpu")).to(dtype)
+        recipe = RECIPES[algorithm(name)](settings, model, part)
+        rows = to_rows(part, torch.device("cpu"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = draft_loss(recipe, rows, ask_target(model, rows), [100] * DEPTH)
+        loss.backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in recipe.module.parameters())
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=0.02)
