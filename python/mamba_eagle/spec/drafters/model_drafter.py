@@ -7,6 +7,8 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.accept.cpu import append_pending
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import (
     PrefillPart,
@@ -142,6 +144,19 @@ class ModelDrafter(Drafter):
         self.pending[slot] = 1
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        deep = accepted.nodes.shape[1]
+        if self._append(slots, accepted, features) > self.most_pending - deep:
+            self._run_all_but_roots(slots[self.pending[slots] > self.most_pending - deep])
+
+    def _append(self, slots: Tensor, accepted: Truncated, features: Tensor) -> int:
+        """Accepted nodes join those that wait. Returns the largest number of a request's."""
+        pending = (self.pending_tokens, self.pending_features, self.pending)
+        if numba_math.usable(slots.device, self.pending_features.dtype):
+            # of all nodes: in a plain step, where it matters, these are the accepted ones
+            entries = self.network.entry_features(features.flatten(0, 1))
+            entries = entries.unflatten(0, features.shape[:2])
+            inputs = (slots, accepted.nodes, accepted.tokens, accepted.count, entries, *pending)
+            return int(append_pending(*(part.numpy() for part in inputs)))
         b, deep = accepted.nodes.shape
         index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
         entries = self.network.entry_features(features.gather(1, index).flatten(0, 1))
@@ -150,9 +165,7 @@ class ModelDrafter(Drafter):
         self.pending_tokens[at] = accepted.tokens
         self.pending_features[at] = entries.view(b, deep, -1).to(self.pending_features.dtype)
         self.pending[slots] += accepted.count
-        full = self.pending[slots] > self.most_pending - deep
-        if bool(full.any()):
-            self._run_all_but_roots(slots[full])
+        return int(self.pending[slots].max())
 
     def release(self, slot: int, position: int) -> None:
         if position >= 0:
