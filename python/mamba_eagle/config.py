@@ -86,6 +86,9 @@ class EngineConfig:
     speculative_num_steps: int = setting(5, "depth of the draft tree")
     speculative_eagle_topk: int = setting(2, "lanes of the draft tree; 1: a chain")
     speculative_num_draft_tokens: int = setting(8, "nodes verified in a step, the root included")
+    speculative_adaptive: bool = setting(
+        True, "draft in each step what is fastest: this tree, a smaller one, a chain, or nothing"
+    )
     speculative_ngram_max_trie_depth: int = setting(
         12, "NGRAM: tokens of the longest n-gram, those matched and the one behind them"
     )
@@ -227,7 +230,10 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             help_text += f" (default: {spec.default})"
         kind = hints[spec.name]
         assert not isinstance(kind, types.UnionType)
-        if kind is bool:
+        if kind is bool and spec.default:
+            pair = argparse.BooleanOptionalAction  # --flag and --no-flag
+            parser.add_argument(flag, action=pair, default=True, help=help_text)
+        elif kind is bool:
             parser.add_argument(flag, action="store_true", help=help_text)
         else:
             parser.add_argument(

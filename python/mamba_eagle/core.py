@@ -143,6 +143,11 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
     nodes: int = 1
 
+    @property
+    def name(self) -> str:
+        """As /metrics and /server_info call it."""
+        return f"{self.topk}x{self.steps}x{self.nodes}" if self.nodes > 1 else "plain"
+
     def problems(self) -> list[str]:
         """Why no such tree can be formed; [] if it can."""
         wrong = []
@@ -161,3 +166,6 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
         if self.nodes > 64:
             wrong.append(f"--speculative-num-draft-tokens {self.nodes}: must be at most 64")
         return wrong
+
+
+PLAIN = TreeShape()  # the root alone

@@ -109,7 +109,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    # of decode steps, if the server speculates:
+    # of decode steps, plain ones among them, if the server speculates:
     verify_steps: int = 0
     accepted_drafts: int = 0  # drafted tokens that were accepted, of …
     proposed_drafts: int = 0  # … so many: the depths of the trees
@@ -131,11 +131,28 @@ class FlushReply(Struct):
     message: str = ""
 
 
+class ShapeUse(msgspec.Struct, kw_only=True):
+    """What the decode steps of one tree shape did since the start, whatever their batch sizes."""
+
+    steps: int
+    accept_length: float  # tokens of a request in a step
+    step_ms: float  # mean time of a step
+
+
+class SpeculationState(msgspec.Struct, kw_only=True):
+    """What is drafted. Shapes go by name: "plain", or topk x steps x nodes as in "2x5x8"."""
+
+    adaptive: bool = False
+    current: str = "plain"  # the last step's
+    shapes: dict[str, ShapeUse] = {}
+
+
 class StateReply(Struct):
     """Gauges and counters of the scheduler, for /server_info, /get_load and /metrics."""
 
     call_id: int
     state: dict[str, float]
+    speculation: SpeculationState
 
 
 # ── scheduler → runner ───────────────────────────────────────────────────────────────────────
@@ -180,6 +197,8 @@ class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     shape: TreeShape
     slots: list[int]
     kv_slots: list[list[int]]  # [requests][nodes]
+    stop_following: bool = False  # drafts do not pay: until they leave, the drafter may miss what
+    # these requests make. If trees are asked for nevertheless, they may hold any tokens
 
 
 class Release(msgspec.Struct, array_like=True):
@@ -246,6 +265,9 @@ class StepResult(Struct):
     prefill: list[PrefillResult] = []
     decode: list[DecodeResult] = []
     seconds: float = 0.0  # the runner's time for the step
+    decode_seconds: float = 0.0  # of it, for drafting, verifying and accepting
+    follow_seconds: float = 0.0  # of that, for telling the drafter of a plain step
+    idle_seconds: float = 0.0  # between the end of the last step and the beginning of this one
 
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState

@@ -17,8 +17,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from mamba_eagle.message import ShapeUse, StateReply
 
 if TYPE_CHECKING:
     from mamba_eagle.tokenizer.sample import LiveRequest, Sample
@@ -42,12 +44,23 @@ SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 5
 disable_created_metrics()  # they double the series and no dashboard reads them
 
 
-class _Gauges(Collector):
+class _OfScheduler(Collector):
+    """What the scheduler counts, as it was last told."""
+
     def __init__(self, model: str) -> None:
         self.model = model
         self.values: dict[str, float] = {}
+        self.shapes: dict[str, ShapeUse] = {}
 
     def collect(self) -> Iterator[Metric]:
+        steps = CounterMetricFamily(
+            PREFIX + "spec_steps",
+            "decode steps by what they drafted: plain, or topk x steps x nodes",
+            labels=["model_name", "shape"],
+        )
+        for shape, use in self.shapes.items():
+            steps.add_metric([self.model, shape], use.steps)
+        yield steps
         for name, help_text in GAUGES.items():
             if name in self.values:
                 gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
@@ -62,8 +75,8 @@ class Recorder:
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
         self._model = model
-        self._gauges = _Gauges(model)
-        self.registry.register(self._gauges)
+        self._scheduler = _OfScheduler(model)
+        self.registry.register(self._scheduler)
 
         def counter(name: str, help_text: str) -> Counter:
             family = Counter(PREFIX + name, help_text, ["model_name"], registry=self.registry)
@@ -164,12 +177,16 @@ class Recorder:
                 sample.finish.as_dict(),
             )
 
-    def exposition(self, state: dict[str, float]) -> bytes:
-        """The text of /metrics; ``state`` has the scheduler's gauges, its own names winning."""
+    def exposition(self, reply: StateReply | None) -> bytes:
+        """The text of /metrics; the scheduler's gauges win over those of the same name here.
+        None: it has not answered."""
         values: dict[str, float] = {}
         if self._prompt:
             values["cache_hit_rate"] = self._cached / self._prompt
         if self.accept_length is not None:
             values["spec_accept_length"] = self.accept_length
-        self._gauges.values = values | {k: v for k, v in state.items() if k in GAUGES}
+        state = reply.state if reply is not None else {}
+        self._scheduler.values = values | {k: v for k, v in state.items() if k in GAUGES}
+        if reply is not None:
+            self._scheduler.shapes = reply.speculation.shapes
         return generate_latest(self.registry)

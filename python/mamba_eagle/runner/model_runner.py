@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import PLAIN, SamplingParams
 from mamba_eagle.kernels.pointwise import pointwise_ops
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.message import (
@@ -105,6 +105,8 @@ class ModelRunner:
                 )
             )
         self.ready = self._describe()
+        self.unfollowed: set[int] = set()  # slots of requests that the drafter has lost sight of
+        self._ended = time.perf_counter()  # the last step
         self.warm_up()
 
     # ── one step ──
@@ -116,13 +118,28 @@ class ModelRunner:
         for release in plan.releases:
             self._release(release)
         prefill = self._prefill(plan.prefill) if plan.prefill else []
+        if prefill and plan.decode is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what prompts took is not the decode part's time
+        self._follow_seconds = 0.0
+        decode_began = time.perf_counter()
         decode = self._decode(plan.decode) if plan.decode is not None else []
-        seconds = time.perf_counter() - began
-        return StepResult(step=plan.step, prefill=prefill, decode=decode, seconds=seconds)
+        ended = time.perf_counter()
+        idle, self._ended = began - self._ended, ended
+        return StepResult(
+            step=plan.step,
+            prefill=prefill,
+            decode=decode,
+            seconds=ended - began,
+            decode_seconds=ended - decode_began,
+            follow_seconds=self._follow_seconds,
+            idle_seconds=idle,
+        )
 
     def _release(self, release: Release) -> None:
         slot = release.slot
-        self.drafter.release(slot, release.fold_to)
+        followed = slot not in self.unfollowed
+        self.unfollowed.discard(slot)
+        self.drafter.release(slot, release.fold_to if followed else -1)
         if release.fold_to >= 0:
             slots = torch.tensor([slot], device=self.device)
             keep = release.fold_to - int(self.scheme.folded(slots))
@@ -231,7 +248,7 @@ class ModelRunner:
         run = table.run[slots]
         table.kv_slots[slots, run] = kv_slots[:, 0]
 
-        if batch.shape.nodes == 1:
+        if batch.shape == PLAIN:
             tree = single_node_tree(table.last_token[slots])
         else:
             noise = batch_noise(self.sampling, batch.slots)
@@ -247,7 +264,15 @@ class ModelRunner:
         target = sample(self.sampling, batch.slots, logits, positions + 1, tree)
 
         accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
-        self._commit(slots, kv_slots, accepted, features.unflatten(0, tree.tokens.shape))
+        features = features.unflatten(0, tree.tokens.shape)
+        self._commit(slots, kv_slots, accepted, features)
+        if batch.stop_following and self.drafter.costs_to_follow:
+            self.unfollowed.update(batch.slots)
+        if not self.unfollowed.issuperset(batch.slots):
+            began = time.perf_counter()
+            self.drafter.observe_accepted(slots, accepted, features)
+            if batch.shape == PLAIN:
+                self._follow_seconds = time.perf_counter() - began
         return self._decode_results(batch, slots, tree, accepted, logits)
 
     def _commit(
@@ -257,7 +282,6 @@ class ModelRunner:
         self.scheme.accept(accepted, features)
         commit_tokens(self.table, slots, kv_slots, accepted)
         self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
-        self.drafter.observe_accepted(slots, accepted, features)
 
     def _decode_results(
         self, batch: DecodeBatch, slots: Tensor, tree: Tree, accepted: Truncated, logits: Tensor

@@ -1,20 +1,22 @@
-"""Which running requests take a decode step, and who steps back when KV slots run out."""
+"""Which running requests take a decode step, with which trees, and who steps back when KV slots
+run out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mamba_eagle.cache.pools import Pools
-from mamba_eagle.core import TreeShape
+from mamba_eagle.core import PLAIN
 from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.speculation import ShapePolicy
 from mamba_eagle.scheduler.step import Row, Step
 
 
 class DecodeManager:
     """Reserves one tree of KV slots a request; the oldest are served first."""
 
-    def __init__(self, shape: TreeShape, pools: Pools) -> None:
-        self.shape = shape
+    def __init__(self, policy: ShapePolicy, pools: Pools) -> None:
+        self.policy = policy
         self.pools = pools
 
     def schedule(
@@ -25,18 +27,23 @@ class DecodeManager:
         One without KV slots skips the step. If nothing on its way will free any, returns the
         youngest running request, to be retracted; it has no row.
         """
-        for request in sorted(running, key=lambda request: request.order):
-            if not request.decodable:
-                continue
-            kv_slots = self.pools.take_kv(self.shape.nodes)
+        ready = [request for request in running if request.decodable]
+        if ready:
+            step.choice = self.policy.choose(
+                [request.drafts for request in ready],
+                [earlier.choice for earlier in in_flight if earlier.rows],
+            )
+        for request in sorted(ready, key=lambda request: request.order):
+            kv_slots = self.pools.take_kv(step.choice.shape.nodes)
             if kv_slots is None:
                 step.short_of_kv = True
                 break
             step.rows.append(Row(request, kv_slots))
+            request.drafts.stopped |= step.choice.stops
         if step.short_of_kv and not self._slots_are_coming(running, in_flight):
             return max(running, key=lambda request: request.order)
         return None
 
     def _slots_are_coming(self, running: list[Request], in_flight: Sequence[Step]) -> bool:
-        rejects = self.shape.nodes > 1 and any(step.rows for step in in_flight)
+        rejects = any(step.rows and step.choice.shape != PLAIN for step in in_flight)
         return rejects or any(request.leaving or request.all_planned for request in running)

@@ -107,7 +107,10 @@ class SchedulerProcess:
                     self.answer_flushes()
                 case GetState():
                     state = self.scheduler.state()
-                    self.outputs.send(StateReply(call_id=message.call_id, state=state))
+                    speculation = self.scheduler.policy.state()
+                    self.outputs.send(
+                        StateReply(call_id=message.call_id, state=state, speculation=speculation)
+                    )
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:

@@ -11,6 +11,7 @@ from mamba_eagle.cache.base import Match, Node, as_tokens
 from mamba_eagle.cache.pools import Pools
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, Release, RequestOutput, StepTrace, TokenLogprob
+from mamba_eagle.scheduler.estimates import RequestDrafts
 
 
 class Held(NamedTuple):
@@ -56,6 +57,7 @@ class Request:
         self.return_spec_trace = message.return_spec_trace
         self.tokens = list(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
+        self.drafts = RequestDrafts()
         # told to the client
         self.cached_tokens = 0
         self.verify_steps = 0
@@ -73,6 +75,7 @@ class Request:
         self.slot = self.checkpoint = -1
         self.kv: list[int] = []
         self.duplicates: list[int] = []
+        self.drafts.stopped = False
         self.node: Node | None = None
         self.hit = self.inserted = self.branch = 0
         self.load_from = -1  # the cache's checkpoint at ``hit``; sure until the first chunk is sent

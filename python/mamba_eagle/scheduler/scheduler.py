@@ -6,11 +6,12 @@ from collections import deque
 
 from mamba_eagle.cache.pools import Pools
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import FinishReason
+from mamba_eagle.core import FinishReason, TreeShape
 from mamba_eagle.message import DecodeResult, Generate, Plan, RequestOutput, RunnerReady, StepResult
 from mamba_eagle.scheduler.decode import DecodeManager
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.speculation import Outcome, shape_policy
 from mamba_eagle.scheduler.stats import Stats
 from mamba_eagle.scheduler.step import Row, Step
 
@@ -24,7 +25,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, runner: RunnerReady) -> None:
         self.runner = runner
-        self.shape = config.tree_shape
+        self.shape = config.tree_shape  # the largest of any step
+        self.policy = shape_policy(config)
         self.max_in_flight = 1 if config.disable_overlap_schedule else 2
         self.pools = Pools(
             runner.max_kv_slots,
@@ -33,7 +35,7 @@ class Scheduler:
             use_cache=not config.disable_radix_cache,
         )
         self.prefill = PrefillManager(config, self.pools)
-        self.decode = DecodeManager(self.shape, self.pools)
+        self.decode = DecodeManager(self.policy, self.pools)
         self.stats = Stats()
         self._live: dict[str, Request] = {}  # those that have not ended
         self._admitted: list[Request] = []  # those that hold slots, ended ones until released
@@ -128,7 +130,7 @@ class Scheduler:
         if step.empty:
             return None
         self._complete(step)
-        return step.plan(self.shape)
+        return step.plan()
 
     def _release_leaving(self, step: Step) -> None:
         for request in list(self._admitted):
@@ -181,6 +183,8 @@ class Scheduler:
                 f"step {step.number} of {len(step.chunks)} prefills and {len(step.rows)} decodes "
                 f"was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
+        if step.rows:
+            self._learn(step, result)
         outputs = []
         for (request, item, _), made in zip(step.chunks, result.prefill):
             request.in_flight -= 1
@@ -204,7 +208,7 @@ class Scheduler:
                         f"{request.rid}, which has {request.num_output} of "
                         f"{request.sampling.max_new_tokens}"
                     )
-                self._count_step(request, walk)
+                self._count_step(request, walk, step.choice.shape)
                 outputs.append(request.accept(walk.tokens, walk.logprobs, walk.trace))
                 self._made(request, len(walk.tokens))
         return outputs
@@ -218,13 +222,24 @@ class Scheduler:
         self.pools.kv.free(slot for node, slot in enumerate(row.kv_slots) if node not in kept)
         request.folded = max(request.folded, walk.folded)
 
-    def _count_step(self, request: Request, walk: DecodeResult) -> None:
+    def _learn(self, step: Step, result: StepResult) -> None:
+        # A runner whose next plan is there in time waits for as long as messages take: a cost of
+        # every step. Longer pauses are not the step's.
+        waited = min(result.idle_seconds, result.decode_seconds)
+        outcomes = [
+            Outcome(row.request.drafts, len(walk.tokens))
+            for row, walk in zip(step.rows, result.decode)
+        ]
+        seconds = result.decode_seconds + waited
+        self.policy.observe(step.choice, outcomes, seconds, result.follow_seconds)
+
+    def _count_step(self, request: Request, walk: DecodeResult, shape: TreeShape) -> None:
         self.stats.verify_steps += 1
         self.stats.decode_tokens += len(walk.tokens)
         if self.shape.nodes > 1:
             request.verify_steps += 1
             request.count_accepted(len(walk.tokens) - 1)
-            request.proposed_drafts += self.shape.steps
+            request.proposed_drafts += shape.steps
 
     def _made(self, request: Request, num_tokens: int) -> None:
         self.stats.generated(num_tokens)

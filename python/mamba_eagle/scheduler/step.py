@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mamba_eagle.core import TreeShape
+from mamba_eagle.core import PLAIN
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release
 from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.speculation import Choice
 
 
 class Chunk(NamedTuple):
@@ -29,6 +30,7 @@ class Step:
     releases: list[Release] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    choice: Choice = Choice(PLAIN)  # the shape of the rows' trees
     short_of_kv: bool = False  # a running request has to skip it for want of KV slots
     reads: set[int] = field(default_factory=set)  # checkpoints that its prefill starts from
 
@@ -36,13 +38,14 @@ class Step:
     def empty(self) -> bool:
         return not (self.releases or self.chunks or self.rows)
 
-    def plan(self, shape: TreeShape) -> Plan:
+    def plan(self) -> Plan:
         decode = None
         if self.rows:
             decode = DecodeBatch(
-                shape=shape,
+                shape=self.choice.shape,
                 slots=[row.request.slot for row in self.rows],
                 kv_slots=[row.kv_slots for row in self.rows],
+                stop_following=self.choice.stops,
             )
         return Plan(
             step=self.number,

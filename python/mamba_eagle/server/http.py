@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle import __version__
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import StateReply
 from mamba_eagle.server import generate, openai
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.fields import Fields, read_fields, shown
@@ -156,7 +157,7 @@ async def server_info(request: Request) -> Response:
     scheduler = await _scheduler_state(state)
     averages = {
         "avg_spec_accept_length": state.recorder.accept_length,
-        "last_gen_throughput": scheduler.get("gen_throughput", 0.0),
+        "last_gen_throughput": scheduler.state.get("gen_throughput", 0.0),
     }
     return json_response(
         {
@@ -165,7 +166,8 @@ async def server_info(request: Request) -> Response:
             "served_model_name": state.model_name,
             "version": __version__,
             "uptime": time.time() - state.started,
-            "internal_states": [{**scheduler, **averages}],
+            "internal_states": [{**scheduler.state, **averages}],
+            "speculation": scheduler.speculation,
             "max_total_num_tokens": engine.max_kv_slots,
             "max_checkpoints": engine.max_checkpoints,
             "max_running_requests": engine.max_running_requests,
@@ -178,7 +180,7 @@ async def server_info(request: Request) -> Response:
     )
 
 
-async def _scheduler_state(state: ServerState) -> dict[str, float]:
+async def _scheduler_state(state: ServerState) -> StateReply:
     try:
         return await state.manager.state()
     except (EngineDead, asyncio.TimeoutError) as error:
@@ -212,7 +214,7 @@ async def model(request: Request, name: str) -> Response:
 
 
 async def _load(state: ServerState) -> dict[str, Any]:
-    values = await _scheduler_state(state)
+    values = (await _scheduler_state(state)).state
     running = int(values.get("num_running_reqs", 0))
     waiting = int(values.get("num_queue_reqs", 0))
     return {
@@ -241,10 +243,10 @@ async def loads(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     state = server_state(request)
     try:
-        values = await state.manager.state(timeout=1.0)
+        reply = await state.manager.state(timeout=1.0)
     except (EngineDead, asyncio.TimeoutError):
-        values = {}  # what this process counts is still worth reading
-    content = state.recorder.exposition(values)
+        reply = None  # what this process counts is still worth reading
+    content = state.recorder.exposition(reply)
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -252,14 +252,14 @@ class TokenizerManager:
 
     # ── questions to the scheduler ───────────────────────────────────────────────────────────
 
-    async def state(self, timeout: float = 5.0) -> dict[str, float]:
-        """The scheduler's gauges and counters.
+    async def state(self, timeout: float = 5.0) -> StateReply:
+        """The scheduler's gauges and counters, and what it drafts.
 
         Raises: EngineDead, TimeoutError
         """
         reply = await self._call(GetState(call_id=next(self._numbers)), timeout)
         assert isinstance(reply, StateReply)
-        return reply.state
+        return reply
 
     async def flush_cache(self, timeout: float = 0.0) -> FlushReply:
         """Empties the cache; a busy engine refuses, and is asked again until ``timeout`` s.

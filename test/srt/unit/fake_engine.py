@@ -23,6 +23,8 @@ from mamba_eagle.message import (
     Outputs,
     Ready,
     RequestOutput,
+    ShapeUse,
+    SpeculationState,
     StateReply,
     StepTrace,
     StopAt,
@@ -108,7 +110,9 @@ class FakeEngine:
             self._out.send(FlushReply(call_id=item.call_id, ok=not self._live, message="busy"))
         elif isinstance(item, GetState):
             state = {"num_running_reqs": float(len(self._live)), "gen_throughput": 12.5}
-            self._out.send(StateReply(call_id=item.call_id, state=state))
+            tree = ShapeUse(steps=7, accept_length=2.5, step_ms=1.5)
+            speculation = SpeculationState(adaptive=True, current="2x5x8", shapes={"2x5x8": tree})
+            self._out.send(StateReply(call_id=item.call_id, state=state, speculation=speculation))
 
     def _step(self) -> None:
         outputs = []

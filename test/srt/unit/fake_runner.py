@@ -9,7 +9,7 @@ depends on the prompt and the seed alone; any use of a wrong slot shows as an As
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -96,6 +96,7 @@ class FakeRunner:
         self.slots: dict[int, Slot] = {}
         self.last_step = 0
         self.prefilled_tokens = 0
+        self.decode_steps: Counter[str] = Counter()  # by the name of their shape
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
@@ -123,7 +124,8 @@ class FakeRunner:
             assert not fresh & set(item.prefix_kv_slots), "prefix KV is written in the same step"
         prefill = [self._prefill(item) for item in plan.prefill]
         decode = self._decode(plan.decode) if plan.decode is not None else []
-        return StepResult(step=plan.step, prefill=prefill, decode=decode)
+        seconds = 1.0 + noise("seconds", plan.step) % 4 / 10  # no shape is clearly the best
+        return StepResult(step=plan.step, prefill=prefill, decode=decode, decode_seconds=seconds)
 
     def _release(self, slot_id: int, fold_to: int) -> None:
         slot = self.slots.pop(slot_id)
@@ -215,6 +217,7 @@ class FakeRunner:
 
     def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
         assert len(batch.slots) == len(set(batch.slots)) == len(batch.kv_slots)
+        self.decode_steps[batch.shape.name] += 1
         return [
             self._walk(self.slots[slot], batch, kv) for slot, kv in zip(batch.slots, batch.kv_slots)
         ]

@@ -8,7 +8,7 @@ import pytest
 from fake_runner import FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import PLAIN, SamplingParams
 from mamba_eagle.message import Plan
 
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -234,6 +234,33 @@ def test_no_step_is_planned_for_a_request_that_is_certain_to_end():
     serving.add("a", TRUNK[:10], SHORT)
     serving.finish()
     assert sum(plan.decode is not None for plan in plans) == SHORT.max_new_tokens - 1
+
+
+def tree_server(kv_slots: int, **settings) -> Server:
+    tree = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "head", **settings}
+    return server((kv_slots, 60, 8), context=400, **tree)
+
+
+def test_steps_of_all_shapes_are_counted():
+    """spec_verify_ct counts plain steps too; drafts are counted by the step's own shape."""
+    serving = tree_server(2000)
+    plans = record(serving)
+    for i in range(8):
+        serving.add(f"r{i}", TRUNK[i : i + 20], SamplingParams(max_new_tokens=150, ignore_eos=True))
+    serving.finish()
+    shapes = [plan.decode.shape for plan in plans if plan.decode for _ in plan.decode.slots]
+    assert len(set(shapes)) >= 3 and PLAIN in shapes
+    last = serving.last.values()
+    state = serving.scheduler.state()
+    assert sum(output.verify_steps for output in last) == state["verify_steps_total"]
+    # steps of requests that had ended in the step before are in plans alone
+    assert state["verify_steps_total"] <= len(shapes)
+    assert sum(output.accepted_drafts + output.verify_steps + 1 for output in last) == 8 * 150
+    assert sum(output.proposed_drafts for output in last) <= sum(shape.steps for shape in shapes)
+    speculation = serving.scheduler.policy.state()
+    assert speculation.adaptive
+    steps = {name: use.steps for name, use in speculation.shapes.items()}
+    assert steps == dict(serving.runner.decode_steps)
 
 
 def test_state_counts():

@@ -15,10 +15,12 @@ TREE = {
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 2,
     "speculative_num_draft_tokens": 6,
+    "speculative_adaptive": False,
 }
 SHAPES = {
     "decode": {"speculative_algorithm": "NONE"},
     "tree": TREE,
+    "adaptive": {**TREE, "speculative_adaptive": True},
     "tree-told-all-tokens": {**TREE, "speculative_algorithm": "NGRAM"},
 }
 POOLS = {  # kv slots, checkpoints, request slots

@@ -24,6 +24,7 @@ TREE = {
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 2,
     "speculative_num_draft_tokens": 6,
+    "speculative_adaptive": False,
 }
 PLAIN = {"speculative_algorithm": "NONE"}
 

@@ -1,0 +1,297 @@
+"""Which tree the next decode step drafts, if any: measured step times and acceptance decide."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.message import ShapeUse, SpeculationState
+from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes
+
+SHARE = 0.01  # of the time may be lost on steps that are believed to be worse than others, …
+START = 2.0  # … and beforehand the time of so many plain steps
+SAVINGS = 16.0  # plain steps' time: the most that is saved up
+TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps made
+MARGIN = 1.02  # by how much a shape must be better than the one in use
+FEWEST_ROWS = 4  # of a shape before it is relied on
+TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
+LEAST_AHEAD = 1.0  # plain steps: below this the drafter follows nobody in plain steps, and …
+ENOUGH_AHEAD = 4.0  # … from this on again, while requests that it does not follow are to leave
+
+
+class Choice(NamedTuple):
+    """What a step drafts, and why."""
+
+    shape: TreeShape
+    trial: bool = False  # to learn: by what is known, another shape is better, …
+    pace: float = 0.0  # … which takes so many seconds a token
+    catches_up: bool = False  # the drafter first runs tokens that plain steps made
+    stops: bool = False  # the drafter need not follow these requests any longer
+
+
+class Outcome(NamedTuple):
+    """What a step gave to one request."""
+
+    drafts: RequestDrafts
+    tokens: int  # 0: it had ended before
+
+
+class ShapePolicy(ABC):
+    """Chooses the shape of every decode step, and is told the outcome of each, in order.
+
+    Steps may be chosen before the outcome of the last one is known.
+    """
+
+    adaptive: bool
+
+    def __init__(self) -> None:
+        self._current = PLAIN
+        self._used: dict[TreeShape, _Use] = {}
+
+    @abstractmethod
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
+        """For a step of these requests, one at least, behind the steps ``in_flight``."""
+
+    @abstractmethod
+    def learn(
+        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float
+    ) -> None:
+        """A step has ended that took ``seconds`` (0: not measured). following: of them, what a
+        drafter took to follow a plain step."""
+
+    def observe(
+        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float = 0.0
+    ) -> None:
+        """As ``learn``, and counted."""
+        use = self._used.setdefault(choice.shape, _Use())
+        use.steps += 1
+        use.rows += sum(outcome.tokens > 0 for outcome in outcomes)
+        use.tokens += sum(outcome.tokens for outcome in outcomes)
+        use.seconds += seconds
+        self._current = choice.shape
+        self.learn(choice, outcomes, seconds, following)
+
+    def state(self) -> SpeculationState:
+        """For /server_info and /metrics."""
+        return SpeculationState(
+            adaptive=self.adaptive,
+            current=self._current.name,
+            shapes={shape.name: use.summary() for shape, use in self._used.items()},
+        )
+
+
+def shape_policy(config: EngineConfig) -> ShapePolicy:
+    shape = config.tree_shape
+    if config.speculative_adaptive and shape != PLAIN:
+        return AdaptiveShape(shape)
+    return FixedShape(shape)
+
+
+class FixedShape(ShapePolicy):
+    """Always the same."""
+
+    adaptive = False
+
+    def __init__(self, shape: TreeShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
+        return Choice(self.shape)
+
+    def learn(
+        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float
+    ) -> None: ...
+
+
+class AdaptiveShape(ShapePolicy):
+    """The shape that makes most tokens a second, plain decoding among them.
+
+    What is not known well is tried. Two accounts, in plain steps' time, bound what that costs;
+    each grows by 1 % of the time that passes:
+
+    ``ahead``: what speculation has won over plain decoding. Below 0 there is none, so that no
+    wrong belief costs more (a conservative bandit, arXiv 1602.04282). It also pays for a drafter
+    that follows requests in plain steps, to be of use for them later.
+    ``budget``: pays for what trials lose against the best shape known.
+    """
+
+    adaptive = True
+
+    def __init__(self, configured: TreeShape) -> None:
+        super().__init__()
+        self.shapes = candidates(configured)
+        self.times = StepTimes()  # plain ones without a drafter that follows
+        self.acceptance = Acceptance()
+        self.ahead = self.budget = START
+        self._best = PLAIN
+        self._trial = PLAIN
+        self._trial_steps = 0  # of it, that are still to be chosen
+        self._since_plain = 0  # steps of drafts
+        self._following = True  # requests in plain steps
+        self._missed = False  # the drafter has not been asked since a plain step
+
+    # ── choosing ─────────────────────────────────────────────────────────────────────────────
+
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
+        batch = len(requests)
+        if not self.times.knows(PLAIN):
+            return self._chosen(Choice(PLAIN))
+        quality = sum(request.ratio for request in requests) / batch
+        odds = {shape: self._odds(shape, batch, quality) for shape in self.shapes}
+        best = self._best = self._best_known(odds)
+        trying = any(choice.trial for choice in in_flight)
+        if not self._trial_steps and not trying:
+            self._trial = self._worth_a_trial(odds, best)
+            self._trial_steps = TRIAL_STEPS if self._trial != best else 0
+        if self._trial_steps:
+            self._trial_steps -= 1
+            return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
+        followed = sum(not request.stopped for request in requests) / batch
+        stops = best == PLAIN and not trying and not self._worth_following(batch, followed)
+        return self._chosen(Choice(best, stops=stops))
+
+    def _chosen(self, choice: Choice) -> Choice:
+        if choice.shape == PLAIN:
+            self._since_plain, self._missed = 0, True
+            return choice
+        self._since_plain += 1
+        catches_up, self._missed = self._missed, False
+        return choice._replace(catches_up=catches_up)
+
+    def _odds(self, shape: TreeShape, batch: int, quality: float) -> Odds:
+        drafts = self.acceptance.of(shape)
+        seconds, hoped = self.times.of(shape, batch), self.times.hoped(shape, batch)
+
+        def tokens(accepted: float) -> float:
+            return batch * (1 + quality * max(accepted, 0.0))
+
+        return Odds(
+            rate=tokens(drafts.mean) / seconds,
+            low=tokens(drafts.mean - drafts.error) / hoped,
+            high=tokens(drafts.mean + drafts.error) / hoped,
+            plain_steps=hoped / self.times.of(PLAIN, batch),
+            relied_on=self.times.knows(shape) and drafts.rows >= FEWEST_ROWS,
+        )
+
+    def _best_known(self, odds: dict[TreeShape, Odds]) -> TreeShape:
+        """Of what has been tried; the one in use unless plain decoding is better, or another
+        clearly better."""
+        if self.ahead < 0:
+            return PLAIN
+        known = {shape: each.rate for shape, each in odds.items() if each.relied_on}
+        best = max(known, key=lambda shape: known[shape])
+        if best != PLAIN and known[best] < MARGIN * known.get(self._best, 0.0):
+            return self._best
+        return best
+
+    def _worth_a_trial(self, odds: dict[TreeShape, Odds], best: TreeShape) -> TreeShape:
+        """The shape that may be better than ``best`` by most, if it can be paid for."""
+        if best != PLAIN and self._since_plain >= TIME_PLAIN:
+            return PLAIN if self._affordable(odds[PLAIN], odds, best) else best
+        others = [shape for shape in odds if shape not in (PLAIN, best)]
+        if not any(self.times.knows(shape) for shape in self.shapes[1:]):
+            others = others[:1]  # the smallest: it tells most for its price
+        chosen, hope = best, MARGIN * odds[best].rate
+        for shape in others:
+            if odds[shape].high > hope and self._affordable(odds[shape], odds, best):
+                chosen, hope = shape, odds[shape].high
+        return chosen
+
+    def _affordable(self, trial: Odds, odds: dict[TreeShape, Odds], best: TreeShape) -> bool:
+        """Even if it does badly, as far as can be told."""
+        spent = TRIAL_STEPS * trial.plain_steps
+        behind_best = spent * (1 - trial.low / odds[best].rate)
+        behind_plain = spent * (1 - trial.low / odds[PLAIN].rate)
+        return behind_best <= self.budget and behind_plain <= self.ahead
+
+    def _worth_following(self, batch: int, followed: float) -> bool:
+        """Plain steps now, but drafts for requests like these may pay again."""
+        enough = LEAST_AHEAD
+        if not self._following:  # until those that it does not follow have left
+            enough += (1 - followed) * (ENOUGH_AHEAD - LEAST_AHEAD)
+        self._following = self.ahead >= enough
+        if not self._following:
+            return False
+        hopes = [self._odds(shape, batch, quality=1.0).high for shape in self.shapes[1:]]
+        self._following = max(hopes) > MARGIN * batch / self.times.of(PLAIN, batch)
+        return self._following
+
+    # ── learning ─────────────────────────────────────────────────────────────────────────────
+
+    def learn(
+        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float
+    ) -> None:
+        shape, batch = choice.shape, len(outcomes)
+        tokens = sum(outcome.tokens for outcome in outcomes)
+        drafted = [each for each in outcomes if each.tokens and not each.drafts.stopped]
+        expected = self.acceptance.of(shape).mean
+        if shape != PLAIN:
+            for outcome in drafted:
+                outcome.drafts.observe(outcome.tokens - 1, expected)
+        self.acceptance.observe(shape, [outcome.tokens - 1 for outcome in drafted])
+        if seconds <= 0:
+            return
+        following /= self.times.pace
+        seconds = seconds / self.times.pace - following
+        if shape != PLAIN:
+            # n nodes and k drafting steps take no longer than n + k plain steps: what does is a
+            # kernel that is being compiled
+            seconds = min(seconds, self.times.of(PLAIN, batch) * (shape.nodes + shape.steps))
+        usual = self.times.hoped(shape, batch) if self.times.knows(PLAIN) else seconds
+        if not choice.catches_up:
+            self.times.observe(shape, batch, seconds)
+        # a stall is nobody's fault
+        self._pay(choice, tokens, batch, min(seconds, 2 * usual), min(following, usual))
+
+    def _pay(
+        self, choice: Choice, tokens: int, batch: int, seconds: float, following: float
+    ) -> None:
+        plain = self.times.of(PLAIN, batch)
+        saved = SHARE * seconds / plain
+        won = tokens / batch - seconds / plain
+        if choice.shape == PLAIN:
+            won = -following / plain
+        lost = (seconds - tokens * choice.pace) / plain if choice.trial else 0.0
+        self.ahead = min(self.ahead + saved + won, SAVINGS)
+        self.budget = min(self.budget + saved - lost, SAVINGS)
+
+
+@dataclass(frozen=True)
+class Odds:
+    """Tokens a second of a shape: what is expected, and how bad or good it may well be."""
+
+    rate: float
+    low: float
+    high: float
+    plain_steps: float  # time of a step
+    relied_on: bool
+
+
+@dataclass
+class _Use:
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def summary(self) -> ShapeUse:
+        return ShapeUse(
+            steps=self.steps,
+            accept_length=self.tokens / max(self.rows, 1),
+            step_ms=1000 * self.seconds / self.steps,
+        )
+
+
+def candidates(configured: TreeShape) -> list[TreeShape]:
+    """Plain decoding, chains, and trees up to the configured one; smaller ones first."""
+    topk, steps, nodes = configured.topk, configured.steps, configured.nodes
+    half = (steps + 1) // 2
+    shapes = [PLAIN, *(TreeShape(1, depth, depth + 1) for depth in (1, half, steps))]
+    shapes += [TreeShape(topk, half, 1 + round((nodes - 1) * half / steps)), configured]
+    possible = [shape for shape in shapes if shape.nodes <= nodes and not shape.problems()]
+    return [PLAIN, *dict.fromkeys(possible)]
