@@ -197,8 +197,6 @@ class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     shape: TreeShape
     slots: list[int]
     kv_slots: list[list[int]]  # [requests][nodes]
-    stop_following: bool = False  # drafts do not pay: until they leave, the drafter may miss what
-    # these requests make. If trees are asked for nevertheless, they may hold any tokens
 
 
 class Release(msgspec.Struct, array_like=True):
@@ -266,7 +264,6 @@ class StepResult(Struct):
     decode: list[DecodeResult] = []
     seconds: float = 0.0  # the runner's time for the step
     decode_seconds: float = 0.0  # of it, for drafting, verifying and accepting
-    follow_seconds: float = 0.0  # of that, for telling the drafter of a plain step
     idle_seconds: float = 0.0  # between the end of the last step and the beginning of this one
 
 

@@ -105,7 +105,6 @@ class ModelRunner:
                 )
             )
         self.ready = self._describe()
-        self.unfollowed: set[int] = set()  # slots of requests that the drafter has lost sight of
         self._ended = time.perf_counter()  # the last step
         self.warm_up()
 
@@ -120,7 +119,6 @@ class ModelRunner:
         prefill = self._prefill(plan.prefill) if plan.prefill else []
         if prefill and plan.decode is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what prompts took is not the decode part's time
-        self._follow_seconds = 0.0
         decode_began = time.perf_counter()
         decode = self._decode(plan.decode) if plan.decode is not None else []
         ended = time.perf_counter()
@@ -131,15 +129,12 @@ class ModelRunner:
             decode=decode,
             seconds=ended - began,
             decode_seconds=ended - decode_began,
-            follow_seconds=self._follow_seconds,
             idle_seconds=idle,
         )
 
     def _release(self, release: Release) -> None:
         slot = release.slot
-        followed = slot not in self.unfollowed
-        self.unfollowed.discard(slot)
-        self.drafter.release(slot, release.fold_to if followed else -1)
+        self.drafter.release(slot, release.fold_to)
         if release.fold_to >= 0:
             slots = torch.tensor([slot], device=self.device)
             keep = release.fold_to - int(self.scheme.folded(slots))
@@ -264,15 +259,7 @@ class ModelRunner:
         target = sample(self.sampling, batch.slots, logits, positions + 1, tree)
 
         accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
-        features = features.unflatten(0, tree.tokens.shape)
-        self._commit(slots, kv_slots, accepted, features)
-        if batch.stop_following and self.drafter.costs_to_follow:
-            self.unfollowed.update(batch.slots)
-        if not self.unfollowed.issuperset(batch.slots):
-            began = time.perf_counter()
-            self.drafter.observe_accepted(slots, accepted, features)
-            if batch.shape == PLAIN:
-                self._follow_seconds = time.perf_counter() - began
+        self._commit(slots, kv_slots, accepted, features.unflatten(0, tree.tokens.shape))
         return self._decode_results(batch, slots, tree, accepted, logits)
 
     def _commit(
@@ -282,6 +269,7 @@ class ModelRunner:
         self.scheme.accept(accepted, features)
         commit_tokens(self.table, slots, kv_slots, accepted)
         self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
+        self.drafter.observe_accepted(slots, accepted, features)
 
     def _decode_results(
         self, batch: DecodeBatch, slots: Tensor, tree: Tree, accepted: Truncated, logits: Tensor

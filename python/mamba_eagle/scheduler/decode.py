@@ -39,7 +39,6 @@ class DecodeManager:
                 step.short_of_kv = True
                 break
             step.rows.append(Row(request, kv_slots))
-            request.drafts.stopped |= step.choice.stops
         if step.short_of_kv and not self._slots_are_coming(running, in_flight):
             return max(running, key=lambda request: request.order)
         return None

@@ -124,12 +124,9 @@ class RequestDrafts:
 
     accepted: float = 0.0
     expected: float = 0.0
-    stopped: bool = False  # the drafter does not follow it any more
 
     @property
     def ratio(self) -> float:
-        if self.stopped:
-            return 0.0
         return (self.accepted + LIKE_OTHERS) / (self.expected + LIKE_OTHERS)
 
     def observe(self, accepted: int, expected: float) -> None:

@@ -75,7 +75,6 @@ class Request:
         self.slot = self.checkpoint = -1
         self.kv: list[int] = []
         self.duplicates: list[int] = []
-        self.drafts.stopped = False
         self.node: Node | None = None
         self.hit = self.inserted = self.branch = 0
         self.load_from = -1  # the cache's checkpoint at ``hit``; sure until the first chunk is sent

@@ -231,7 +231,7 @@ class Scheduler:
             for row, walk in zip(step.rows, result.decode)
         ]
         seconds = result.decode_seconds + waited
-        self.policy.observe(step.choice, outcomes, seconds, result.follow_seconds)
+        self.policy.observe(step.choice, outcomes, seconds)
 
     def _count_step(self, request: Request, walk: DecodeResult, shape: TreeShape) -> None:
         self.stats.verify_steps += 1

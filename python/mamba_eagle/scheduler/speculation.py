@@ -14,13 +14,11 @@ from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes
 
 SHARE = 0.01  # of the time may be lost on steps that are believed to be worse than others, …
 START = 2.0  # … and beforehand the time of so many plain steps
-SAVINGS = 16.0  # plain steps' time: the most that is saved up
+SAVINGS = 12.0  # plain steps' time: the most that is saved up
 TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps made
 MARGIN = 1.02  # by how much a shape must be better than the one in use
 FEWEST_ROWS = 4  # of a shape before it is relied on
 TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
-LEAST_AHEAD = 1.0  # plain steps: below this the drafter follows nobody in plain steps, and …
-ENOUGH_AHEAD = 4.0  # … from this on again, while requests that it does not follow are to leave
 
 
 class Choice(NamedTuple):
@@ -30,7 +28,6 @@ class Choice(NamedTuple):
     trial: bool = False  # to learn: by what is known, another shape is better, …
     pace: float = 0.0  # … which takes so many seconds a token
     catches_up: bool = False  # the drafter first runs tokens that plain steps made
-    stops: bool = False  # the drafter need not follow these requests any longer
 
 
 class Outcome(NamedTuple):
@@ -57,15 +54,10 @@ class ShapePolicy(ABC):
         """For a step of these requests, one at least, behind the steps ``in_flight``."""
 
     @abstractmethod
-    def learn(
-        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float
-    ) -> None:
-        """A step has ended that took ``seconds`` (0: not measured). following: of them, what a
-        drafter took to follow a plain step."""
+    def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
+        """A step has ended that took ``seconds`` (0: not measured)."""
 
-    def observe(
-        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float = 0.0
-    ) -> None:
+    def observe(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
         """As ``learn``, and counted."""
         use = self._used.setdefault(choice.shape, _Use())
         use.steps += 1
@@ -73,7 +65,7 @@ class ShapePolicy(ABC):
         use.tokens += sum(outcome.tokens for outcome in outcomes)
         use.seconds += seconds
         self._current = choice.shape
-        self.learn(choice, outcomes, seconds, following)
+        self.learn(choice, outcomes, seconds)
 
     def state(self) -> SpeculationState:
         """For /server_info and /metrics."""
@@ -103,9 +95,7 @@ class FixedShape(ShapePolicy):
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         return Choice(self.shape)
 
-    def learn(
-        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float
-    ) -> None: ...
+    def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None: ...
 
 
 class AdaptiveShape(ShapePolicy):
@@ -115,8 +105,7 @@ class AdaptiveShape(ShapePolicy):
     each grows by 1 % of the time that passes:
 
     ``ahead``: what speculation has won over plain decoding. Below 0 there is none, so that no
-    wrong belief costs more (a conservative bandit, arXiv 1602.04282). It also pays for a drafter
-    that follows requests in plain steps, to be of use for them later.
+    wrong belief costs more (a conservative bandit, arXiv 1602.04282).
     ``budget``: pays for what trials lose against the best shape known.
     """
 
@@ -125,14 +114,13 @@ class AdaptiveShape(ShapePolicy):
     def __init__(self, configured: TreeShape) -> None:
         super().__init__()
         self.shapes = candidates(configured)
-        self.times = StepTimes()  # plain ones without a drafter that follows
+        self.times = StepTimes()
         self.acceptance = Acceptance()
         self.ahead = self.budget = START
         self._best = PLAIN
         self._trial = PLAIN
         self._trial_steps = 0  # of it, that are still to be chosen
         self._since_plain = 0  # steps of drafts
-        self._following = True  # requests in plain steps
         self._missed = False  # the drafter has not been asked since a plain step
 
     # ── choosing ─────────────────────────────────────────────────────────────────────────────
@@ -151,9 +139,7 @@ class AdaptiveShape(ShapePolicy):
         if self._trial_steps:
             self._trial_steps -= 1
             return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
-        followed = sum(not request.stopped for request in requests) / batch
-        stops = best == PLAIN and not trying and not self._worth_following(batch, followed)
-        return self._chosen(Choice(best, stops=stops))
+        return self._chosen(Choice(best))
 
     def _chosen(self, choice: Choice) -> Choice:
         if choice.shape == PLAIN:
@@ -209,26 +195,12 @@ class AdaptiveShape(ShapePolicy):
         behind_plain = spent * (1 - trial.low / odds[PLAIN].rate)
         return behind_best <= self.budget and behind_plain <= self.ahead
 
-    def _worth_following(self, batch: int, followed: float) -> bool:
-        """Plain steps now, but drafts for requests like these may pay again."""
-        enough = LEAST_AHEAD
-        if not self._following:  # until those that it does not follow have left
-            enough += (1 - followed) * (ENOUGH_AHEAD - LEAST_AHEAD)
-        self._following = self.ahead >= enough
-        if not self._following:
-            return False
-        hopes = [self._odds(shape, batch, quality=1.0).high for shape in self.shapes[1:]]
-        self._following = max(hopes) > MARGIN * batch / self.times.of(PLAIN, batch)
-        return self._following
-
     # ── learning ─────────────────────────────────────────────────────────────────────────────
 
-    def learn(
-        self, choice: Choice, outcomes: Sequence[Outcome], seconds: float, following: float
-    ) -> None:
+    def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
         shape, batch = choice.shape, len(outcomes)
         tokens = sum(outcome.tokens for outcome in outcomes)
-        drafted = [each for each in outcomes if each.tokens and not each.drafts.stopped]
+        drafted = [each for each in outcomes if each.tokens]
         expected = self.acceptance.of(shape).mean
         if shape != PLAIN:
             for outcome in drafted:
@@ -236,8 +208,7 @@ class AdaptiveShape(ShapePolicy):
         self.acceptance.observe(shape, [outcome.tokens - 1 for outcome in drafted])
         if seconds <= 0:
             return
-        following /= self.times.pace
-        seconds = seconds / self.times.pace - following
+        seconds /= self.times.pace
         if shape != PLAIN:
             # n nodes and k drafting steps take no longer than n + k plain steps: what does is a
             # kernel that is being compiled
@@ -246,16 +217,12 @@ class AdaptiveShape(ShapePolicy):
         if not choice.catches_up:
             self.times.observe(shape, batch, seconds)
         # a stall is nobody's fault
-        self._pay(choice, tokens, batch, min(seconds, 2 * usual), min(following, usual))
+        self._pay(choice, tokens, batch, min(seconds, 2 * usual))
 
-    def _pay(
-        self, choice: Choice, tokens: int, batch: int, seconds: float, following: float
-    ) -> None:
+    def _pay(self, choice: Choice, tokens: int, batch: int, seconds: float) -> None:
         plain = self.times.of(PLAIN, batch)
         saved = SHARE * seconds / plain
-        won = tokens / batch - seconds / plain
-        if choice.shape == PLAIN:
-            won = -following / plain
+        won = 0.0 if choice.shape == PLAIN else tokens / batch - seconds / plain
         lost = (seconds - tokens * choice.pace) / plain if choice.trial else 0.0
         self.ahead = min(self.ahead + saved + won, SAVINGS)
         self.budget = min(self.budget + saved - lost, SAVINGS)

@@ -45,7 +45,6 @@ class Step:
                 shape=self.choice.shape,
                 slots=[row.request.slot for row in self.rows],
                 kv_slots=[row.kv_slots for row in self.rows],
-                stop_following=self.choice.stops,
             )
         return Plan(
             step=self.number,

@@ -13,7 +13,8 @@ NUM_QUESTIONS = 20
 PARALLEL = 8
 SETTINGS = {
     "none": ["--speculative-algorithm", "NONE"],
-    "eagle": ["--speculative-algorithm", "EAGLE"],
+    "eagle": ["--speculative-algorithm", "EAGLE", "--no-speculative-adaptive"],
+    "adaptive": ["--speculative-algorithm", "EAGLE"],
 }
 
 
@@ -31,7 +32,7 @@ def outcomes(start_server) -> dict[str, Outcome]:
 
 def test_speculation_changes_no_text(outcomes: dict[str, Outcome]) -> None:
     texts = {name: [reply.text for reply in outcome.replies] for name, outcome in outcomes.items()}
-    assert texts["eagle"] == texts["none"]
+    assert texts["eagle"] == texts["adaptive"] == texts["none"]
     assert outcomes["eagle"].score.accuracy == outcomes["none"].score.accuracy
 
 

@@ -31,7 +31,7 @@ class Machine(NamedTuple):
 
     plain: Callable[[int], float]  # of a batch size
     extra: Callable[[int], float]  # what a node or a drafting step adds, in plain steps
-    following: float = 0.12  # what a drafter adds that follows all requests, in plain steps
+    following: float = 0.01  # what a drafter that is told of plain steps adds to them
     catching_up: float = 1.0  # on tokens of many plain steps, in plain steps
 
     def seconds(self, shape: TreeShape, batch: int, missed: int) -> float:
@@ -44,7 +44,7 @@ class Machine(NamedTuple):
 
 
 # A large model on a GPU: steps read weights. A small one on a CPU: steps are arithmetic.
-GPU = Machine(lambda batch: 1 + batch / 100, lambda batch: 0.05 + batch / 500, following=0.02)
+GPU = Machine(lambda batch: 1 + batch / 100, lambda batch: 0.05 + batch / 500)
 CPU = Machine(lambda batch: batch**0.5, lambda batch: 0.12 + batch / 100)
 
 
@@ -115,32 +115,30 @@ class Simulation:
 
     def _choose(self) -> None:
         choice = self.policy.choose(self.requests, [each[0] for each in self.in_flight])
-        for request in self.requests:
-            request.stopped |= choice.stops
         self.in_flight.append((choice, list(self.requests)))
 
     def _step(self, run: Run) -> None:
         choice, requests = self.in_flight.popleft()
         shape, batch = choice.shape, len(requests)
-        followed = sum(not request.stopped for request in requests) / batch
         seconds = self.machine.seconds(shape, batch, self.missed)
-        following = seconds * self.machine.following * followed if shape == PLAIN else 0.0
+        if shape == PLAIN:
+            seconds *= 1 + self.machine.following
         self.missed = self.missed + 1 if shape == PLAIN else 0
         outcomes = []
         for place, request in enumerate(requests):
             ended = request is not self.requests[place]  # in the step before
             outcomes.append(Outcome(request, 0 if ended else self._make(place, shape)))
-        run.seconds += seconds + following
+        run.seconds += seconds
         run.tokens += sum(outcome.tokens for outcome in outcomes)
         run.steps[shape.name] += 1
         run.choices.append(choice)
         slower = self.noise.slower_than(seconds) if self.noise else 1.0
-        self.policy.observe(choice, outcomes, slower * (seconds + following), slower * following)
+        self.policy.observe(choice, outcomes, slower * seconds)
 
     def _make(self, place: int, shape: TreeShape) -> int:
         """Tokens of the request at this place of the batch, which may end."""
         number, position = self.numbers[place], self.positions[place]
-        drafts, most = 0, 0 if self.requests[place].stopped else min(shape.steps, shape.nodes - 1)
+        drafts, most = 0, min(shape.steps, shape.nodes - 1)
         lanes = max(1.0, (shape.nodes - 1) / max(shape.steps, 1))
         rate = 1 - (1 - self.rate(number, position)) ** lanes**0.6
         while drafts < most and luck(self.seed, number, position + drafts) < rate * 0.97**drafts:

@@ -352,6 +352,11 @@ def test_information_routes() -> None:
                 assert info["internal_states"][0]["avg_spec_accept_length"] == 1.0
                 assert info["max_req_input_len"] == 63
                 assert info["max_running_requests"] == 8
+                assert info["speculation"] == {
+                    "adaptive": True,
+                    "current": "2x5x8",
+                    "shapes": {"2x5x8": {"steps": 7, "accept_length": 2.5, "step_ms": 1.5}},
+                }
             models = (await get("/v1/models")).json()["data"]
             assert (
                 models[0]["id"] == "eagle" and (await get("/v1/models/eagle")).json() == models[0]
@@ -442,6 +447,7 @@ def test_metrics_count_what_was_served() -> None:
                 "spec_accept_length": 4,
                 "num_running_reqs": 0,
                 "gen_throughput": 12.5,
+                'spec_steps_total{model_name="tiny",shape="2x5x8"}': 7,
             }
             for name, value in expected.items():
                 assert values["mamba_eagle:" + name] == value, name

@@ -38,16 +38,9 @@ class Drafter(ABC):
     of its own, its recurrent states under the target's checkpoint slots. So a prefix that the
     target finds in the radix cache is there for the drafter too.
 
-    Where drafts do not pay, it may not be told of steps of a request. Then nothing is kept of that
-    request but its prompt, and a tree that is asked for nevertheless may hold any tokens.
-
     ``features`` are what the target's forward pass returns: F numbers a token, the hidden state
     after the final norm and those that the drafter taps.
     """
-
-    costs_to_follow = (
-        True  # observing a step takes time that is better saved where drafts do not pay
-    )
 
     @abstractmethod
     def observe_prefill(

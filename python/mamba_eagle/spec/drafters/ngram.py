@@ -22,8 +22,6 @@ class NgramDrafter(Drafter):
     """All work is the host's. What a step accepted is one copy from the device, made when the next
     tree is asked for; the trees of a step go up in one copy."""
 
-    costs_to_follow = False  # and what it sees serves requests to come
-
     def __init__(self, index: NgramIndex, device: torch.device) -> None:
         self.index, self.device = index, device
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
