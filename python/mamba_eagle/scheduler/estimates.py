@@ -18,6 +18,7 @@ FIRST_GUESS = 0.25  # of a plain step: what a node or a drafting step adds, befo
 PRIOR_RATE = 0.6  # share of drafted tokens that are accepted, before any is seen, …
 PRIOR_TRIALS = 4.0  # … and how many trials that is worth
 MOST_ROWS = 256.0  # the memory of a running mean
+STALE = 200  # steps of others after which a step time may have been that of a bad moment
 UNSEEN = 100.0  # plain steps, and …
 UNUSED = 500.0  # … steps of other shapes after which what is known counts 1/e
 REQUEST_STEPS = 32.0  # the memory of what one request's drafts did
@@ -79,7 +80,7 @@ class StepTimes:
         seconds, key = self.of(shape, batch), (shape, batch)
         if shape == PLAIN or not self.knows(shape):
             return seconds
-        if len(self._recent.get(key, ())) >= SETTLED and self._steps - self._when[key] < UNUSED:
+        if len(self._recent.get(key, ())) >= SETTLED and self._is_fresh(shape, batch):
             return seconds
         return min(seconds, self._guessed(shape, batch))
 
@@ -99,8 +100,16 @@ class StepTimes:
 
     def _others(self, shape: TreeShape, batch: int) -> list[TreeShape]:
         """Shapes with drafts that were measured at this batch size."""
-        others = self._median.items()
-        return [other for other, known in others if other not in (PLAIN, shape) and batch in known]
+        others = [
+            other
+            for other, known in self._median.items()
+            if other not in (PLAIN, shape) and batch in known
+        ]
+        return [other for other in others if self._is_fresh(other, batch)] or others
+
+    def _is_fresh(self, shape: TreeShape, batch: int) -> bool:
+        """Measured lately, so that it may be compared with what is measured now."""
+        return self._steps - self._when[shape, batch] < STALE
 
     def _guessed(self, shape: TreeShape, batch: int) -> float:
         """What a shape costs beyond a plain step grows with its nodes and drafting steps."""

@@ -5,6 +5,7 @@ Times are exact sums of simulated steps; no clock is read.
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import mean
 
 import pytest
@@ -155,6 +156,22 @@ def test_a_first_step_that_compiles_for_seconds_does_not_rule_a_shape_out():
     seen: list[float] = []
     run = adaptive(GPU, 8, rate(0.9), 1500, noise=Compiling(0))
     assert run.rate >= 2 * fixed(PLAIN, GPU, 8, rate(0.9), 1500)
+
+
+def test_a_bad_first_moment_is_not_believed_for_ever():
+    """Each larger shape is far too slow when it is first tried, and never again."""
+
+    class BadStart(Noise):
+        def slower_than(self, seconds: float) -> float:
+            seen[round(seconds, 6)] += 1
+            large = seconds > 1.2 * GPU.plain(1)
+            return 6.0 if large and seen[round(seconds, 6)] <= 5 else 1.0
+
+    seen: Counter[float] = Counter()
+    simulation = Simulation(AdaptiveShape(TREE), GPU, 1, rate(0.9), noise=BadStart(0))
+    simulation.run(6000)
+    best = max(fixed(shape, GPU, 1, rate(0.9), 1500) for shape in candidates(TREE))
+    assert simulation.run(1500).rate >= 0.95 * best
 
 
 # ── how it goes about it ─────────────────────────────────────────────────────────────────────
