@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.core import PLAIN
 from mamba_eagle.eval import gsm8k, machine
 from mamba_eagle.runner.driver import Generation, InProcessDriver, greedy, sized_for
 
@@ -152,6 +153,8 @@ def bench(args: argparse.Namespace, config: EngineConfig) -> None:
     vocab_size = driver.runner.ready.vocab_size
     facts = {"device": machine.device_name(config.device), "commit": machine.commit()}
     print(f"device: {facts['device']}; commit: {facts['commit']}")
+    if config.tree_shape != PLAIN:
+        print(f"Each step drafts {config.tree_shape.name}; a server may choose others or none")
 
     batch_size, input_len, output_len = sweep[0]
     prompts = synthetic_prompts(config, vocab_size, batch_size, input_len)

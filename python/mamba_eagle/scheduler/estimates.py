@@ -31,9 +31,9 @@ class StepTimes:
     Lower medians of the last few: one kernel's compilation or one stall moves none of them.
 
     ``pace`` is how slow the machine is just now compared with them, as when others use it too. It
-    concerns all shapes alike: none looks bad for having been measured in a bad moment. While one
-    shape is run again and again only the pace follows its times, since nothing tells a machine
-    that has become slower from a shape that has.
+    concerns all shapes alike: none looks bad for having been measured in a bad moment. Medians of
+    a shape move where it takes turns with others; while it is run again and again only the pace
+    follows, since nothing tells a machine that has become slower from a shape that has.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StepTimes:
         if settled:
             slower = seconds / medians[batch]
             self.pace *= min(max(slower, 1 / MOST_SLOWER), MOST_SLOWER) ** PACE_GAIN
-        if not settled or self._again < WINDOW:
+        if len(window) < WINDOW or self._again < SETTLED:
             window.append(seconds)
             medians[batch] = sorted(window)[(len(window) - 1) // 2]
 
@@ -95,6 +95,8 @@ class StepTimes:
             low, high = sizes[place - 1], sizes[place]
             return known[low] + (known[high] - known[low]) * (batch - low) / (high - low)
         nearest = sizes[0] if place == 0 else sizes[-1]
+        if shape != PLAIN:  # grows as plain steps do
+            return known[nearest] * self.of(PLAIN, batch) / self.of(PLAIN, nearest)
         # between a step bound by the weights it reads (no growth) and one bound by arithmetic
         return known[nearest] * math.sqrt(batch / nearest)
 

@@ -50,8 +50,10 @@ def test_the_trace_tells_the_output(client: httpx.Client, temperature: float) ->
 
 
 def test_explain_gives_the_same_with_a_server_and_without(
-    server: Any, capsys: pytest.CaptureFixture[str]
+    start_server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    server = start_server("--no-speculative-adaptive")  # the same steps each time
+
     def explained(*arguments: str) -> str:
         explain.main(["--text", PROMPT, "--max-new-tokens", "30", *arguments])
         return capsys.readouterr().out
@@ -64,3 +66,4 @@ def test_explain_gives_the_same_with_a_server_and_without(
     drawn = explained("--url", server.base_url)
     assert f"text: {asked['text']!r}" in drawn
     assert drawn.count("\nstep ") == len(asked["meta_info"]["spec_trace"])
+    server.stop()
