@@ -34,11 +34,13 @@ from mamba_eagle.kernels.tree_verify.triton import (
     choose_config,
     tree_verify,
 )
+from mamba_eagle.kernels.tree_verify.triton_fold import fold_chains
 
 NANO_9B = Sizes(heads=128, head_dim=80, groups=8, state_size=128)
 CONV_KERNEL = 4
 CHAIN = 16
 ROWS = 32
+LAYERS = 27  # of Nemotron-Nano-9B-v2 are Mamba2
 
 
 class Mode(NamedTuple):
@@ -183,8 +185,32 @@ def measure_mode(
         found.add(f"{name} {mode_name} {batch}", f"kernel_{name}_us", us, **fields)
 
 
+def measure_fold(found: Report, batch: int) -> None:
+    """Chains of all layers, outside of a step."""
+    H, P, G, N = NANO_9B
+    row = H * P + G * N
+    xB = torch.randn(LAYERS, batch, ROWS, row, device="cuda").bfloat16()
+    dt = torch.rand(LAYERS, batch, ROWS, H, device="cuda") * 0.1
+    state = torch.randn(LAYERS, batch, H, P, N, device="cuda")
+    slots = torch.arange(batch, device="cuda")
+    chain = torch.arange(CHAIN, device="cuda").repeat(batch, 1)
+    length = torch.full_like(slots, CHAIN)
+    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, slots, slots, chain, length, NANO_9B)
+    found.add(
+        f"fold of {LAYERS} layers {batch}",
+        "kernel_fold_us",
+        graph_us([partial(fold_chains, *args)]),
+        LAYERS * batch * (2 * H * P * N * 4 + CHAIN * (2 * row + 8 * H)),
+        batch=batch,
+        rows=CHAIN,
+        layers=LAYERS,
+    )
+
+
 def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
     found = Report(output)
+    for batch in (1, 8, 32):
+        measure_fold(found, batch)
     for mode_name, batch in itertools.product(MODES, (1, 8, 32)):
         measure_mode(found, mode_name, batch, best)
 

@@ -62,6 +62,13 @@ def dual_weights(from_log, to_log, step, skip, scores, visible, own):
 
 
 @triton.jit
+def end_shares(from_log, end_log, step, valid):
+    """What token j adds to the state after the last one: ``exp(L_end - L_j) dt_j``, 0 where not
+    ``valid``. All [j] but end_log."""
+    return tl.exp(tl.where(valid, end_log - from_log, float("-inf"))) * step
+
+
+@triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
 

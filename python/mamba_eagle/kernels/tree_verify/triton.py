@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.kernels.triton_math import dual_weights, exact_dot, split_dot
+from mamba_eagle.kernels.triton_math import dual_weights, end_shares, exact_dot, split_dot
 
 
 class Sizes(NamedTuple):
@@ -214,12 +214,10 @@ def _tree_verify_kernel(
         tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
 
         if folding:
-            gap = tl.where(in_chain, end_log - row_log, float("-inf"))
-            share = (tl.exp(gap) * step)[:, None]  # of a row in the new state
+            share = end_shares(row_log, end_log, step, in_chain)[:, None]
             decay = tl.exp(end_log)
             if TWO_HEADS:
-                gap = tl.where(in_chain, end_log_2 - row_log_2, float("-inf"))
-                share_2 = (tl.exp(gap) * step_2)[:, None]
+                share_2 = end_shares(row_log_2, end_log_2, step_2, in_chain)[:, None]
                 share = tl.where(in_first[None, :], share, share_2)
                 decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
             dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
@@ -303,6 +301,20 @@ def _one_node_kernel(
     tl.store(y + request * (H * P) + channel, added + decay * from_state)
 
 
+def channel_tiles(sizes: Sizes) -> list[int]:
+    """Tiles that divide a group's channels and lie in two heads at most, the widest last.
+
+    Raises: ValueError where there is none.
+    """
+    channels = sizes.heads // sizes.groups * sizes.head_dim
+    fitting = [t for t in (16, 32, 64) if t <= sizes.head_dim and channels % t == 0]
+    if not fitting:
+        raise ValueError(
+            f"{channels} channels a group, {sizes.head_dim} a head: must be multiples of 16"
+        )
+    return fitting
+
+
 def choose_config(
     batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, fold: bool
 ) -> Config:
@@ -311,12 +323,8 @@ def choose_config(
     Small batches want many programs; larger ones two programs a multiprocessor, each with two
     tiles on their way. Where tiles are too large for that, one tile a program.
     """
+    fitting = channel_tiles(sizes)
     channels = sizes.heads // sizes.groups * sizes.head_dim
-    fitting = [t for t in (16, 32, 64) if t <= sizes.head_dim and channels % t == 0]
-    if not fitting:
-        raise ValueError(
-            f"{channels} channels a group, {sizes.head_dim} a head: must be multiples of 16"
-        )
     if nodes == 1 and not fold:
         return Config(min(32, fitting[-1]), 1, 4, 1, vector=True)
     tile = fitting[-1]
