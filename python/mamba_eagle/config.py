@@ -66,6 +66,7 @@ class EngineConfig:
     )
     disable_radix_cache: bool = setting(False, "do not reuse prefixes")
     disable_overlap_schedule: bool = setting(False, "wait for each step before planning the next")
+    disable_cuda_graph: bool = setting(False, "on a GPU: launch each operation of a step by itself")
     mamba_ssm_dtype: str = setting("float32", "dtype of checkpoints", ("float32", "bfloat16"))
     mamba_verify_mode: str = setting(
         "deferred",

@@ -109,10 +109,13 @@ class CausalLM(Layer):
             hidden = layer(hidden, ctx)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size or features] -> [n, vocab_size], float32."""
-        logits = self.lm_head(hidden[..., : self.config.hidden_size]).float()
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, hidden_size or features] -> [n, vocab_size], float32. out: where they go, if not to
+        new memory."""
+        logits = self.lm_head(hidden[..., : self.config.hidden_size])
+        logits = logits.float() if out is None else out.copy_(logits)
+        scale = self.logits_scale
+        return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None: it is not needed."""

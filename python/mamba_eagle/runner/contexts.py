@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, KVPool
+from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VerifyScheme
 
 
@@ -105,6 +107,22 @@ class PrefillPart:
     item: PrefillItem
     first: int
     length: int
+
+
+def prefill_parts(items: Sequence[PrefillItem]) -> list[PrefillPart]:
+    """The items' tokens, one behind the other."""
+    lengths = [len(item.token_ids) for item in items]
+    firsts = [0, *accumulate(lengths)]
+    return [PrefillPart(*part) for part in zip(items, firsts, lengths)]
+
+
+def start_finished(
+    scheme: VerifyScheme, items: Sequence[PrefillItem], device: torch.device
+) -> None:
+    """Let the scheme take over the requests whose prompts are over."""
+    last = [(item.slot, item.checkpoint) for item in items if item.is_last]
+    if last:
+        scheme.start(*to_device(list(zip(*last)), torch.int64, device))
 
 
 class PrefillContext:

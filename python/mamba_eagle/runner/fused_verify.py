@@ -93,9 +93,9 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
         own = (self.conv_in, self.xB, self.dt, self.log_decay, self.pool.ssm)
         return cpu.Buffers(*(part[layer].numpy() for part in own))
 
-    def _fold(self, slots: Tensor, keep: int | None = None) -> None:
+    def _fold(self, slots: Tensor, keep: Tensor | None = None) -> None:
         folded = slots.numpy()
-        lengths = self._chain_len[folded] if keep is None else np.full_like(folded, keep)
+        lengths = self._chain_len[folded] if keep is None else keep.numpy()
         checkpoints = self.table.checkpoint[slots].numpy()
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import PLAIN, SamplingParams
+from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.pointwise import pointwise_ops
 from mamba_eagle.layers.block import prepare_for_inference
-from mamba_eagle.message import (
-    DecodeBatch,
-    DecodeResult,
-    Plan,
-    PrefillItem,
-    PrefillResult,
-    Release,
-    RunnerReady,
-    StepResult,
-    TokenLogprob,
-)
+from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import (
     CheckpointError,
@@ -34,22 +24,18 @@ from mamba_eagle.models.loader import (
     random_weights,
 )
 from mamba_eagle.models.registry import model_class
-from mamba_eagle.runner.commit import accept_tokens, commit_tokens, step_trace
-from mamba_eagle.runner.contexts import (
-    PrefillPart,
-    VerifyContext,
-    prefill_context,
-    tree_attention,
-)
+from mamba_eagle.runner.decode_step import DecodeStep, EagerSteps
+from mamba_eagle.runner.graphs import GraphedSteps
+from mamba_eagle.runner.launched import Launched, Moment, Times, TreesMade
 from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
-from mamba_eagle.runner.sampler import SamplingState, batch_noise, sample, token_logprobs
+from mamba_eagle.runner.prompts import PromptRunner
+from mamba_eagle.runner.sampler import SamplingState, sample
 from mamba_eagle.runner.stateless_verify import StatelessVerify
+from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, SchemeSize, VerifyScheme
-from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters import draft_source
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, NoDrafter
-from mamba_eagle.spec.tree import Tree, single_node_tree
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -98,207 +84,64 @@ class ModelRunner:
                     target=self.model,
                     table=self.table,
                     kv_slots=self.memory.kv_slots,
-                    checkpoints=self.memory.checkpoints,
+                    checkpoints=self.pool.feature.shape[0],
                     dtype=self.dtype,
                     device=self.device,
                     load=self._load,
                 )
             )
-        self.ready = self._describe()
-        self._ended = time.perf_counter()  # the last step
+        self.step = DecodeStep(
+            self.model, self.kv, self.table, self.scheme, self.drafter, self.sampling
+        )
+        self.prompts = PromptRunner(self.step, self.pool, self.model_config.eos_token_ids)
+        self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
+        self._ended = Moment(self.device)  # the last step
         self.warm_up()
+        self.ready = self._describe()
 
     # ── one step ──
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
-        """Run a plan. Results stand in the plan's order."""
-        began = time.perf_counter()
-        for release in plan.releases:
-            self._release(release)
-        prefill = self._prefill(plan.prefill) if plan.prefill else []
-        if prefill and plan.decode is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what prompts took is not the decode part's time
-        decode_began = time.perf_counter()
-        decode = self._decode(plan.decode) if plan.decode is not None else []
-        ended = time.perf_counter()
-        idle, self._ended = began - self._ended, ended
-        return StepResult(
-            step=plan.step,
-            prefill=prefill,
-            decode=decode,
-            seconds=ended - began,
-            decode_seconds=ended - decode_began,
-            idle_seconds=idle,
-        )
+        """Run a plan and wait for its result."""
+        return self.launch(plan).result()
 
-    def _release(self, release: Release) -> None:
-        slot = release.slot
-        self.drafter.release(slot, release.fold_to)
-        if release.fold_to >= 0:
-            slots = torch.tensor([slot], device=self.device)
-            keep = release.fold_to - int(self.scheme.folded(slots))
-            self.scheme.finish(slot, int(self.table.checkpoint[slot]), keep)
-        self.table.remaining[slot] = 0
-        self.sampling.release(slot)
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """Run a plan. On a GPU all of it is under way when this returns, and the next plan may be
+        launched before the result is read; results come in the order of the plans."""
+        began = Moment(self.device)
+        if plan.releases:
+            self._release(plan.releases)
+        prompts = self.prompts.run(plan.prefill) if plan.prefill else None
+        decode_began = Moment(self.device) if plan.prefill else began
+        trees = self._decode(plan.decode) if plan.decode is not None else None
+        before, self._ended = self._ended, Moment(self.device)
+        return Launched(plan.step, prompts, trees, Times(before, began, decode_began, self._ended))
 
-    # ── prefill ──
+    def _decode(self, batch: DecodeBatch) -> TreesMade:
+        run = self.steps.begin(batch)
+        verified = run.verified
+        after = verified.positions + 1
+        target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
+        return TreesMade(self.table, batch, verified, run.commit(target))
 
-    def _prefill(self, items: list[PrefillItem]) -> list[PrefillResult]:
-        parts, first = [], 0
-        befores = []
-        for item in items:
-            self._admit(item)
-            length = len(item.token_ids)
-            # copied: the pass below overwrites the checkpoint's feature
-            befores.append(self.pool.feature[item.checkpoint].clone())
-            parts.append(PrefillPart(item, first, length))
-            first += length
-        tokens = torch.tensor([t for item in items for t in item.token_ids], device=self.device)
-        mamba = self.model_config.mamba
-        ctx = prefill_context(parts, self.pool, self.kv, self.table.kv_slots, mamba)
-        features = self.model(tokens, ctx)
-        results = []
-        for part, before in zip(parts, befores, strict=True):
-            span = slice(part.first, part.first + part.length)
-            results.append(self._after_chunk(part.item, tokens[span], features[span], before))
-        return results
+    def _release(self, releases: Sequence[Release]) -> None:
+        slots = [release.slot for release in releases]
+        self.drafter.release(slots, [release.fold_to for release in releases])
+        kept = [(each.slot, each.fold_to) for each in releases if each.fold_to >= 0]
+        if kept:
+            rows, ends = to_device(list(zip(*kept)), device=self.device)
+            keep = ends - self.scheme.folded(rows)
+            self.scheme.finish(rows, self.table.checkpoint[rows], keep)
+        self.table.remaining[to_device(slots, device=self.device)] = 0
+        for slot in slots:
+            self.sampling.release(slot)
 
-    def _admit(self, item: PrefillItem) -> None:
-        """The request's slot table, and at its first chunk everything else about it."""
-        table, slot, end = self.table, item.slot, item.start + len(item.token_ids)
-        table.kv_slots[slot, item.start : end] = torch.tensor(item.kv_slots, device=self.device)
-        if not item.is_first:
-            return
-        params = item.sampling
-        assert params is not None
-        table.kv_slots[slot, : item.start] = torch.tensor(
-            item.prefix_kv_slots, dtype=torch.int64, device=self.device
-        )
-        table.checkpoint[slot] = item.checkpoint
-        table.set_stop_tokens(slot, params.stop_tokens(self.model_config.eos_token_ids))
-        table.wants_logprobs[slot] = item.return_logprob
-        table.top_logprobs[slot] = item.top_logprobs
-        table.wants_trace[slot] = item.return_spec_trace
-        self.sampling.set(slot, params, item.output_start, item.history)
-        # of output tokens; a retracted request has made some of them before
-        self.budget_end[slot] = item.output_start + params.max_new_tokens
-        if item.load_from < 0:
-            self.pool.clear(item.checkpoint)
-        else:
-            self.pool.copy(item.load_from, item.checkpoint)
-
-    def _after_chunk(
-        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
-    ) -> PrefillResult:
-        """Features, logprobs, the drafter's entries; and the first token after the last chunk."""
-        slot, end = item.slot, item.start + len(item.token_ids)
-        for save in item.saves:
-            self.pool.feature[save.checkpoint] = features[save.position - item.start - 1]
-        self.pool.feature[item.checkpoint] = features[-1]
-        self.table.run[slot] = end
-        self.sampling.observe(slot, tokens, item.start)
-        self.drafter.observe_prefill(item, tokens, features, before)
-        result = PrefillResult()
-        if item.logprob_start >= 0:
-            result.input_logprobs = self._input_logprobs(item, tokens, features, before)
-        if not item.is_last:
-            return result
-        self.scheme.start(slot, item.checkpoint)
-        logits = self.model.compute_logits(features[-1:])
-        position = torch.tensor([[end]], device=self.device)
-        token = sample(self.sampling, [slot], logits[:, None], position, None)[0]  # [1]
-        slots = torch.tensor([slot], device=self.device)
-        self.sampling.observe_accepted(slots, token[:, None], torch.ones_like(slots))
-        self.table.last_token[slot] = token[0]
-        is_stop = (self.table.stop_tokens[slot] == token[0]).any()
-        left = self.budget_end[slot] - end - 1
-        self.table.remaining[slot] = torch.where(is_stop, 0, max(left, 0))
-        self.drafter.observe_first_token(slot, token[0], features[-1])
-        result.token = int(token[0])
-        if item.return_logprob:
-            result.logprob = self._logprobs(logits, token, item.top_logprobs)[0]
-        return result
-
-    def _input_logprobs(
-        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
-    ) -> list[TokenLogprob]:
-        """Logprobs of the chunk's tokens from position logprob_start on; that of token q comes
-        from the features at q-1, and the very first token has none."""
-        first = max(item.logprob_start, item.start)
-        offset = first - item.start
-        sources = torch.cat([before[None].to(features.dtype), features[:-1]])[offset:]
-        wanted = tokens[offset:]
-        out = self._logprobs(self.model.compute_logits(sources), wanted, item.top_logprobs)
-        if first == 0 and out:
-            out[0] = TokenLogprob(out[0].token_id, None)
-        return out
-
-    # ── draft, verify, accept ──
-
-    def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
-        table = self.table
-        slots = torch.tensor(batch.slots, device=self.device)
-        kv_slots = torch.tensor(batch.kv_slots, device=self.device)  # [b, T]
-        run = table.run[slots]
-        table.kv_slots[slots, run] = kv_slots[:, 0]
-
-        if batch.shape == PLAIN:
-            tree = single_node_tree(table.last_token[slots])
-        else:
-            noise = batch_noise(self.sampling, batch.slots)
-            tree = self.drafter.propose(slots, batch.shape, noise)
-        attention = tree_attention(
-            self.kv, table.kv_slots, slots, run, kv_slots, tree.parents, tree.ancestors
-        )
-        self.scheme.begin(slots, tree)
-        positions = run[:, None] + tree.depths
-        context = VerifyContext(self.scheme, attention, positions.reshape(-1))
-        features = self.model(tree.tokens.reshape(-1), context)
-        logits = self.model.compute_logits(features).unflatten(0, tree.tokens.shape)
-        target = sample(self.sampling, batch.slots, logits, positions + 1, tree)
-
-        accepted = accept_tokens(table, slots, tree, target, batch.shape.steps)
-        self._commit(slots, kv_slots, accepted, features.unflatten(0, tree.tokens.shape))
-        return self._decode_results(batch, slots, tree, accepted, logits)
-
-    def _commit(
-        self, slots: Tensor, kv_slots: Tensor, accepted: Truncated, features: Tensor
-    ) -> None:
-        """The accepted nodes become part of the sequence: indices only, in every table."""
-        self.scheme.accept(accepted, features)
-        commit_tokens(self.table, slots, kv_slots, accepted)
-        self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
-        self.drafter.observe_accepted(slots, accepted, features)
-
-    def _decode_results(
-        self, batch: DecodeBatch, slots: Tensor, tree: Tree, accepted: Truncated, logits: Tensor
-    ) -> list[DecodeResult]:
-        counts = accepted.count.tolist()
-        tokens, nodes = accepted.tokens.tolist(), accepted.nodes.tolist()
-        folded = self.scheme.folded(slots).tolist()
-        results = []
-        for i, slot in enumerate(batch.slots):
-            n = counts[i]
-            result = DecodeResult(tokens=tokens[i][:n], nodes=nodes[i][:n], folded=folded[i])
-            if n and self.table.wants_logprobs[slot]:
-                result.logprobs = self._logprobs(
-                    logits[i, accepted.nodes[i, :n]],
-                    accepted.tokens[i, :n],
-                    self.table.top_logprobs[slot],
-                )
-            if n and self.table.wants_trace[slot]:
-                result.trace = step_trace(tree, i, result)
-            results.append(result)
-        return results
-
-    def _logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprob]:
-        """logits [n, V], tokens [n] -> their logprobs and the ``top`` best ones each."""
-        own, values, ids = (part.tolist() for part in token_logprobs(logits, tokens, top))
-        return [
-            TokenLogprob(token, logprob, list(zip(best, which, strict=True)))
-            for token, logprob, best, which in zip(tokens.tolist(), own, values, ids, strict=True)
-        ]
+    def simulate_accept_length(self, length: float) -> None:
+        """From now on steps accept ``length`` nodes on average, whatever the target says: for
+        benchmarks with weights that mean nothing. Before the first step."""
+        self.step.forced_length = length
+        self.steps = self._make_steps()
 
     # ── start-up ──
 
@@ -321,6 +164,26 @@ class ModelRunner:
         self.execute(Plan(step=0, prefill=[prompt]))
         self.execute(Plan(step=0, decode=tree))
         self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
+        self.steps = self._make_steps()
+
+    @torch.inference_mode()
+    def _make_steps(self) -> EagerSteps | GraphedSteps:
+        """As graphs where nothing of a step waits for the host."""
+        if not self._capturable():
+            return EagerSteps(self.step)
+        running, vocab = self.config.max_running_requests, self.model_config.vocab_size
+        steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
+        steps.warm_up([PLAIN] if self.shape == PLAIN else [PLAIN, self.shape])
+        return steps
+
+    def _capturable(self) -> bool:
+        if self.device.type != "cuda" or self.config.disable_cuda_graph:
+            return False
+        model = self.model_config
+        if model.attention is not None and not gpu.usable(self.device, self.dtype):
+            return False
+        # products of experts in other dtypes are made one by one, in numbers that the host reads
+        return self.scheme.on_device and (model.moe is None or self.dtype == torch.bfloat16)
 
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings
@@ -354,15 +217,17 @@ class ModelRunner:
 
     def _make_pools(self) -> None:
         config, model, memory = self.config, self.model_config, self.memory
-        running = config.max_running_requests
+        # on a GPU one request slot and one checkpoint more: those that pad a batch
+        padding = int(self.device.type == "cuda")
+        running = config.max_running_requests + padding
         self.table = RequestTable(running, self.context_length, self.device)
-        self.budget_end = [0] * running
+        self.table.checkpoint[config.max_running_requests :] = memory.checkpoints
         self.kv = KVPool(
             model.num_attention_layers, memory.kv_slots, model.attention, self.dtype, self.device
         )
         self.pool = CheckpointPool(
             model.num_mamba_layers,
-            memory.checkpoints,
+            memory.checkpoints + padding,
             model.mamba,
             self.model.feature_size,
             getattr(torch, config.mamba_ssm_dtype),
@@ -402,6 +267,7 @@ class ModelRunner:
                 "checkpoint_bytes": self.pool.num_bytes,
                 "verify_bytes": self.scheme.num_bytes,
                 "draft_bytes": self.drafter.num_bytes,
+                "graph_bytes": self.steps.num_bytes,
                 "rows_per_request": memory.rows,
                 "pointwise_ops": pointwise_ops(self.device, self.dtype).name,
             },

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.config import AttentionConfig, Mamba2Config
 
 
@@ -80,6 +81,13 @@ class CheckpointPool:
         self.conv = torch.zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
         self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
 
+    def begin(self, item: PrefillItem) -> None:
+        """A request's own checkpoint, at its first chunk."""
+        if item.load_from < 0:
+            self.clear(item.checkpoint)
+        else:
+            self.copy(item.load_from, item.checkpoint)
+
     def copy(self, source: int, target: int) -> None:
         for part in (self.ssm, self.conv):
             part[:, target].copy_(part[:, source])
@@ -110,7 +118,7 @@ class RequestTable:
         self.checkpoint = zeros(R)  # checkpoint slot of S0
         self.last_token = zeros(R)  # the root of the next tree: sampled, not run
         self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
-        self.stop_tokens = torch.full((R, 0), -1, dtype=torch.int64, device=device)
+        self.stop_tokens = torch.full((R, 8), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R
         self.top_logprobs = [0] * R
         self.wants_trace = [False] * R

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -11,6 +15,11 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import FromRunner, Plan, Shutdown, ToRunner
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_signals
+
+if TYPE_CHECKING:  # it imports torch
+    from mamba_eagle.runner.launched import Launched
+
+POLL_SECONDS = 2e-5  # a GPU's step takes milliseconds, and has no file descriptor to wait for
 
 
 def main() -> None:
@@ -36,13 +45,25 @@ def run(config: EngineConfig, socket_dir: str) -> None:
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     results.send(runner.ready)
+    launched: deque[Launched] = deque()
     while True:
-        plan = plans.receive()
+        plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
             ignore_signals()  # here, not after: pools and sockets are destroyed as this returns
             return
-        assert isinstance(plan, Plan)
-        results.send(runner.execute(plan))
+        if plan is not None:
+            launched.append(runner.launch(plan))
+        while launched and launched[0].done:
+            results.send(launched.popleft().result())
+
+
+def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan | Shutdown | None:
+    """None as soon as the oldest launched step is done, if no plan comes before that."""
+    if not launched:
+        return plans.receive()
+    while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
+        time.sleep(POLL_SECONDS)
+    return plan
 
 
 def default_threads() -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling_noise import gumbel
+from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.spec.tree import Tree
 
 MASS = 2.0**40  # the mass of a row's best token, in the integer sums of top-p
@@ -187,7 +188,7 @@ class SamplingState:
         self.output_counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
 
     def _copied(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return _to_device(values, dtype, self.device)
+        return to_device(values, dtype, self.device)
 
     def _valid(self, token: int) -> bool:
         return 0 <= token < self.vocab_size
@@ -195,6 +196,10 @@ class SamplingState:
     def needs(self, slots: list[int]) -> list[_Needs]:
         """What each request of a batch asks for."""
         return [self._needs[slot] for slot in slots]
+
+    def any_noise(self, slots: list[int]) -> bool:
+        """Whether some request of a batch is not greedy."""
+        return any(self._needs[slot].noise for slot in slots)
 
 
 class BatchNoise:
@@ -205,8 +210,8 @@ class BatchNoise:
     how sure the guess is. Filters and penalties are left out: they cost more than they tell.
     """
 
-    def __init__(self, state: SamplingState, slots: list[int]) -> None:
-        rows = _to_device(slots, torch.int64, state.device)
+    def __init__(self, state: SamplingState, rows: Tensor) -> None:
+        """rows: [b] int64, request slots."""
         self.temperature = state.numbers[rows, 0][:, None, None]  # [b, 1, 1]
         self.seeds = state.integers[rows, 0]  # [b]
 
@@ -216,19 +221,6 @@ class BatchNoise:
         warm = self.temperature > 0
         noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
         return torch.where(warm, noisy, log_probs)
-
-
-def batch_noise(state: SamplingState, slots: list[int]) -> BatchNoise | None:
-    """None if all requests of the batch are greedy."""
-    if any(need.noise for need in state.needs(slots)):
-        return BatchNoise(state, slots)
-    return None
-
-
-def _to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list as a tensor on the device; from memory that is not pinned, the copy would wait."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def sample(
@@ -248,7 +240,7 @@ def sample(
     if all(need == _GREEDY for need in needs):
         return logits.argmax(dim=-1)
 
-    rows = _to_device(slots, torch.int64, logits.device)
+    rows = to_device(slots, torch.int64, logits.device)
     numbers = state.numbers[rows].unsqueeze(2)  # [b, 6, 1]
     temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
     seed, top_k, ban_until = state.integers[rows].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
@@ -275,7 +267,7 @@ def sample(
         if len(ordered) == len(needs):
             kept = _keep_best(logits, temperature, top_k, top_p, width)
         else:
-            select = _to_device(ordered, torch.int64, logits.device)
+            select = to_device(ordered, torch.int64, logits.device)
             limits = (temperature[select], top_k[select], top_p[select])
             kept = logits.index_copy(0, select, _keep_best(logits[select], *limits, width))
     if any(need.min_p for need in needs):

@@ -19,9 +19,11 @@ class StatelessVerify(VerifyScheme):
     def __init__(self, table: RequestTable, pool: CheckpointPool) -> None:
         self.table, self.pool = table, pool
 
-    def start(self, slot: int, checkpoint: int) -> None: ...
+    on_device = True
 
-    def finish(self, slot: int, checkpoint: int, keep: int) -> None: ...
+    def start(self, slots: Tensor, checkpoints: Tensor) -> None: ...
+
+    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None: ...
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
         self.checkpoints = self.table.checkpoint[slots]

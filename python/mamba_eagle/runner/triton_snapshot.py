@@ -19,6 +19,8 @@ from mamba_eagle.spec.accept import Truncated
 class TritonSnapshotVerify(SnapshotVerify):
     """Node i of a tree stands in row i; between steps only the history is kept."""
 
+    on_device = True
+
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: CheckpointPool
     ) -> None:

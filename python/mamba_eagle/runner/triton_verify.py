@@ -18,6 +18,7 @@ from mamba_eagle.kernels.tree_verify.triton import (
     ancestor_bits,
     tree_verify,
 )
+from mamba_eagle.kernels.tree_verify.triton_fold import fold_chains
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, RequestTable
@@ -35,6 +36,8 @@ class TritonDeferredVerify(DeferredVerify):
     W rows = most_chain + K-1 of history + nodes of a tree + spare ones
     """
 
+    on_device = True
+
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: CheckpointPool
     ) -> None:
@@ -46,14 +49,22 @@ class TritonDeferredVerify(DeferredVerify):
             raise ValueError(f"{size.rows} rows a request: this tree needs {least} on a GPU")
         self.sizes = sizes_of(config)
 
-    def start(self, slot: int, checkpoint: int) -> None:
-        super().start(slot, checkpoint)
-        self.path[slot, : self.history] = self.offsets
+    def start(self, slots: Tensor, checkpoints: Tensor) -> None:
+        super().start(slots, checkpoints)
+        self.path[slots[:, None], self.offsets] = self.offsets
 
-    def finish(self, slot: int, checkpoint: int, keep: int) -> None:
-        if keep:
-            self._fold(torch.tensor([slot], device=self.path.device), keep)
-        self.pool.conv[:, checkpoint] = self.conv_in[:, slot, self.path[slot, : self.history]]
+    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
+        """Nothing of the request but its checkpoint is in order afterwards."""
+        h, path = self.history, self.path[slots]
+        chain = (path[:, h : h + self.most_chain] - h).contiguous()
+        buffers = RowBuffers(self.xB, self.dt, self.log_decay)
+        fold_chains(buffers, self.pool.ssm, slots, checkpoints, chain, keep, self.sizes)
+        last = chain.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+        before = self.pool.feature[checkpoints]
+        made = self.feature[slots, last]
+        self.pool.feature[checkpoints] = torch.where((keep > 0)[:, None], made, before)
+        history = path.gather(1, keep[:, None] + self.offsets)
+        self.pool.conv[:, checkpoints] = self.conv_in[:, slots[:, None], history]
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
         self.fold: Tensor | None = self.chain_len[slots] + self.size.accepts > self.most_chain
@@ -122,10 +133,6 @@ class TritonDeferredVerify(DeferredVerify):
 
     def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
         return self.free_rows(slots, tree.tokens.shape[1])
-
-    def _move_history(self, slots: Tensor, keep: Tensor) -> None:
-        places = self.path[slots].gather(1, keep[:, None] + self.offsets)
-        self.path[slots[:, None], self.offsets] = places
 
 
 TRITON_SCHEMES: dict[str, type[RecurrentVerify]] = {

@@ -35,14 +35,15 @@ class VerifyScheme(ABC):
     """Recurrent state of running requests, in all Mamba2 layers."""
 
     name: str
+    on_device = False  # nothing waits for the host, so that a captured graph can repeat a step
 
     @abstractmethod
-    def start(self, slot: int, checkpoint: int) -> None:
-        """Prefill has ended: the checkpoint holds all that was run."""
+    def start(self, slots: Tensor, checkpoints: Tensor) -> None:
+        """Prefill has ended: the checkpoints [n] hold all that was run of the requests [n]."""
 
     @abstractmethod
-    def finish(self, slot: int, checkpoint: int, keep: int) -> None:
-        """Move the checkpoint ``keep`` tokens on from where it is."""
+    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
+        """Move each checkpoint ``keep`` [n] tokens on from where it is; its request leaves."""
 
     @abstractmethod
     def begin(self, slots: Tensor, tree: Tree) -> None:
@@ -128,9 +129,9 @@ class RecurrentVerify(VerifyScheme):
         self.offsets = torch.arange(self.history, device=device)
         self.constants: dict[int, LayerConstants] = {}
 
-    def start(self, slot: int, checkpoint: int) -> None:
-        self.chain_len[slot] = 0
-        self.conv_in[:, slot, : self.history] = self.pool.conv[:, checkpoint]
+    def start(self, slots: Tensor, checkpoints: Tensor) -> None:
+        self.chain_len[slots] = 0
+        self.conv_in[:, slots, : self.history] = self.pool.conv[:, checkpoints]
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
         self.begin_step(self._step(slots, self._choose_rows(slots, tree), tree))
@@ -240,10 +241,11 @@ class DeferredVerify(RecurrentVerify):
         self.dt = buffer(config.num_heads)
         self.log_decay = buffer(config.num_heads)
 
-    def finish(self, slot: int, checkpoint: int, keep: int) -> None:
-        if keep:
-            self._fold(torch.tensor([slot], device=self.path.device), keep)
-        self.pool.conv[:, checkpoint] = self.conv_in[:, slot, : self.history]
+    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
+        moved = keep > 0
+        if bool(moved.any()):
+            self._fold(slots[moved], keep[moved])
+        self.pool.conv[:, checkpoints] = self.conv_in[:, slots, : self.history]
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
@@ -315,10 +317,10 @@ class DeferredVerify(RecurrentVerify):
             log_decay,
         )
 
-    def _fold(self, slots: Tensor, keep: int | None = None) -> None:
+    def _fold(self, slots: Tensor, keep: Tensor | None = None) -> None:
         """Write the state after the chain, or its first ``keep`` tokens, back to S0."""
         h = self.history
-        length = self.chain_len[slots] if keep is None else torch.full_like(slots, keep)
+        length = self.chain_len[slots] if keep is None else keep
         longest = int(length.max())
         chain = (self.path[slots, h : h + longest] - h).clamp_(0, self.size.rows - 1)  # [f, R]
         valid = torch.arange(longest, device=slots.device) < length[:, None]
@@ -355,9 +357,9 @@ class SnapshotVerify(RecurrentVerify):
         shape = (layers, requests, size.rows, *pool.ssm.shape[2:])
         self.node_states = torch.zeros(shape, device=self.path.device)
 
-    def finish(self, slot: int, checkpoint: int, keep: int) -> None:
-        assert keep == 0, "the checkpoint already holds every accepted token"
-        self.pool.conv[:, checkpoint] = self.conv_in[:, slot, : self.history]
+    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
+        """``keep`` is 0: the checkpoints already hold every accepted token."""
+        self.pool.conv[:, checkpoints] = self.conv_in[:, slots, : self.history]
 
     def accept(self, accepted: Truncated, features: Tensor) -> None:
         self._extend(accepted)

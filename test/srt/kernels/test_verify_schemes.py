@@ -253,7 +253,7 @@ def error_after_many_tokens(
     slot, checkpoint = 1, 3
     rig.pool.clear(checkpoint)
     rig.table.checkpoint[slot] = checkpoint
-    rig.scheme.start(slot, checkpoint)
+    rig.scheme.start(torch.tensor([slot]), torch.tensor([checkpoint]))
     trees = [random_tree(1, nodes, max_depth - 1, rig.generator) for _ in range(40)]
     walks = []
     for tree in trees:

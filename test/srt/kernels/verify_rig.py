@@ -188,7 +188,7 @@ class Rig:
         self.pool.feature[checkpoint] = self.normal(HIDDEN)
         self.table.checkpoint[slot] = checkpoint
         self.table.run[slot] = position
-        self.scheme.start(slot, checkpoint)
+        self.scheme.start(torch.tensor([slot]), torch.tensor([checkpoint]))
         self.plain[slot] = {position: self.stored(checkpoint)}
 
     def stored(self, checkpoint: int) -> Moment:
@@ -203,7 +203,8 @@ class Rig:
         """Bring the checkpoint to ``position`` (all that was run) and return what it holds."""
         checkpoint = int(self.table.checkpoint[slot])
         run, folded = int(self.table.run[slot]), self.folded(slot)
-        self.scheme.finish(slot, checkpoint, (run if position is None else position) - folded)
+        keep = (run if position is None else position) - folded
+        self.scheme.finish(*(torch.tensor([n]) for n in (slot, checkpoint, keep)))
         return self.stored(checkpoint)
 
     def folded(self, slot: int) -> int:

@@ -134,8 +134,8 @@ def test_trees_are_the_indexs_on_any_device(device: str) -> None:
     features = torch.zeros(1, device=device)
     for slot, text in enumerate(texts):
         item = PrefillItem(slot=slot, checkpoint=slot, start=0, token_ids=text, kv_slots=[])
-        drafter.observe_prefill(item, slots, features, features)
-        drafter.observe_first_token(slot, torch.tensor(7 + slot, device=device), features)
+        drafter.observe_prefill([item], slots, features, features)
+        drafter.observe_first_tokens([slot], torch.tensor([7 + slot], device=device), features)
         alone.begin(slot, [*text, 7 + slot])
     rng = random.Random(3)
     for _ in range(MOST_UNREAD + 5):

@@ -57,12 +57,11 @@ def commit(slots, own, nodes, tokens, count, finished, kv_slots, run, last_token
 
 @kernel
 def append_pending(slots, nodes, tokens, count, entries, waiting_tokens, waiting_entries, waiting):
-    """Accepted nodes wait for the drafter. Returns the largest number that wait.
+    """Accepted nodes wait for the drafter.
 
     slots, count [b]; nodes, tokens [b, D]; entries [b, T, F], of all nodes; by request slot,
     changed: waiting_tokens [R, E], waiting_entries [R, E, F], waiting [R].
     """
-    most = 0
     for r in range(slots.shape[0]):
         slot = slots[r]
         first = waiting[slot]
@@ -70,5 +69,3 @@ def append_pending(slots, nodes, tokens, count, entries, waiting_tokens, waiting
             waiting_tokens[slot, first + step] = tokens[r, step]
             waiting_entries[slot, first + step] = entries[r, nodes[r, step]]
         waiting[slot] = first + count[r]
-        most = max(most, waiting[slot])
-    return most

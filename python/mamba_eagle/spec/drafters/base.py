@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -42,16 +42,24 @@ class Drafter(ABC):
     after the final norm and those that the drafter taps.
     """
 
-    @abstractmethod
-    def observe_prefill(
-        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
-    ) -> None:
-        """Prompt tokens [n] were run; features [n, F]; before [F]: of the token ahead of them
-        (zeros at position 0)."""
+    on_device = True  # whether ``propose`` and ``observe_accepted`` are the device's work alone, so
+    # that a captured graph can repeat them
 
     @abstractmethod
-    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None:
-        """The prompt is over: ``token`` [] was sampled from ``feature`` [F]."""
+    def observe_prefill(
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        """Prompt chunks were run, one behind the other: tokens [n], features [n, F]; before
+        [items, F]: of the tokens ahead of each chunk (zeros at position 0)."""
+
+    @abstractmethod
+    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
+        """The prompts in ``slots`` are over: tokens [n] were sampled from features [n, F]."""
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> Hashable:
+        """The host's part of a step that is about to be run. Steps whose trees have the same shape,
+        and for which this gives the same, are the same work."""
+        return None
 
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
@@ -64,9 +72,9 @@ class Drafter(ABC):
         step. noise: None if all requests are greedy."""
 
     @abstractmethod
-    def release(self, slot: int, position: int) -> None:
-        """The request leaves. position >= 0: its first so many tokens stay in the prefix cache,
-        and what the drafter knows of them goes with them."""
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Requests leave. position >= 0: its first so many tokens stay in the prefix cache, and
+        what the drafter knows of them goes with them."""
 
     @property
     @abstractmethod
@@ -78,17 +86,19 @@ class NoDrafter(Drafter):
     """Plain decoding: no tree is ever asked for."""
 
     def observe_prefill(
-        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None: ...
 
-    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None: ...
+    def observe_first_tokens(
+        self, slots: Sequence[int], tokens: Tensor, features: Tensor
+    ) -> None: ...
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None: ...
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
         raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")
 
-    def release(self, slot: int, position: int) -> None: ...
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None: ...
 
     @property
     def num_bytes(self) -> int:

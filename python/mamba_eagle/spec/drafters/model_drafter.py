@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import TreeShape
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.accept.cpu import append_pending
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import (
     PrefillPart,
     VerifyContext,
     prefill_context,
+    prefill_parts,
+    start_finished,
     tree_attention,
 )
 from mamba_eagle.runner.lanes import LaneRows, Lanes, lane_attention
 from mamba_eagle.runner.pools import CheckpointPool, KVPool
 from mamba_eagle.runner.stateless_verify import StatelessVerify
+from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, DeferredVerify, SchemeSize, VerifyScheme
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, KeyedNoise
@@ -100,7 +105,11 @@ class ModelDrafter(Drafter):
             return torch.zeros(*shape, dtype=parts.dtype, device=device)
 
         # a step's entries are appended valid or not; hence the room behind ``most_pending``
-        width = self.most_pending + config.tree_shape.steps + 1
+        self.most_accepted = config.tree_shape.steps + 1
+        width = self.most_pending + self.most_accepted
+        self.waiting = [0] * requests  # entries of each request, or more: what the host knows
+        self.longest = 1  # entries that the next tree's requests run at most
+        self.device = device
         self.run = integers(requests)  # entries in the caches
         self.pending_tokens = integers(requests, width)
         self.pending_features = floats(requests, width, network.feature_size)
@@ -110,53 +119,88 @@ class ModelDrafter(Drafter):
     # ── what became of the sequence ──
 
     def observe_prefill(
-        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        slot, length = item.slot, len(item.token_ids)
-        if item.is_first:
-            if item.load_from < 0:
-                self.pool.clear(item.checkpoint)
-            else:
-                self.pool.copy(item.load_from, item.checkpoint)
-        part = PrefillPart(item, 0, length)
-        mamba = self.network.config.mamba
-        ctx = prefill_context([part], self.pool, self.kv, self.table.kv_slots, mamba)
-        given = torch.cat([before[None].to(features.dtype), features[:-1]])
-        outputs = self.network.chain(
-            tokens[None],
-            self.network.entry_features(given)[None],
-            self.pool.feature[item.checkpoint][None],
-            ctx,
-        )[0]
-        carries = outputs[:, : self.network.carry_size]
-        for save in item.saves:
-            self.pool.feature[save.checkpoint] = carries[save.position - item.start - 1]
-        self.pool.feature[item.checkpoint] = self.carry[slot] = carries[-1]
-        self.run[slot] = item.start + length
-        self.pending[slot] = 0
-        if item.is_last:
-            self.scheme.start(slot, item.checkpoint)
+        parts = prefill_parts(items)
+        for item in items:
+            if item.is_first:
+                self.pool.begin(item)
+        firsts = to_device([part.first for part in parts], torch.int64, self.device)
+        given = features.roll(1, dims=0)
+        given[firsts] = before.to(given.dtype)
+        entries = self.network.entry_features(given)
+        # a chunk whose entries take a carry is a pass of its own
+        for run in [parts] if not self.network.carry_size else [[part] for part in parts]:
+            span = slice(run[0].first, run[-1].first + run[-1].length)
+            mamba = self.network.config.mamba
+            ctx = prefill_context(run, self.pool, self.kv, self.table.kv_slots, mamba)
+            carry = self.pool.feature[run[0].item.checkpoint][None]
+            outputs = self.network.chain(tokens[None, span], entries[None, span], carry, ctx)[0]
+            self._keep_carries(run, outputs[:, : self.network.carry_size])
+        slots = to_device([item.slot for item in items], torch.int64, self.device)
+        ends = [item.start + len(item.token_ids) for item in items]
+        self.run[slots] = to_device(ends, torch.int64, self.device)
+        self.pending[slots] = 0
+        start_finished(self.scheme, items, self.device)
 
-    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None:
-        self.pending_tokens[slot, 0] = token
-        entry = self.network.entry_features(feature[None])[0]
-        self.pending_features[slot, 0] = entry.to(self.pending_features.dtype)
-        self.pending[slot] = 1
+    def _keep_carries(self, parts: Sequence[PrefillPart], carries: Tensor) -> None:
+        """carries [n, C] of the parts' tokens."""
+        if not self.network.carry_size:
+            return
+        for part in parts:
+            item, own = part.item, carries[part.first - parts[0].first :]
+            for save in item.saves:
+                self.pool.feature[save.checkpoint] = own[save.position - item.start - 1]
+            self.pool.feature[item.checkpoint] = self.carry[item.slot] = own[part.length - 1]
+
+    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
+        rows = to_device(slots, torch.int64, self.device)
+        self.pending_tokens[rows, 0] = tokens
+        entries = self.network.entry_features(features)
+        self.pending_features[rows, 0] = entries.to(self.pending_features.dtype)
+        self.pending[rows] = 1
+        for slot in slots:
+            self.waiting[slot] = 1
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> Hashable:
+        """How many entries the requests run, at most. Steps in flight may have added fewer than
+        the host must reckon with."""
+        waiting = self._waiting(slots)
+        added = shape.steps + 1
+        if shape != PLAIN:
+            self.longest = self._rounded_up(max(waiting))
+            for slot in slots:
+                self.waiting[slot] = added
+            return self.longest
+        crowded = [i for i, n in enumerate(waiting) if n + added > self.most_pending]
+        if crowded:
+            self._run_all_but_roots([slots[i] for i in crowded])
+        for i, slot in enumerate(slots):
+            self.waiting[slot] = added + (1 if i in crowded else waiting[i])
+        return None
+
+    def _waiting(self, slots: Sequence[int]) -> list[int]:
+        if self.device.type != "cpu":
+            return [self.waiting[slot] for slot in slots]
+        rows = list(slots)  # what is known there costs nothing to look at
+        return torch.where(self.table.remaining[rows] > 0, self.pending[rows], 0).tolist()
+
+    def _rounded_up(self, entries: int) -> int:
+        """To one of two numbers on a GPU, so that there are few kinds of steps."""
+        if self.device.type == "cpu":
+            return max(entries, 1)
+        return self.most_accepted if entries <= self.most_accepted else self.most_pending
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        deep = accepted.nodes.shape[1]
-        if self._append(slots, accepted, features) > self.most_pending - deep:
-            self._run_all_but_roots(slots[self.pending[slots] > self.most_pending - deep])
-
-    def _append(self, slots: Tensor, accepted: Truncated, features: Tensor) -> int:
-        """Accepted nodes join those that wait. Returns the largest number of a request's."""
+        """Accepted nodes join those that wait."""
         pending = (self.pending_tokens, self.pending_features, self.pending)
         if numba_math.usable(slots.device, self.pending_features.dtype):
             # of all nodes: in a plain step, where it matters, these are the accepted ones
             entries = self.network.entry_features(features.flatten(0, 1))
             entries = entries.unflatten(0, features.shape[:2])
             inputs = (slots, accepted.nodes, accepted.tokens, accepted.count, entries, *pending)
-            return int(append_pending(*(part.numpy() for part in inputs)))
+            append_pending(*(part.numpy() for part in inputs))
+            return
         b, deep = accepted.nodes.shape
         index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
         entries = self.network.entry_features(features.gather(1, index).flatten(0, 1))
@@ -165,21 +209,23 @@ class ModelDrafter(Drafter):
         self.pending_tokens[at] = accepted.tokens
         self.pending_features[at] = entries.view(b, deep, -1).to(self.pending_features.dtype)
         self.pending[slots] += accepted.count
-        return int(self.pending[slots].max())
 
-    def release(self, slot: int, position: int) -> None:
-        if position >= 0:
-            slots = torch.tensor([slot], device=self.run.device)
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        kept = [(slot, position) for slot, position in zip(slots, positions) if position >= 0]
+        if kept:
+            rows, ends = to_device(list(zip(*kept)), torch.int64, self.device)
             # a stop string may have cut tokens that were run: then there is less to do, or a part
             # of the chain is left out
-            missing = position - int(self.run[slot])
-            if missing > 0:
-                self._run_pending(slots, torch.full_like(slots, missing))
+            missing = (ends - self.run[rows]).clamp(min=0)
+            longest = self.most_pending
+            if self.device.type == "cpu":
+                longest = int(missing.max())
+            if longest:
+                self._run_pending(rows, missing, longest)
             if isinstance(self.scheme, DeferredVerify):
-                chain = int(self.scheme.chain_len[slot])
-                keep = max(0, position - (int(self.run[slot]) - chain))
-                self.scheme.finish(slot, int(self.table.checkpoint[slot]), keep)
-        self.pending[slot] = 0
+                keep = (ends - (self.run[rows] - self.scheme.chain_len[rows])).clamp(min=0)
+                self.scheme.finish(rows, self.table.checkpoint[rows], keep)
+        self.pending[to_device(slots, torch.int64, self.device)] = 0
 
     # ── drafting ──
 
@@ -187,7 +233,9 @@ class ModelDrafter(Drafter):
         table, network = self.table, self.network
         # a request that has ended takes nothing in: what is pending is settled when it leaves
         counts = torch.where(table.remaining[slots] > 0, self.pending[slots], 0)
-        above = self._run_pending(slots, counts)[:, None]  # [b, lanes, O], the root's at first
+        above = self._run_pending(slots, counts, self.longest)[
+            :, None
+        ]  # [b, lanes, O], the root's at first
         self.pending[slots] -= counts
         root = table.run[slots]  # its position
         grown = candidates(table.last_token[slots], shape.topk)
@@ -223,10 +271,9 @@ class ModelDrafter(Drafter):
 
     # ── entries of the sequence ──
 
-    def _run_pending(self, slots: Tensor, counts: Tensor) -> Tensor:
-        """Run the first ``counts`` [b] pending entries. Returns the output of the last, [b, O]
-        (of a request with none: nothing of meaning)."""
-        longest = max(int(counts.max()), 1)
+    def _run_pending(self, slots: Tensor, counts: Tensor, longest: int) -> Tensor:
+        """Run the first ``counts`` [b] pending entries, ``longest`` at most. Returns the output of
+        the last, [b, O] (of a request with none: nothing of meaning)."""
         offsets = torch.arange(longest, device=slots.device)
         prefix = self.run[slots]
         write = self.table.kv_slots[slots[:, None], prefix[:, None] + offsets]  # [b, E]
@@ -255,13 +302,19 @@ class ModelDrafter(Drafter):
             self.carry[slots] = torch.where(counts[:, None] > 0, carry, self.carry[slots])
         return last
 
-    def _run_all_but_roots(self, slots: Tensor) -> None:
+    def _run_all_but_roots(self, slots: Sequence[int]) -> None:
         """Plain steps have filled the room: the root waits on, alone."""
-        counts = self.pending[slots] - 1
-        self._run_pending(slots, counts)
-        self.pending_tokens[slots, 0] = self.pending_tokens[slots, counts]
-        self.pending_features[slots, 0] = self.pending_features[slots, counts]
-        self.pending[slots] = 1
+        rows = to_device(slots, torch.int64, self.device)
+        counts = (self.pending[rows] - 1).clamp(min=0)
+        self._run_pending(rows, counts, self.most_pending)
+        self.pending_tokens[rows, 0] = self.pending_tokens[rows, counts]
+        self.pending_features[rows, 0] = self.pending_features[rows, counts]
+        self.pending[rows] -= counts
+
+    @property
+    def on_device(self) -> bool:  # type: ignore[override]
+        has_kernels = gpu.usable(self.device, self.kv.k.dtype)
+        return self.scheme.on_device and (has_kernels or not self.kv.k.shape[0])
 
     @property
     def num_bytes(self) -> int:

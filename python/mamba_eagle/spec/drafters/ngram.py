@@ -3,6 +3,8 @@ those of finished requests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, KeyedNoise
 from mamba_eagle.spec.drafters.ngram_index import NgramIndex
@@ -22,20 +25,24 @@ class NgramDrafter(Drafter):
     """All work is the host's. What a step accepted is one copy from the device, made when the next
     tree is asked for; the trees of a step go up in one copy."""
 
+    on_device = False
+
     def __init__(self, index: NgramIndex, device: torch.device) -> None:
         self.index, self.device = index, device
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
 
     def observe_prefill(
-        self, item: PrefillItem, tokens: Tensor, features: Tensor, before: Tensor
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        if item.is_first:
-            assert len(item.history) == item.start, "the cached prefix is not known"
-            self.index.begin(item.slot, item.history)
-        self.index.append(item.slot, item.token_ids)
+        for item in items:
+            if item.is_first:
+                assert len(item.history) == item.start, "the cached prefix is not known"
+                self.index.begin(item.slot, item.history)
+            self.index.append(item.slot, item.token_ids)
 
-    def observe_first_token(self, slot: int, token: Tensor, feature: Tensor) -> None:
-        self._remember(token.new_full((1,), slot), token.new_ones(1), token.view(1, 1))
+    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
+        rows = to_device(slots, torch.int64, self.device)
+        self._remember(rows, torch.ones_like(rows), tokens[:, None])
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         self._remember(slots, accepted.count, accepted.tokens)
@@ -68,10 +75,11 @@ class NgramDrafter(Drafter):
             return fields
         return _fields(buffer.to(self.device, non_blocking=True), len(slots), shape.nodes)
 
-    def release(self, slot: int, position: int) -> None:
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         self._read()
-        # the last token was never run, and is text all the same
-        self.index.end(slot, position + 1)
+        for slot, position in zip(slots, positions, strict=True):
+            # the last token was never run, and is text all the same
+            self.index.end(slot, position + 1)
 
     @property
     def num_bytes(self) -> int:

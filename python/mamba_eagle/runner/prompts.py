@@ -1,0 +1,171 @@
+"""Prompt chunks: one pass over those of a step, and the first token where a prompt is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.runner.contexts import PrefillPart, prefill_context, prefill_parts, start_finished
+from mamba_eagle.runner.decode_step import DecodeStep
+from mamba_eagle.runner.pools import CheckpointPool
+from mamba_eagle.runner.sampler import TokenLogprobs, sample, token_logprobs
+from mamba_eagle.runner.transfer import to_device, to_host
+
+
+class Logprobs:
+    """Of some tokens, on their way to the host."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor, top: int) -> None:
+        """logits [n, V], tokens [n]: their logprobs, and the ``top`` best ones each."""
+        self.tokens = to_host(tokens)
+        self.parts = TokenLogprobs(*(to_host(p) for p in token_logprobs(logits, tokens, top)))
+
+    def read(self, count: int | None = None) -> list[TokenLogprob]:
+        """Of the first ``count``."""
+        columns = (part[:count].tolist() for part in (self.tokens, *self.parts))
+        return [
+            TokenLogprob(token, own, list(zip(best, which, strict=True)))
+            for token, own, best, which in zip(*columns, strict=True)
+        ]
+
+
+@dataclass
+class PromptsMade:
+    """What the chunks of a step give, on its way to the host."""
+
+    items: Sequence[PrefillItem]
+    first_tokens: Tensor | None = None  # [prompts that are over]
+    first_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by place among those
+    input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by place among the items
+
+    def read(self) -> list[PrefillResult]:
+        """In the items' order."""
+        tokens = iter([] if self.first_tokens is None else self.first_tokens.tolist())
+        results, over = [], 0
+        for i, item in enumerate(self.items):
+            result = PrefillResult()
+            if i in self.input_logprobs:
+                result.input_logprobs = self.input_logprobs[i].read()
+                if max(item.logprob_start, item.start) == 0 and result.input_logprobs:
+                    first = result.input_logprobs[0]
+                    result.input_logprobs[0] = TokenLogprob(first.token_id, None)
+            if item.is_last:
+                result.token = next(tokens)
+                if over in self.first_logprobs:
+                    result.logprob = self.first_logprobs[over].read()[0]
+                over += 1
+            results.append(result)
+        return results
+
+
+class PromptRunner:
+    """Takes requests in and runs their prompts."""
+
+    def __init__(
+        self, step: DecodeStep, pool: CheckpointPool, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
+        self.device = step.table.run.device
+        # of output tokens; a retracted request has made some of them before
+        self.budget_end = [0] * step.table.run.shape[0]
+
+    def run(self, items: Sequence[PrefillItem]) -> PromptsMade:
+        model, table = self.step.model, self.step.table
+        for item in items:
+            self._admit(item)
+        parts = prefill_parts(items)
+        checkpoints = self._indices([item.checkpoint for item in items])
+        before = self.pool.feature[checkpoints]  # copied: the pass overwrites them
+        tokens = self._indices([token for item in items for token in item.token_ids])
+        ctx = prefill_context(parts, self.pool, self.step.kv, table.kv_slots, model.config.mamba)
+        features = model(tokens, ctx)
+        self._keep_features(parts, features)
+        table.run[self._indices([item.slot for item in items])] = self._indices(
+            [item.start + len(item.token_ids) for item in items]
+        )
+        for part in parts:
+            span = slice(part.first, part.first + part.length)
+            self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
+        start_finished(self.step.scheme, items, self.device)
+        self.step.drafter.observe_prefill(items, tokens, features, before)
+        made = PromptsMade(items)
+        for i, part in enumerate(parts):
+            if part.item.logprob_start >= 0:
+                made.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
+        over = [part for part in parts if part.item.is_last]
+        if over:
+            self._first_tokens(over, features, made)
+        return made
+
+    def _indices(self, values: Sequence[int]) -> Tensor:
+        return to_device(values, device=self.device)
+
+    def _admit(self, item: PrefillItem) -> None:
+        """The request's slot table, and at its first chunk everything else about it."""
+        table, slot, start = self.step.table, item.slot, item.start
+        kv_slots, first = item.kv_slots, start
+        if item.is_first:
+            kv_slots, first = [*item.prefix_kv_slots, *kv_slots], 0
+        table.kv_slots[slot, first : start + len(item.kv_slots)] = self._indices(kv_slots)
+        if not item.is_first:
+            return
+        params = item.sampling
+        assert params is not None
+        table.checkpoint[slot] = item.checkpoint
+        table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids))
+        table.wants_logprobs[slot] = item.return_logprob
+        table.top_logprobs[slot] = item.top_logprobs
+        table.wants_trace[slot] = item.return_spec_trace
+        self.step.sampling.set(slot, params, item.output_start, item.history)
+        self.budget_end[slot] = item.output_start + params.max_new_tokens
+        self.pool.begin(item)
+
+    def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
+        """Those of the tokens at which checkpoints end."""
+        kept = []
+        for part in parts:
+            item = part.item
+            saves = [(save.position - item.start, save.checkpoint) for save in item.saves]
+            saves.append((part.length, item.checkpoint))
+            kept += [(checkpoint, part.first + length - 1) for length, checkpoint in saves]
+        checkpoints, rows = self._indices(list(zip(*kept)))
+        self.pool.feature[checkpoints] = features[rows].to(self.pool.feature.dtype)
+
+    def _first_tokens(
+        self, parts: Sequence[PrefillPart], features: Tensor, made: PromptsMade
+    ) -> None:
+        """The prompts are over: their first output tokens are sampled."""
+        table, sampling = self.step.table, self.step.sampling
+        slots = [part.item.slot for part in parts]
+        ends = [part.item.start + part.length for part in parts]
+        left = [max(self.budget_end[slot] - end - 1, 0) for slot, end in zip(slots, ends)]
+        last = [part.first + part.length - 1 for part in parts]
+        rows, positions, budget, last_rows = self._indices([slots, ends, left, last])
+        own = features[last_rows]
+        logits = self.step.model.compute_logits(own)
+        tokens = sample(sampling, slots, logits[:, None], positions[:, None], None)[:, 0]
+        sampling.observe_accepted(rows, tokens[:, None], torch.ones_like(rows))
+        table.last_token[rows] = tokens
+        is_stop = (table.stop_tokens[rows] == tokens[:, None]).any(1)
+        table.remaining[rows] = torch.where(is_stop, 0, budget)
+        self.step.drafter.observe_first_tokens(slots, tokens, own)
+        made.first_tokens = to_host(tokens)
+        for i, part in enumerate(parts):
+            if part.item.return_logprob:
+                top = part.item.top_logprobs
+                made.first_logprobs[i] = Logprobs(logits[i : i + 1], tokens[i : i + 1], top)
+
+    def _input_logprobs(
+        self, part: PrefillPart, tokens: Tensor, features: Tensor, before: Tensor
+    ) -> Logprobs:
+        """Of the chunk's tokens from position logprob_start on; that of token q comes from the
+        features at q-1 (before [F]: ahead of the chunk), and the very first token has none."""
+        item, span = part.item, slice(part.first, part.first + part.length)
+        offset = max(item.logprob_start, item.start) - item.start
+        sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
+        logits = self.step.model.compute_logits(sources)
+        return Logprobs(logits, tokens[span][offset:], item.top_logprobs)
