@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.draft_tree import cpu
 from mamba_eagle.kernels.top_log_probs import TopTokens
 
@@ -97,7 +97,7 @@ class Candidates:
         self._tokens = [self.roots]
         self._parents: list[Tensor] = [torch.zeros_like(self.roots)]  # candidate numbers; root: 0
         self._scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
-        self._seen = 1  # the root among them
+        self._seen, self._steps = 1, 0  # the root among them
         # the lanes: their candidate numbers and scores, both [b, lanes]
         self._numbers = self._parents[0]
         self._frontier_scores = self._scores[0]
@@ -119,6 +119,7 @@ class Candidates:
         self._numbers = order + self._seen
         self._frontier_scores = scores.gather(1, order)
         self._seen += tokens.shape[1]
+        self._steps += 1
         return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
 
     def select(self, num_nodes: int) -> Tree:
@@ -140,7 +141,7 @@ class Candidates:
             tokens=torch.cat(self._tokens, dim=1).gather(1, chosen),
             parents=parents,
             depths=depths,
-            ancestors=ancestor_matrix(parents, max_depth=len(self._tokens) - 1),
+            ancestors=ancestor_matrix(parents, max_depth=self._steps),
             scores=seen.gather(1, chosen),
         )
 
@@ -148,7 +149,7 @@ class Candidates:
         if not 1 <= num_nodes <= self._seen:
             raise ValueError(
                 f"num_nodes = {num_nodes}: must be between 1 and {self._seen}, the root and the "
-                f"candidates of {len(self._tokens) - 1} steps with topk {self.topk}"
+                f"candidates of {self._steps} steps with topk {self.topk}"
             )
 
 
@@ -173,6 +174,7 @@ class FusedCandidates(Candidates):
         self._numbers = order + self._seen
         self._frontier_scores = scores.gather(1, order)
         self._seen += tokens.shape[1]
+        self._steps += 1
         return Frontier(tokens.gather(1, order), parent_lanes, self._frontier_scores)
 
     def select(self, num_nodes: int) -> Tree:
@@ -190,7 +192,12 @@ class FusedCandidates(Candidates):
         return tree
 
 
-def candidates(roots: Tensor, topk: int) -> Candidates:
-    """The faster of the two for the roots' device."""
-    kind = FusedCandidates if numba_math.usable(roots.device) else Candidates
-    return kind(roots, topk)
+def candidates(roots: Tensor, topk: int, steps: int) -> Candidates:
+    """For ``steps`` expansions at most; the fastest on the roots' device."""
+    if numba_math.usable(roots.device):
+        return FusedCandidates(roots, topk)
+    if gpu.usable(roots.device):
+        from mamba_eagle.spec.triton_tree import TritonCandidates  # needs triton
+
+        return TritonCandidates(roots, topk, steps)
+    return Candidates(roots, topk)

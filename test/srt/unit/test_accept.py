@@ -150,7 +150,7 @@ def test_from_draft_to_commit_no_value_is_read_on_the_host() -> None:
     table = RequestTable(5, 40, meta)
     table.stop_tokens = torch.full((5, 2), -1, device=meta)
     slots = torch.arange(requests, device=meta)
-    grown = candidates(table.last_token[slots], topk)
+    grown = candidates(table.last_token[slots], topk, steps=3)
     for lanes in (1, topk, topk):
         logits = torch.zeros(requests * lanes, 50, device=meta)
         grown.expand(top_log_probs(logits, topk).unflatten((requests, lanes)))

@@ -30,12 +30,12 @@ def ranking_key(x, number):
 
 
 @triton.jit
-def _key_number(key):
+def key_number(key):
     return (key & LOW_HALF) ^ LOW_HALF
 
 
 @triton.jit
-def _key_value(key):
+def key_value(key):
     rising = (key >> 32).to(tl.int32)
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -91,8 +91,8 @@ def _merge_kernel(
     key = tl.load(keys + row * blocks * K + place, mask=place < blocks * K, other=NO_KEY)
     for rank in tl.static_range(K):
         best = tl.max(key, 0)
-        tl.store(values + row * K + rank, _key_value(best) - high - log_total)
-        tl.store(tokens + row * K + rank, _key_number(best))
+        tl.store(values + row * K + rank, key_value(best) - high - log_total)
+        tl.store(tokens + row * K + rank, key_number(best))
         key = tl.where(key == best, NO_KEY, key)
 
 

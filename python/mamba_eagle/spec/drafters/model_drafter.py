@@ -239,7 +239,7 @@ class ModelDrafter(Drafter):
         ]  # [b, lanes, O], the root's at first
         self.pending[slots] -= counts
         root = table.run[slots]  # its position
-        grown = candidates(table.last_token[slots], shape.topk)
+        grown = candidates(table.last_token[slots], shape.topk, shape.steps)
         frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
         if shape.steps > 1:
             lanes = self._lanes(slots, root + 1)
