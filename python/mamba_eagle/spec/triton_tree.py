@@ -18,8 +18,11 @@ class TritonCandidates(Candidates):
         self._seen, self._steps = 1, 0
         self._lanes: Lanes | None = None
         shape = (len(roots), 1 + topk + (steps - 1) * topk * topk)
-        integers = torch.empty(2, *shape, dtype=torch.int64, device=roots.device)
-        self._grown = Grown(*integers, torch.empty(shape, device=roots.device))
+        self._grown = Grown(
+            tokens=roots.new_empty(shape),
+            parents=roots.new_empty(shape),
+            scores=torch.empty(shape, device=roots.device),
+        )
 
     def expand(self, best: TopTokens) -> Frontier:
         self._lanes = lanes = expand(*best, self.roots, self._lanes, self._grown, self._seen)
@@ -32,11 +35,12 @@ class TritonCandidates(Candidates):
         if not self._steps:
             return single_node_tree(self.roots[:, 0])
         shape, device = (len(self.roots), num_nodes), self.roots.device
-        integers = torch.empty(3, *shape, dtype=torch.int64, device=device)
         tree = Tree(
-            *integers,
-            torch.empty(*shape, num_nodes, dtype=torch.bool, device=device),
-            torch.empty(shape, device=device),
+            tokens=self.roots.new_empty(shape),
+            parents=self.roots.new_empty(shape),
+            depths=self.roots.new_empty(shape),
+            ancestors=torch.empty(*shape, num_nodes, dtype=torch.bool, device=device),
+            scores=torch.empty(shape, device=device),
         )
         select(self._grown, self._seen, self.topk, self._steps, *tree)
         return tree

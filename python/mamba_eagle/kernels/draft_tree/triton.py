@@ -98,7 +98,7 @@ def expand(
         seen: how many candidates there are already, the root among them.
     """
     b, n, k = tokens.shape
-    integers = torch.empty(3, b, k, dtype=torch.int64, device=tokens.device)
+    integers = (tokens.new_empty(b, k) for _ in range(3))
     lanes = Lanes(*integers, torch.empty(b, k, device=tokens.device))
     padded = triton.next_power_of_2(n * k)
     _expand_kernel[(b,)](

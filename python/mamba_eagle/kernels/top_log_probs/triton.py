@@ -110,7 +110,7 @@ def top_log_probs(logits: Tensor, k: int, block: int = BLOCK) -> TopTokens:
     block = max(block, triton.next_power_of_2(k))
     blocks = triton.cdiv(V, block)
     keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
-    largest, total = torch.empty(2, n, blocks, device=device)
+    largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
     found = TopTokens(
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
     )
