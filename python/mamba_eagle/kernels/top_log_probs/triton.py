@@ -96,7 +96,7 @@ def _merge_kernel(
         key = tl.where(key == best, NO_KEY, key)
 
 
-def top_log_probs(logits: Tensor, k: int, block: int = BLOCK) -> TopTokens:
+def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) -> TopTokens:
     """As naive.top_log_probs; of equal logits the lower token id comes first.
 
     Args: logits: [n, V] bfloat16, float16 or float32, rows contiguous. block: a power of two.
@@ -115,7 +115,7 @@ def top_log_probs(logits: Tensor, k: int, block: int = BLOCK) -> TopTokens:
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
     )
     _block_kernel[(blocks, n)](
-        logits, keys, largest, total, V, logits.stride(0), K=k, BLOCK=block, num_warps=4
+        logits, keys, largest, total, V, logits.stride(0), K=k, BLOCK=block, num_warps=warps
     )
     _merge_kernel[(n,)](
         keys,
