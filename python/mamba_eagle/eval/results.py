@@ -21,11 +21,15 @@ def facts(device: str = "auto") -> dict[str, Any]:
     Takes 4 GiB of a GPU's memory for a moment, to time its copies. ``device`` as in --device.
     COMMIT of the environment names the commit where there is no repository.
     """
-    name = machine.hardware(device)
-    on_gpu = name != machine.cpu_model()
+    import torch
+
+    name, copied = machine.hardware(device), None
+    if name != machine.cpu_model():
+        copied = round(copy_tb_s(), 3)
+        torch.cuda.empty_cache()  # others shall have that memory, of this process or not
     return {
         "gpu": name,
-        "copy_tb_s": round(copy_tb_s(), 3) if on_gpu else None,
+        "copy_tb_s": copied,
         "torch": version("torch"),
         "triton": version("triton"),
         "commit": os.environ.get("COMMIT") or machine.commit(),
