@@ -11,26 +11,49 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from typing import NamedTuple
 
 import torch
 from bench_snapshot import SnapshotInputs
 from bench_tree_verify import CHAIN, NANO_9B, Inputs, Mode, bytes_moved
-from measure import Report, graph_us
+from measure import Report, compile_all, graph_us
+
+from mamba_eagle.kernels.tree_verify.triton import choose_config
 
 MOST_SNAPSHOT_BYTES = 30e9  # of all node states; two layers at least are gone round
 
 
-def measure_rows(found: Report, batch: int, nodes: int) -> None:
-    for fold, suffix in ((None, ""), (True, "_fold")):
-        mode = Mode(nodes, fold)
-        kind = ("decode" if nodes == 1 else "tree") + suffix
-        fields = {"mode": kind, "batch": batch, "nodes": nodes, "rows": CHAIN}
-        us = graph_us(Inputs(batch, mode, rows=CHAIN + nodes).verify())
-        label = f"{kind} {nodes} nodes {batch}"
-        found.add(label, f"kernel_{kind}_us", us, bytes_moved(batch, mode), **fields)
+class Job(NamedTuple):
+    batch: int
+    nodes: int
+
+    @property
+    def modes(self) -> list[Mode]:
+        return [Mode(self.nodes, None), Mode(self.nodes, True)]
 
 
-def measure_snapshot(found: Report, batch: int, nodes: int) -> None:
+def compile_share(share: list[Job]) -> None:
+    """In a process of its own: fills Triton's cache, with small inputs."""
+    for job in share:
+        SnapshotInputs(1, job.nodes).snapshot()[0]()
+        for mode in job.modes:
+            config = choose_config(
+                job.batch, job.nodes, CHAIN, NANO_9B, torch.bfloat16, bool(mode.fold)
+            )
+            Inputs(1, mode, layers=1, rows=CHAIN + job.nodes).verify(config)[0]()
+
+
+def measure_rows(found: Report, job: Job) -> None:
+    for mode, suffix in zip(job.modes, ("", "_fold")):
+        kind = ("decode" if job.nodes == 1 else "tree") + suffix
+        fields = {"mode": kind, "batch": job.batch, "nodes": job.nodes, "rows": CHAIN}
+        us = graph_us(Inputs(job.batch, mode, rows=CHAIN + job.nodes).verify())
+        label = f"{kind} {job.nodes} nodes {job.batch}"
+        found.add(label, f"kernel_{kind}_us", us, bytes_moved(job.batch, mode), **fields)
+
+
+def measure_snapshot(found: Report, job: Job) -> None:
+    batch, nodes = job
     inputs = SnapshotInputs(batch, nodes)
     fields = {"mode": "snapshot", "batch": batch, "nodes": nodes, "rows": 0}
     us = graph_us(inputs.snapshot())
@@ -46,11 +69,13 @@ def main() -> None:
     parser.add_argument("--output", help="append JSON lines to this file")
     args = parser.parse_args()
     found = Report(args.output)
-    for batch, nodes in itertools.product(args.batch_size, args.nodes):
-        measure_rows(found, batch, nodes)
-        state_bytes = 4 * NANO_9B.heads * NANO_9B.head_dim * NANO_9B.state_size
-        if 2 * batch * nodes * state_bytes <= MOST_SNAPSHOT_BYTES:
-            measure_snapshot(found, batch, nodes)
+    jobs = [Job(*pair) for pair in itertools.product(args.batch_size, args.nodes)]
+    compile_all(compile_share, jobs)
+    state_bytes = 4 * NANO_9B.heads * NANO_9B.head_dim * NANO_9B.state_size
+    for job in jobs:
+        measure_rows(found, job)
+        if 2 * job.batch * job.nodes * state_bytes <= MOST_SNAPSHOT_BYTES:
+            measure_snapshot(found, job)
         torch.cuda.empty_cache()
 
 

@@ -107,8 +107,11 @@ class StateMemory:
 
     @classmethod
     def of(cls, ready: RunnerReady) -> StateMemory:
-        checkpoint = ready.details["checkpoint_bytes"] / ready.max_checkpoints
-        return cls(checkpoint, ready.details["verify_bytes"] / ready.max_running_requests)
+        spare = int(str(ready.details["device"]).startswith("cuda"))  # a slot that pads batches
+        return cls(
+            ready.details["checkpoint_bytes"] / (ready.max_checkpoints + spare),
+            ready.details["verify_bytes"] / (ready.max_running_requests + spare),
+        )
 
     @property
     def megabytes(self) -> float:

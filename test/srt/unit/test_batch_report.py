@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mamba_eagle.eval.batch_report import Speed
+from mamba_eagle.eval.batch_report import Speed, StateMemory
 from mamba_eagle.eval.traffic import StepBytes, StepSize, step_bytes, weight_bytes
+from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.config import ModelConfig
 
 HYBRID = {
@@ -91,3 +92,19 @@ def test_a_cpu_has_no_share_of_a_limit() -> None:
         "Step.    plain: 10.000 ms, 100.0 token/s, 100.0 GB/s (weights 1.00 + states 0.00 + "
         "kv 0.00 GB)"
     )
+
+
+@pytest.mark.parametrize("device, slots", [("cpu", 4), ("cuda", 5)])
+def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: int) -> None:
+    ready = RunnerReady(
+        max_kv_slots=100,
+        max_checkpoints=4,
+        max_running_requests=4,
+        context_length=100,
+        vocab_size=100,
+        eos_token_ids=[],
+        pid=0,
+        details={"device": device, "checkpoint_bytes": slots * 10**6, "verify_bytes": slots * 500},
+    )
+    state = StateMemory.of(ready)
+    assert (state.checkpoint, state.beside) == (1e6, 500) and state.megabytes == 1.0005

@@ -31,6 +31,7 @@ class CountingRunner:
             eos_token_ids=[eos],
             pid=0,
             details={
+                "device": "cpu",
                 "dtype": "float32",
                 "rows_per_request": 7,
                 "checkpoint_bytes": 2_000_000 * config.max_mamba_cache_size,
