@@ -143,7 +143,10 @@ def state_memory(lines: Lines) -> Figure | None:
     kinds = {
         "deferred": ("deferred", {"mode": "deferred"}),
         "snapshot": ("snapshot", {"mode": "snapshot"}),
-        "peer": ("SGLang", {"engine": "sglang"}),  # last, and dashed: both keep a state a node
+        "peer": (
+            "SGLang, computed",
+            {"engine": "sglang"},
+        ),  # last, dashed: both keep a state a node
     }
     requests = [1, 16, 32, 48, 64]
     figure, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
