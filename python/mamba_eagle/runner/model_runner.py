@@ -101,6 +101,11 @@ class ModelRunner:
 
     # ── one step ──
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether ``launch`` returns before the device is done."""
+        return self.device.type == "cuda"
+
     def execute(self, plan: Plan) -> StepResult:
         """Run a plan and wait for its result."""
         return self.launch(plan).result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -12,6 +13,13 @@ from mamba_eagle.config import EMBEDDED_MODEL, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
 from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
+
+
+class Done(NamedTuple):
+    made: StepResult
+
+    def result(self) -> StepResult:
+        return self.made
 
 
 class CountingRunner:
@@ -44,9 +52,13 @@ class CountingRunner:
         self.prompt: dict[int, list[int]] = {}
         self.held: dict[int, set[int]] = {}  # request slot: its KV slots
         self.simulated: float | None = None
+        self.overlaps = False
 
     def simulate_accept_length(self, length: float) -> None:
         self.simulated = length
+
+    def launch(self, plan: Plan) -> Done:
+        return Done(self.execute(plan))
 
     def execute(self, plan: Plan) -> StepResult:
         self.plans.append(plan)
@@ -89,6 +101,8 @@ class CountingRunner:
             accepted = 1 + len(self.plans) % batch.shape.nodes
             accepted = min(accepted, self.limit[slot] - self.made[slot])
             nodes = [0, *range(batch.shape.nodes - accepted + 1, batch.shape.nodes)]
+            if not accepted:  # it ended in the step before
+                nodes = []
             self.held[slot] -= {kv_slots[n] for n in range(batch.shape.nodes) if n not in nodes}
             first = 1000 * slot + self.made[slot]
             self.made[slot] += accepted
@@ -108,10 +122,12 @@ TREE = EngineConfig(
 )
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
-def test_driver_makes_each_request_its_tokens(config: EngineConfig) -> None:
+def test_driver_makes_each_request_its_tokens(config: EngineConfig, overlaps: bool) -> None:
     config = sized_for(config, batch_size=3, total_tokens=9 + 20)
     runner = CountingRunner(config)
+    runner.overlaps = overlaps
     driver = InProcessDriver(runner, config)
     prompts = [[1, 2, 3], [4] * 9, [5]]
     for _ in range(2):  # a second batch finds every slot free again

@@ -9,7 +9,7 @@ from torch import Tensor
 BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _relu_squared_kernel(
     x,  # [size], changed
     size,
