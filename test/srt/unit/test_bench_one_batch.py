@@ -179,7 +179,7 @@ def test_driver_refuses_what_does_not_fit() -> None:
         driver.generate([[1]] * 3, greedy(1))
     with pytest.raises(ValueError, match="empty prompt"):
         driver.generate([[1], []], greedy(1))
-    with pytest.raises(ValueError, match="needs 28 KV slots, the runner has 22"):
+    with pytest.raises(ValueError, match="needs 28 KV slots, the runner has 24"):
         driver.generate([[1] * 6] * 2, greedy(7))
     with pytest.raises(ValueError, match="max_new_tokens 0"):
         driver.generate([[1]], greedy(0))
