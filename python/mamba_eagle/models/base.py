@@ -117,6 +117,13 @@ class CausalLM(Layer):
         scale = self.logits_scale
         return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
 
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """``compute_logits`` in the dtype of ``hidden`` where that loses nothing, for who reads
+        them once."""
+        if self.logits_scale != 1.0:
+            return self.compute_logits(hidden)
+        return self.lm_head(hidden[..., : self.config.hidden_size])
+
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None: it is not needed."""
         if name == "lm_head.weight" and self.config.tie_word_embeddings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.accept import cpu
 from mamba_eagle.message import DecodeResult, StepTrace
 from mamba_eagle.runner.pools import RequestTable
@@ -17,18 +17,24 @@ def accept_tokens(
     table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
 ) -> Truncated:
     """What each request accepts of its tree, up to its own end. target [b, T]."""
-    if not numba_math.usable(target.device):
+    on_cpu, device = numba_math.usable(target.device), target.device
+    if not on_cpu and not gpu.usable(device):
         walked = accept(tree, target, max_depth)
         return truncate(walked, table.stop_tokens[slots], table.remaining[slots])
     b, D = len(slots), max_depth + 1
     accepted = Truncated(
-        torch.empty(b, D, dtype=torch.int64),
-        torch.empty(b, D, dtype=torch.int64),
-        torch.empty(b, dtype=torch.int64),
-        torch.empty(b, dtype=torch.bool),
+        torch.empty(b, D, dtype=torch.int64, device=device),
+        torch.empty(b, D, dtype=torch.int64, device=device),
+        torch.empty(b, dtype=torch.int64, device=device),
+        torch.empty(b, dtype=torch.bool, device=device),
     )
     inputs = (tree.tokens, tree.parents, target, table.stop_tokens, table.remaining, slots)
-    cpu.accept_and_truncate(*(part.numpy() for part in (*inputs, *accepted)))
+    if on_cpu:
+        cpu.accept_and_truncate(*(part.numpy() for part in (*inputs, *accepted)))
+    else:
+        from mamba_eagle.kernels.accept import triton  # needs triton
+
+        triton.accept_and_truncate(*inputs, *accepted)
     return accepted
 
 
@@ -36,9 +42,14 @@ def commit_tokens(
     table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
 ) -> None:
     """The accepted nodes become part of the sequence: indices only. kv_slots [b, T], the nodes'."""
+    changed = (table.kv_slots, table.run, table.last_token, table.remaining)
     if numba_math.usable(slots.device):
-        changed = (table.kv_slots, table.run, table.last_token, table.remaining)
         cpu.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+        return
+    if gpu.usable(slots.device):
+        from mamba_eagle.kernels.accept import triton  # needs triton
+
+        triton.commit(slots, kv_slots, *accepted, *changed)
         return
     count = accepted.count
     offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_attention.triton import paged_tree_attention, path_masks
+from mamba_eagle.kernels.tree_attention.triton import paged_tree_attention
+from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
 from mamba_eagle.layers.attention import Attention
-from mamba_eagle.runner.lanes import LaneAttention, seen_by_next
+from mamba_eagle.runner.lanes import LaneAttention
 from mamba_eagle.runner.pools import KVPool
 
 
@@ -26,7 +26,7 @@ class TritonTreeAttention:
         """As ``contexts.tree_attention``."""
         self.pool = pool
         self.sequences = (slot_table, slots, prefix)
-        self.nodes = (kv_slots.contiguous(), path_masks(ancestors))
+        self.nodes = (kv_slots.contiguous(), pack_paths(ancestors))
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
@@ -45,11 +45,12 @@ class TritonLanes(TritonTreeAttention, LaneAttention):
         """max_lanes: how many each request has room for, in all steps."""
         self.pool = pool
         self.sequences = (slot_table, slots, prefix)
-        spare = torch.arange(len(slots) * max_lanes, device=slots.device)
-        self.spare = pool.bin_slot + 1 + spare.view(-1, max_lanes)
-        self.seen: Tensor | None = None  # [b, topk, lanes so far] bool
+        self.max_lanes, self.used = max_lanes, 0
+        self.masks: Tensor | None = None  # what the last lanes see
 
     def advance(self, above: Tensor) -> None:
-        self.seen = seen_by_next(self.seen, above)
-        lanes = self.seen.shape[2]
-        self.nodes = (self.spare[:, :lanes].contiguous(), path_masks(self.seen))
+        self.nodes = continue_lanes(
+            above, self.masks, self.used, self.pool.bin_slot + 1, self.max_lanes
+        )
+        self.masks = self.nodes.masks
+        self.used += above.shape[1]

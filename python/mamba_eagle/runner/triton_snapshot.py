@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep, ancestor_bits
+from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep
 from mamba_eagle.kernels.tree_verify.triton_snapshot import commit_snapshots, snapshot_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
@@ -47,7 +48,7 @@ class TritonSnapshotVerify(SnapshotVerify):
             chain_len=step.chain_len,
             rows=step.rows.contiguous(),
             parents=step.parents,
-            ancestors=ancestor_bits(step.ancestors),
+            ancestors=pack_paths(step.ancestors)[..., 0],
             tail=self.offsets.expand(b, -1).contiguous(),
         )
 

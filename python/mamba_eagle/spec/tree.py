@@ -1,6 +1,6 @@
 """Draft trees: from the drafter's log-probabilities to the nodes that the target verifies.
 
-Shapes: b requests, T tree nodes (the root among them), k = topk lanes, V vocabulary, C candidates.
+Shapes: b requests, T tree nodes (the root among them), k = topk lanes, C candidates.
 A chain is the tree with ``parents[i] == i - 1``; plain decoding is the tree with one node.
 
 Nothing here waits for the device.
@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.draft_tree import cpu
+from mamba_eagle.kernels.top_log_probs import TopTokens
 
 
 class Tree(NamedTuple):
@@ -96,31 +97,30 @@ class Candidates:
         self._tokens = [self.roots]
         self._parents: list[Tensor] = [torch.zeros_like(self.roots)]  # candidate numbers; root: 0
         self._scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
-        self._seen = 1  # the root among them
+        self._seen, self._steps = 1, 0  # the root among them
         # the lanes: their candidate numbers and scores, both [b, lanes]
         self._numbers = self._parents[0]
         self._frontier_scores = self._scores[0]
 
-    def expand(self, log_probs: Tensor) -> Frontier:
+    def expand(self, best: TopTokens) -> Frontier:
         """Add the best children of every lane.
 
-        log_probs: [b, lanes, V], one lane (the root) at first, then the lanes of the last
+        best: [b, lanes, k], of one lane (the root) at first, then of the lanes of the last
         Frontier in its order.
         """
-        values, tokens = log_probs.topk(self.topk, dim=-1)  # [b, lanes, k]
         # a rounding above 0 must not lift a child above its parent
-        scores = self._frontier_scores.unsqueeze(2) + values.float().clamp(max=0.0)
-        tokens, scores = tokens.flatten(1), scores.flatten(1)  # [b, lanes * k]
+        scores = self._frontier_scores.unsqueeze(2) + best.log_probs.clamp(max=0.0)
+        tokens, scores = best.tokens.flatten(1), scores.flatten(1)  # [b, lanes * k]
         self._tokens.append(tokens)
         self._parents.append(self._numbers.repeat_interleave(self.topk, dim=1))
         self._scores.append(scores)
 
-        best_scores, best = scores.sort(dim=1, descending=True, stable=True)
-        best_scores, best = best_scores[:, : self.topk], best[:, : self.topk]
-        self._numbers = best + self._seen
-        self._frontier_scores = best_scores
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.topk]
+        self._numbers = order + self._seen
+        self._frontier_scores = scores.gather(1, order)
         self._seen += tokens.shape[1]
-        return Frontier(tokens.gather(1, best), best // self.topk, best_scores)
+        self._steps += 1
+        return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
 
     def select(self, num_nodes: int) -> Tree:
         """The root and the best ``num_nodes - 1`` candidates, by depth, then by score."""
@@ -141,7 +141,7 @@ class Candidates:
             tokens=torch.cat(self._tokens, dim=1).gather(1, chosen),
             parents=parents,
             depths=depths,
-            ancestors=ancestor_matrix(parents, max_depth=len(self._tokens) - 1),
+            ancestors=ancestor_matrix(parents, max_depth=self._steps),
             scores=seen.gather(1, chosen),
         )
 
@@ -149,31 +149,33 @@ class Candidates:
         if not 1 <= num_nodes <= self._seen:
             raise ValueError(
                 f"num_nodes = {num_nodes}: must be between 1 and {self._seen}, the root and the "
-                f"candidates of {len(self._tokens) - 1} steps with topk {self.topk}"
+                f"candidates of {self._steps} steps with topk {self.topk}"
             )
 
 
 class FusedCandidates(Candidates):
     """The same on a CPU, a call for each expansion and one for the choice."""
 
-    def expand(self, log_probs: Tensor) -> Frontier:
-        b, lanes, _ = log_probs.shape
-        tokens, parents = (torch.empty(b, lanes * self.topk, dtype=torch.int64) for _ in range(2))
-        scores = torch.empty(b, lanes * self.topk)
-        parent_lanes, best = (torch.empty(b, self.topk, dtype=torch.int64) for _ in range(2))
+    def expand(self, best: TopTokens) -> Frontier:
+        tokens = best.tokens.flatten(1)
+        parents, scores = torch.empty_like(tokens), torch.empty(tokens.shape)
+        parent_lanes, order = (
+            torch.empty(len(tokens), self.topk, dtype=torch.int64) for _ in range(2)
+        )
         cpu.expand(
-            log_probs.numpy(),
+            best.log_probs.numpy(),
             self._frontier_scores.numpy(),
             self._numbers.numpy(),
-            *(part.numpy() for part in (tokens, parents, scores, parent_lanes, best)),
+            *(part.numpy() for part in (parents, scores, parent_lanes, order)),
         )
         self._tokens.append(tokens)
         self._parents.append(parents)
         self._scores.append(scores)
-        self._numbers = best + self._seen
-        self._frontier_scores = scores.gather(1, best)
+        self._numbers = order + self._seen
+        self._frontier_scores = scores.gather(1, order)
         self._seen += tokens.shape[1]
-        return Frontier(tokens.gather(1, best), parent_lanes, self._frontier_scores)
+        self._steps += 1
+        return Frontier(tokens.gather(1, order), parent_lanes, self._frontier_scores)
 
     def select(self, num_nodes: int) -> Tree:
         self._check(num_nodes)
@@ -190,7 +192,12 @@ class FusedCandidates(Candidates):
         return tree
 
 
-def candidates(roots: Tensor, topk: int) -> Candidates:
-    """The faster of the two for the roots' device."""
-    kind = FusedCandidates if numba_math.usable(roots.device) else Candidates
-    return kind(roots, topk)
+def candidates(roots: Tensor, topk: int, steps: int) -> Candidates:
+    """For ``steps`` expansions at most; the fastest on the roots' device."""
+    if numba_math.usable(roots.device):
+        return FusedCandidates(roots, topk)
+    if gpu.usable(roots.device):
+        from mamba_eagle.spec.triton_tree import TritonCandidates  # needs triton
+
+        return TritonCandidates(roots, topk, steps)
+    return Candidates(roots, topk)

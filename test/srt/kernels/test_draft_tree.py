@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.spec.tree import Candidates, FusedCandidates
 
 pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
@@ -22,7 +23,8 @@ def test_fused_candidates_grow_the_same_tree(steps: int, topk: int, nodes: int, 
         both = [kind(roots, topk) for kind in (Candidates, FusedCandidates)]
         for step in range(steps):
             logits = peak * torch.randn(b, topk if step else 1, 50, generator=generator)
-            ours, theirs = (grown.expand(logits.log_softmax(-1)) for grown in both)
+            best = TopTokens(*logits.log_softmax(-1).topk(topk))
+            ours, theirs = (grown.expand(best) for grown in both)
             for part, expected in zip(ours, theirs):
                 assert torch.equal(part, expected)
         for part, expected in zip(*(grown.select(nodes) for grown in both)):
@@ -33,10 +35,9 @@ def test_equal_scores_keep_parents_before_children() -> None:
     """Children that are certain score as their parents do."""
     both = [kind(torch.tensor([3]), 2) for kind in (Candidates, FusedCandidates)]
     for step in range(3):
-        log_probs = torch.full((1, 2 if step else 1, 9), -30.0)
-        log_probs[..., 4], log_probs[..., 6] = 1e-7, -1.0
+        log_probs = torch.tensor([1e-7, -1.0]).repeat(1, 2 if step else 1, 1)
         for grown in both:
-            grown.expand(log_probs)
+            grown.expand(TopTokens(log_probs, torch.tensor([4, 6]).expand_as(log_probs)))
     for part, expected in zip(*(grown.select(6) for grown in both)):
         assert torch.equal(part, expected)
 

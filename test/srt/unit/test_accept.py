@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mamba_eagle.kernels.top_log_probs import top_log_probs
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Accepted, accept, truncate
@@ -149,9 +150,10 @@ def test_from_draft_to_commit_no_value_is_read_on_the_host() -> None:
     table = RequestTable(5, 40, meta)
     table.stop_tokens = torch.full((5, 2), -1, device=meta)
     slots = torch.arange(requests, device=meta)
-    grown = candidates(table.last_token[slots], topk)
+    grown = candidates(table.last_token[slots], topk, steps=3)
     for lanes in (1, topk, topk):
-        grown.expand(torch.zeros(requests, lanes, 50, device=meta))
+        logits = torch.zeros(requests * lanes, 50, device=meta)
+        grown.expand(top_log_probs(logits, topk).unflatten((requests, lanes)))
     tree = grown.select(nodes)
     targets = kv_slots = torch.zeros_like(tree.tokens)
     accepted = accept_tokens(table, slots, tree, targets, max_depth=3)

@@ -9,6 +9,7 @@ import torch
 
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling_noise import gumbel, naive
+from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.runner.sampler import SamplingState, _keep_best, sample, token_logprobs
 from mamba_eagle.spec.accept import accept, truncate
 from mamba_eagle.spec.tree import Candidates, Tree, ancestor_matrix, single_node_tree
@@ -492,7 +493,7 @@ def test_nothing_waits_for_the_device_and_tokens_equal_the_cpu() -> None:
             state.set(slot, params, 3, [1, 2, 3])
         candidates = Candidates(roots, 4)
         for log_probs in drafts:
-            candidates.expand(log_probs)
+            candidates.expand(TopTokens(*log_probs.topk(4)))
         tree = candidates.select(12)
         positions = tree.depths + 4
         tokens = sample(state, slots, on_device, positions, tree)

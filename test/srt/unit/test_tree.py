@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.spec.tree import Candidates, Frontier, Tree, ancestor_matrix, single_node_tree
 
 torch.set_num_threads(1)
@@ -59,10 +60,15 @@ SOURCES = [
 ]
 
 
+def best_of(log_probs: torch.Tensor, topk: int) -> TopTokens:
+    return TopTokens(*log_probs.topk(topk, dim=-1))
+
+
 def build(source, topk: int, steps: int, nodes: int, batch: int) -> tuple[Tree, list[Frontier]]:
     candidates = Candidates(torch.arange(batch), topk)
     frontiers = [
-        candidates.expand(source(step, 1 if step == 0 else topk, batch)) for step in range(steps)
+        candidates.expand(best_of(source(step, 1 if step == 0 else topk, batch), topk))
+        for step in range(steps)
     ]
     return candidates.select(nodes), frontiers
 
@@ -172,8 +178,8 @@ def test_a_tree_does_not_depend_on_its_batch() -> None:
     log_probs = [peaked_log_probs(step, 1 if step == 0 else 4, 5) for step in range(4)]
     together, alone = Candidates(torch.arange(5), 4), Candidates(torch.tensor([3]), 4)
     for step in log_probs:
-        together.expand(step)
-        alone.expand(step[3:4])
+        together.expand(best_of(step, 4))
+        alone.expand(best_of(step[3:4], 4))
     for all_rows, one_row in zip(together.select(12), alone.select(12)):
         assert torch.equal(all_rows[3:4], one_row)
 
@@ -189,7 +195,7 @@ def test_single_node_tree_is_only_the_root() -> None:
 @pytest.mark.parametrize("nodes", [0, 8])
 def test_a_tree_larger_than_its_candidates_is_refused(nodes: int) -> None:
     candidates = Candidates(torch.tensor([0]), 2)
-    candidates.expand(peaked_log_probs(0, 1, 1))
-    candidates.expand(peaked_log_probs(1, 2, 1))
+    candidates.expand(best_of(peaked_log_probs(0, 1, 1), 2))
+    candidates.expand(best_of(peaked_log_probs(1, 2, 1), 2))
     with pytest.raises(ValueError, match=f"num_nodes = {nodes}: must be between 1 and 7"):
         candidates.select(nodes)

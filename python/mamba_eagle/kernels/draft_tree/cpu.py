@@ -1,7 +1,6 @@
 """Growing and cutting a draft tree on a CPU: spec/tree.py's Candidates as two loops.
 
-Equal scores rank as they do there, the lower number first; equal log-probabilities of one lane
-rank by token id.
+Equal scores rank as they do there, the lower number first.
 """
 
 from __future__ import annotations
@@ -9,46 +8,30 @@ from __future__ import annotations
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, kernel
+from mamba_eagle.kernels.top_log_probs.cpu import insert
 
 
 @kernel
-def _insert(score, number, scores, numbers):
-    """Into the best so far, falling [k]; of equals the one that came first stays ahead."""
-    at = scores.shape[0] - 1
-    while at > 0 and scores[at - 1] < score:
-        scores[at], numbers[at] = scores[at - 1], numbers[at - 1]
-        at -= 1
-    scores[at], numbers[at] = score, number
-
-
-@kernel
-def expand(log_probs, lane_scores, lane_numbers, tokens, parents, scores, lanes, frontier):
-    """The best k children of each lane, and the best k of those: the next lanes.
+def expand(log_probs, lane_scores, lane_numbers, parents, scores, lanes, frontier):
+    """The children of each lane, and the best k of all of them: the next lanes.
 
     Args:
-        log_probs: [b, n, V]; lane_scores, lane_numbers: [b, n].
-        Out: tokens, parents, scores [b, n*k]; of the next lanes the parent's lane, lanes [b, k],
-        and frontier [b, k], their place among the new candidates.
+        log_probs: [b, n, k]; lane_scores, lane_numbers: [b, n].
+        Out: parents, scores [b, n*k]; of the next lanes the parent's lane, lanes [b, k], and
+        frontier [b, k], their place among the new candidates.
     """
-    b, n, V = log_probs.shape
-    k = frontier.shape[1]
-    best, best_tokens = np.empty(k, np.float32), np.empty(k, np.int64)
+    b, n, k = log_probs.shape
+    best = np.empty(k, np.float32)
     for r in range(b):
+        best[:], frontier[r] = -np.inf, 0
         for lane in range(n):
-            row = log_probs[r, lane]
-            best[:], best_tokens[:] = -np.inf, 0
-            for token in range(V):
-                if row[token] > best[k - 1]:
-                    _insert(row[token], token, best, best_tokens)
             for child in range(k):
                 at = lane * k + child
-                tokens[r, at], parents[r, at] = best_tokens[child], lane_numbers[r, lane]
+                parents[r, at] = lane_numbers[r, lane]
                 # a rounding above 0 must not lift a child above its parent
-                scores[r, at] = lane_scores[r, lane] + min(best[child], ZERO)
-        best[:], frontier[r] = -np.inf, 0
-        for at in range(n * k):
-            if scores[r, at] > best[k - 1]:
-                _insert(scores[r, at], at, best, frontier[r])
+                scores[r, at] = lane_scores[r, lane] + min(log_probs[r, lane, child], ZERO)
+                if scores[r, at] > best[k - 1]:
+                    insert(scores[r, at], at, best, frontier[r])
         for lane in range(k):
             lanes[r, lane] = frontier[r, lane] // k
 

@@ -27,8 +27,8 @@ class EagleNetwork(DraftNetwork):
     def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
         return self.head(self.target.embed(tokens), above, ctx)
 
-    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.target.compute_logits(outputs).log_softmax(-1)
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.target.raw_logits(outputs)
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.models.base import CausalLM
@@ -34,7 +35,7 @@ class EagleThreeNetwork(DraftNetwork):
         self.feature_size = self.output_size = head.config.hidden_size
         self.first_tap = target.config.hidden_size
         self.embed = target.embed if head.embed_tokens is None else head.embed_tokens
-        self.lm_head = target.compute_logits if head.lm_head is None else head.lm_head
+        self.lm_head = target.raw_logits if head.lm_head is None else head.lm_head
         assert head.config.attention is not None and head.config.attention.rope is not None
         self.rotary = Rotary(head.config.attention.rope)
 
@@ -52,13 +53,17 @@ class EagleThreeNetwork(DraftNetwork):
         ctx.rotation = self.rotary(ctx.positions, features.device)
         return self.head(self.embed(tokens), features, ctx)
 
-    def logits(self, outputs: Tensor) -> Tensor:
-        """[n, O] -> [n, draft_vocab_size] float32: of the head's own tokens."""
-        return self.lm_head(self.head.norm(outputs)).float()
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.lm_head(self.head.norm(outputs))
+
+    def best(self, depth: int, outputs: Tensor, k: int) -> TopTokens:
+        own = super().best(depth, outputs, k)
+        ids = self.head.target_ids()
+        return own if ids is None else own._replace(tokens=ids[own.tokens])
 
     def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
         """-inf for tokens that the head does not know."""
-        own = self.logits(outputs).log_softmax(-1)
+        own = super().log_probs(depth, outputs)
         if (ids := self.head.target_ids()) is None:
             return own
         whole = own.new_full((own.shape[0], self.config.vocab_size), float("-inf"))

@@ -11,6 +11,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.accept.cpu import append_pending
+from mamba_eagle.kernels.top_log_probs import TopTokens, top_of
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import (
     PrefillPart,
@@ -235,8 +236,8 @@ class ModelDrafter(Drafter):
         ]  # [b, lanes, O], the root's at first
         self.pending[slots] -= counts
         root = table.run[slots]  # its position
-        grown = candidates(table.last_token[slots], shape.topk)
-        frontier = grown.expand(self._scores(0, above, root + 1, noise))
+        grown = candidates(table.last_token[slots], shape.topk, shape.steps)
+        frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
         if shape.steps > 1:
             lanes = self._lanes(slots, root + 1)
         for depth in range(1, shape.steps):
@@ -247,16 +248,18 @@ class ModelDrafter(Drafter):
                 above.gather(1, index).flatten(0, 1),
                 lanes.context(frontier.lanes, root + depth),
             ).unflatten(0, frontier.tokens.shape)
-            frontier = grown.expand(self._scores(depth, above, root + depth + 1, noise))
+            frontier = grown.expand(self._best(depth, above, root + depth + 1, noise, shape.topk))
         return grown.select(shape.nodes)
 
-    def _scores(
-        self, depth: int, outputs: Tensor, positions: Tensor, noise: KeyedNoise | None
-    ) -> Tensor:
-        """outputs [b, lanes, O], positions [b] of the tokens they predict -> [b, lanes, V]."""
-        log_probs = self.network.log_probs(depth, outputs.flatten(0, 1))
-        log_probs = log_probs.unflatten(0, outputs.shape[:2])
-        return log_probs if noise is None else noise(log_probs, positions)
+    def _best(
+        self, depth: int, outputs: Tensor, positions: Tensor, noise: KeyedNoise | None, k: int
+    ) -> TopTokens:
+        """outputs [b, lanes, O], positions [b] of the tokens they predict -> [b, lanes, k]."""
+        shape, outputs = outputs.shape[:2], outputs.flatten(0, 1)
+        if noise is None:
+            return self.network.best(depth, outputs, k).unflatten(shape)
+        log_probs = self.network.log_probs(depth, outputs).unflatten(0, shape)
+        return top_of(noise(log_probs, positions).flatten(0, 1), k).unflatten(shape)
 
     def _lanes(self, slots: Tensor, prefix: Tensor) -> Lanes:
         """Lanes behind the first ``prefix`` [b] tokens, the root among them."""

@@ -62,13 +62,9 @@ class MtpNetwork(DraftNetwork):
             made.append(self.head(module, embeddings, self._of(module - 1, above), ctx))
         return torch.cat(made, dim=-1)
 
-    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.logits(depth, outputs).log_softmax(-1)
-
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        """Of the tokens behind entries at ``depth``: [n, O] -> [n, V] float32."""
         module = 0 if self.max_depth is None else depth
-        return self.target.compute_logits(self._of(module, outputs))
+        return self.target.raw_logits(self._of(module, outputs))
 
     def _of(self, module: int, outputs: Tensor) -> Tensor:
         """A module's columns."""

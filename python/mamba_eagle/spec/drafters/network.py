@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.config import ModelConfig
 
@@ -37,8 +38,17 @@ class DraftNetwork(ABC):
         them -> outputs [n, O]."""
 
     @abstractmethod
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        """Of the tokens behind entries at ``depth`` (the root: 0), those of the network's own
+        vocabulary: [n, O] -> [n, own V], in the dtype that they are made in."""
+
     def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """Of the tokens behind entries at ``depth`` (the root: 0): [n, O] -> [n, V] float32."""
+        """Of all tokens: [n, O] -> [n, V] float32."""
+        return self.logits(depth, outputs).float().log_softmax(-1)
+
+    def best(self, depth: int, outputs: Tensor, k: int) -> TopTokens:
+        """The k best of ``log_probs``: [n, O] -> [n, k]."""
+        return top_log_probs(self.logits(depth, outputs), k)
 
     @property
     @abstractmethod

@@ -28,8 +28,8 @@ class StandaloneNetwork(DraftNetwork):
     def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
         return self.model(tokens, ctx)
 
-    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.model.compute_logits(outputs).log_softmax(-1)
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.model.raw_logits(outputs)
 
     @property
     def num_bytes(self) -> int:

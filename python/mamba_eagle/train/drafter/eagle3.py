@@ -44,7 +44,7 @@ class Eagle3Recipe(Recipe):
         self.network = EagleThreeNetwork(head, target)
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.network.logits(outputs)
+        return self.network.logits(0, outputs).float()
 
     def wanted(self, wanted: Tensor) -> Tensor:
         return wanted[:, self.ids]

@@ -59,7 +59,7 @@ class MtpRecipe(Recipe):
                 yield outputs
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.network.logits(depth, outputs)
+        return self.network.logits(depth, outputs).float()
 
     def weights(self) -> dict[str, Tensor]:
         return self.module.published_weights()

@@ -1,0 +1,169 @@
+"""Accepting on a GPU: spec/accept.py and runner/commit.py, a program a request."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+# other numbers of nodes or stop tokens shall not need other machine code
+@triton.jit(do_not_specialize=["T", "S"])
+def _accept_kernel(
+    tree_tokens,  # [b, T]
+    parents,  # [b, T]
+    target,  # [b, T]
+    stop_tokens,  # [R, S]
+    remaining,  # [R]
+    slots,  # [b]
+    nodes,  # [b, D]
+    tokens,  # [b, D]
+    count,  # [b]
+    finished,  # [b] uint8
+    T,
+    S,
+    D: tl.constexpr,
+    TP: tl.constexpr,  # nodes, padded
+    SP: tl.constexpr,  # stop tokens, padded
+):
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request)
+    left = tl.load(remaining + slot)
+    index = tl.arange(0, TP)
+    is_child = (index > 0) & (index < T)  # the root is no one's
+    token_of = tl.load(tree_tokens + request * T + index, mask=is_child, other=-1)
+    parent_of = tl.load(parents + request * T + index, mask=is_child, other=-1)
+    stop = tl.arange(0, SP)
+    stops = tl.load(stop_tokens + slot * S + stop, mask=stop < S, other=-1)
+
+    node = tl.zeros([], tl.int32)
+    kept = tl.zeros([], tl.int64)
+    walking = left > 0
+    stopped = tl.zeros([], tl.int1)
+    for step in tl.static_range(D):
+        token = tl.load(target + request * T + node)
+        tl.store(nodes + request * D + step, node.to(tl.int64))
+        tl.store(tokens + request * D + step, token)
+        kept += walking.to(tl.int64)
+        stopped |= walking & (tl.sum((stops == token).to(tl.int32), 0) > 0)
+        follows = is_child & (parent_of == node) & (token_of == token)
+        child = tl.min(tl.where(follows, index, TP), 0)
+        walking &= (child < TP) & (kept < left) & (stopped == 0)
+        node = tl.where(child < TP, child, node)
+    tl.store(count + request, kept)
+    tl.store(finished + request, (stopped | (kept >= left)).to(tl.uint8))
+
+
+def accept_and_truncate(
+    tree_tokens: Tensor,
+    parents: Tensor,
+    target: Tensor,
+    stop_tokens: Tensor,
+    remaining: Tensor,
+    slots: Tensor,
+    nodes: Tensor,
+    tokens: Tensor,
+    count: Tensor,
+    finished: Tensor,
+) -> None:
+    """As accept, then truncate.
+
+    Args:
+        tree_tokens, parents, target: [b, T]; stop_tokens: [R, S]; remaining: [R]; slots: [b].
+        Out: nodes, tokens: [b, D]; count: [b]; finished: [b] bool. All others are int64.
+    """
+    b, T = parents.shape
+    width = stop_tokens.shape[1]
+    _accept_kernel[(b,)](
+        tree_tokens.contiguous(),
+        parents.contiguous(),
+        target.contiguous(),
+        stop_tokens,
+        remaining,
+        slots,
+        nodes,
+        tokens,
+        count,
+        finished.view(torch.uint8),
+        T,
+        width,
+        D=nodes.shape[1],
+        TP=triton.next_power_of_2(T),
+        SP=triton.next_power_of_2(max(width, 1)),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["T"])
+def _commit_kernel(
+    slots,  # [b]
+    own,  # [b, T]
+    nodes,  # [b, D]
+    tokens,  # [b, D]
+    count,  # [b]
+    finished,  # [b] uint8
+    kv_slots,  # [R, positions]
+    run,  # [R]
+    last_token,  # [R]
+    remaining,  # [R]
+    T,
+    positions,
+    D: tl.constexpr,
+    DP: tl.constexpr,  # D, padded
+):
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request)
+    kept = tl.load(count + request)
+    first = tl.load(run + slot)
+    left = tl.load(remaining + slot)
+    over = tl.load(finished + request) != 0
+    step = tl.arange(0, DP)
+    accepted = step < kept
+    node = tl.load(nodes + request * D + step, mask=accepted, other=0)
+    placed = tl.load(own + request * T + node, mask=accepted, other=0)
+    tl.debug_barrier()  # all is read before anything is written
+    tl.store(kv_slots + slot * positions + first + step, placed, mask=accepted)
+    tl.store(run + slot, first + kept)
+    tl.store(remaining + slot, tl.where(over, 0, left - kept))
+    if kept > 0:
+        tl.store(last_token + slot, tl.load(tokens + request * D + kept - 1))
+
+
+def commit(
+    slots: Tensor,
+    own: Tensor,
+    nodes: Tensor,
+    tokens: Tensor,
+    count: Tensor,
+    finished: Tensor,
+    kv_slots: Tensor,
+    run: Tensor,
+    last_token: Tensor,
+    remaining: Tensor,
+) -> None:
+    """The accepted nodes become part of each request's sequence.
+
+    Args:
+        slots, count: [b]; finished: [b] bool; own: [b, T], the nodes' KV slots; nodes, tokens:
+            [b, D].
+        Changed, by request slot: kv_slots [R, positions]; run, last_token, remaining [R].
+    """
+    b, D = nodes.shape
+    _commit_kernel[(b,)](
+        slots,
+        own.contiguous(),
+        nodes,
+        tokens,
+        count,
+        finished.view(torch.uint8),
+        kv_slots,
+        run,
+        last_token,
+        remaining,
+        own.shape[1],
+        kv_slots.shape[1],
+        D=D,
+        DP=triton.next_power_of_2(D),
+        num_warps=1,
+    )

@@ -1,0 +1,35 @@
+"""The k best tokens of each row and their log-probabilities, without a table of all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels import gpu, numba_math
+from mamba_eagle.kernels.top_log_probs import naive
+from mamba_eagle.kernels.top_log_probs.cpu import best
+from mamba_eagle.kernels.top_log_probs.naive import TopTokens
+
+
+def top_log_probs(logits: Tensor, k: int) -> TopTokens:
+    """Of ``log_softmax(logits)``, in float32; k at most 16. logits: [n, V], any float dtype."""
+    if numba_math.usable(logits.device, logits.dtype):
+        return top_of(logits.log_softmax(-1), k)
+    if gpu.usable(logits.device, logits.dtype):
+        from mamba_eagle.kernels.top_log_probs import triton  # needs triton
+
+        return triton.top_log_probs(logits, k)
+    return naive.top_log_probs(logits, k)
+
+
+def top_of(log_probs: Tensor, k: int) -> TopTokens:
+    """The same of log-probabilities: [n, V] float32."""
+    if not numba_math.usable(log_probs.device, log_probs.dtype):
+        return top_log_probs(log_probs, k)
+    shape = (log_probs.shape[0], k)
+    found = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+    best(log_probs.contiguous().numpy(), *(part.numpy() for part in found))
+    return found
+
+
+__all__ = ["TopTokens", "top_log_probs", "top_of"]

@@ -1,0 +1,29 @@
+"""The best of rows that nothing is known of, in one pass: torch's topk would sort."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mamba_eagle.kernels.numba_math import kernel
+
+
+@kernel
+def insert(score, number, scores, numbers):
+    """Into the best so far, falling [k]; of equals the one that came first stays ahead."""
+    at = scores.shape[0] - 1
+    while at > 0 and scores[at - 1] < score:
+        scores[at], numbers[at] = scores[at - 1], numbers[at - 1]
+        at -= 1
+    scores[at], numbers[at] = score, number
+
+
+@kernel
+def best(rows, values, tokens):
+    """rows [n, V]; out: values, tokens [n, k]. Of equals the lower token id comes first."""
+    k = values.shape[1]
+    for r in range(rows.shape[0]):
+        row, best, best_tokens = rows[r], values[r], tokens[r]
+        best[:], best_tokens[:] = -np.inf, 0
+        for token in range(rows.shape[1]):
+            if row[token] > best[k - 1]:
+                insert(row[token], token, best, best_tokens)

@@ -1,0 +1,131 @@
+"""top_log_probs of naive.py in two launches: blocks of the vocabulary, then what they found.
+
+A block knows its largest logit, its sum of exponentials relative to that, and its k best tokens:
+in each of k rounds the largest key below the last one. A key has the logit in its high half, as an
+integer that orders as floats do, and in its low half what ranks the lower token id first; so no two
+are equal. The logits are read once, and in the dtype they have.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.top_log_probs.naive import TopTokens
+
+MOST = 16  # tokens a row
+BLOCK = 2048
+LOW_HALF = tl.constexpr(0xFFFFFFFF)
+NO_KEY = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def ranking_key(x, number):
+    """int64 that fall as float32 x falls and, of equals, as ``number`` (< 2**31) rises."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (rising.to(tl.int64) << 32) | (number.to(tl.int64) ^ LOW_HALF)
+
+
+@triton.jit
+def key_number(key):
+    return (key & LOW_HALF) ^ LOW_HALF
+
+
+@triton.jit
+def key_value(key):
+    rising = (key >> 32).to(tl.int32)
+    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _block_kernel(
+    logits,  # [n, V], rows stride apart
+    keys,  # [n, blocks, K]
+    largest,  # [n, blocks] float32
+    total,  # [n, blocks] float32: of exp(logit - largest)
+    V,
+    stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    valid = token < V
+    x = tl.load(logits + row * stride + token, mask=valid, other=float("-inf")).to(tl.float32)
+    high = tl.max(x, 0)
+    base = tl.where(high == float("-inf"), 0.0, high)
+    at = row * tl.num_programs(0) + block
+    tl.store(largest + at, high)
+    tl.store(total + at, tl.sum(tl.exp(x - base), 0))
+    key = tl.where(valid, ranking_key(x, token), NO_KEY)
+    for rank in tl.static_range(K):
+        best = tl.max(key, 0)
+        tl.store(keys + at * K + rank, best)
+        key = tl.where(key == best, NO_KEY, key)
+
+
+@triton.jit
+def _merge_kernel(
+    keys,  # [n, blocks, K]
+    largest,  # [n, blocks]
+    total,  # [n, blocks]
+    values,  # [n, K]
+    tokens,  # [n, K]
+    blocks,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,  # padded
+    KEYS: tl.constexpr,  # blocks·K, padded
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    known = block < blocks
+    highs = tl.load(largest + row * blocks + block, mask=known, other=float("-inf"))
+    sums = tl.load(total + row * blocks + block, mask=known, other=0.0)
+    high = tl.max(highs, 0)
+    log_total = tl.log(tl.sum(sums * tl.exp(highs - high), 0))
+    place = tl.arange(0, KEYS)
+    key = tl.load(keys + row * blocks * K + place, mask=place < blocks * K, other=NO_KEY)
+    for rank in tl.static_range(K):
+        best = tl.max(key, 0)
+        tl.store(values + row * K + rank, key_value(best) - high - log_total)
+        tl.store(tokens + row * K + rank, key_number(best))
+        key = tl.where(key == best, NO_KEY, key)
+
+
+def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) -> TopTokens:
+    """As naive.top_log_probs; of equal logits the lower token id comes first.
+
+    Args: logits: [n, V] bfloat16, float16 or float32, rows contiguous. block: a power of two.
+    Raises: ValueError if k is not in 1 … 16, or above V.
+    """
+    n, V = logits.shape
+    if not 1 <= k <= min(MOST, V):
+        raise ValueError(f"k = {k}: must be between 1 and {MOST}, and at most the {V} tokens")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    device = logits.device
+    block = max(block, triton.next_power_of_2(k))
+    blocks = triton.cdiv(V, block)
+    keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
+    largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
+    found = TopTokens(
+        torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
+    )
+    _block_kernel[(blocks, n)](
+        logits, keys, largest, total, V, logits.stride(0), K=k, BLOCK=block, num_warps=warps
+    )
+    _merge_kernel[(n,)](
+        keys,
+        largest,
+        total,
+        *found,
+        blocks,
+        K=k,
+        BLOCKS=triton.next_power_of_2(blocks),
+        KEYS=triton.next_power_of_2(blocks * k),
+        num_warps=1 if blocks * k <= 256 else 4,
+    )
+    return found

@@ -1,0 +1,127 @@
+"""Bit masks of which nodes a node sees, in one launch: path_masks, and how lanes continue them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
+
+
+@triton.jit
+def _pack_kernel(
+    ancestors,  # [b, T, E] uint8
+    masks,  # [b, T, WORDS]
+    T,
+    E,
+    request_stride,
+    node_stride,
+    member_stride,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,  # of a word, padded
+):
+    word = tl.program_id(0) % WORDS
+    row = tl.program_id(0) // WORDS * ROWS + tl.arange(0, ROWS)
+    request = tl.program_id(1).to(tl.int64)
+    bit = tl.arange(0, BITS)
+    member = word * WORD + bit
+    inside = (row < T)[:, None] & (member < E)[None, :]
+    at = row[:, None] * node_stride + member[None, :] * member_stride
+    seen = tl.load(ancestors + request * request_stride + at, mask=inside, other=0)
+    packed = tl.sum(seen.to(tl.int64) << bit.to(tl.int64)[None, :], 1)
+    tl.store(masks + (request * T + row) * WORDS + word, packed, mask=row < T)
+
+
+def pack_paths(ancestors: Tensor) -> Tensor:
+    """As triton.path_masks: [b, T, E] bool, of any strides -> [b, T, ceil(E / 64)] int64."""
+    b, T, E = ancestors.shape
+    words = triton.cdiv(E, 64)
+    masks = torch.empty(b, T, words, dtype=torch.int64, device=ancestors.device)
+    rows = min(8, triton.next_power_of_2(T))
+    _pack_kernel[(triton.cdiv(T, rows) * words, b)](
+        ancestors.view(torch.uint8),
+        masks,
+        T,
+        E,
+        *ancestors.stride(),
+        WORDS=words,
+        ROWS=rows,
+        BITS=min(64, triton.next_power_of_2(E)),
+        num_warps=1,
+    )
+    return masks
+
+
+@triton.jit(do_not_specialize=["old", "first_slot", "lanes"])
+def _continue_kernel(
+    above,  # [b, K]
+    seen,  # [b, K, OLD_WORDS]
+    own,  # [b, old + K]
+    masks,  # [b, K, WORDS]
+    old,
+    first_slot,
+    lanes,
+    K: tl.constexpr,
+    KP: tl.constexpr,  # K, padded
+    OLD_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    EP: tl.constexpr,  # old + K, padded
+):
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, KP)
+    valid = lane < K
+    parent = tl.load(above + request * K + lane, mask=valid, other=0)
+    member = old + lane
+    for word in tl.static_range(WORDS):
+        mask = tl.where(member // WORD == word, 1, 0).to(tl.int64) << (member % WORD).to(tl.int64)
+        if word < OLD_WORDS:
+            mask |= tl.load(seen + (request * K + parent) * OLD_WORDS + word, mask=valid, other=0)
+        tl.store(masks + (request * K + lane) * WORDS + word, mask, mask=valid)
+    entry = tl.arange(0, EP)
+    slot = first_slot + request * lanes + entry
+    tl.store(own + request * (old + K) + entry, slot, mask=entry < old + K)
+
+
+class LaneNodes(NamedTuple):
+    """The newest lanes, as paged_tree_attention takes them."""
+
+    own: Tensor  # [b, lanes so far] int64: KV slots
+    masks: Tensor  # [b, k, words] int64: of the newest
+
+
+def continue_lanes(
+    above: Tensor, seen: Tensor | None, old: int, first_slot: int, lanes: int
+) -> LaneNodes:
+    """The next lanes see what the lanes that they continue saw, and themselves.
+
+    Args:
+        above: [b, k] int64, the lane that each continues; seen: [b, k, words] int64, what those
+            see of the ``old`` lanes so far; None at first, when there are none.
+        first_slot: from which each request has ``lanes`` KV slots for its lanes, in all steps.
+    """
+    b, k = above.shape
+    words = triton.cdiv(old + k, 64)
+    nodes = LaneNodes(
+        torch.empty(b, old + k, dtype=torch.int64, device=above.device),
+        torch.empty(b, k, words, dtype=torch.int64, device=above.device),
+    )
+    _continue_kernel[(b,)](
+        above.contiguous(),
+        seen,
+        *nodes,
+        old,
+        first_slot,
+        lanes,
+        K=k,
+        KP=triton.next_power_of_2(k),
+        OLD_WORDS=0 if seen is None else seen.shape[2],
+        WORDS=words,
+        EP=triton.next_power_of_2(old + k),
+        num_warps=1,
+    )
+    return nodes
