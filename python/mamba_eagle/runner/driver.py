@@ -122,7 +122,7 @@ class InProcessDriver:
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner = runner
         self.shape = config.tree_shape
-        self.chunk_size = config.chunked_prefill_size
+        self.chunk_size = config.chunked_prefill_size or runner.ready.chunked_prefill_size
         # as the scheduler does: the next step is launched before the last result is read
         self.most_in_flight = 2 if runner.overlaps else 1
         self._step = 0
