@@ -61,6 +61,7 @@ class Settings(NamedTuple):
 
     def config(self, model: Path, head: Path | None, **others: Any) -> EngineConfig:
         values: dict[str, Any] = {
+            "device": "cpu",
             "max_running_requests": 5,
             "max_total_tokens": 900,
             "max_mamba_cache_size": 24,
@@ -68,7 +69,6 @@ class Settings(NamedTuple):
         }
         return EngineConfig(
             model_path=str(model),
-            device="cpu",
             speculative_algorithm=self.algorithm,
             speculative_draft_model_path=str(head or ""),
             speculative_num_steps=self.steps,
