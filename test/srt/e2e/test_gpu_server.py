@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.e2e]
 PROMPTS, PARALLEL = 200, 32
 NEW_TOKENS = 192
 ON_GPU = [
-    *("--device", "cuda", "--dtype", "bfloat16", "--mem-fraction-static", "0.5"),
+    *("--device", "cuda", "--dtype", "bfloat16", "--mem-fraction-static", "0.9"),
+    *("--max-total-tokens", "60000", "--max-mamba-cache-size", "400"),  # two run side by side
     *("--speculative-eagle-topk", "4", "--speculative-num-steps", "5"),
     *("--speculative-num-draft-tokens", "16", "--no-speculative-adaptive"),
 ]

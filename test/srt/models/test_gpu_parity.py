@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 NEW_TOKENS = 32
 PROMPT_LENGTHS = (3 * CHUNK + 5, 9, 25)
-FLOAT32_ERROR = 1e-3
+FLOAT32_ERROR = 2e-4
 # Quantile of the tokens -> ratio. Not the largest: a router that sees a near-tie sends a few tokens
 # elsewhere. That no token is wrong is seen in float32.
 RATIOS = {0.5: 1.5, 0.75: 2.0}
