@@ -114,8 +114,16 @@ def table_of(reported: list[TokenLogprob]) -> Tensor:
 
 def serve(case: Case, settings: Settings, dtype: str) -> list[Rows]:
     """A prompt in chunks, two others beside it, and requests that find its prefix in the cache."""
-    others = {"device": DEVICE, "dtype": dtype, "context_length": 160}
-    engine = Engine(case.folder, case.head, settings, **others)
+    engine = Engine(
+        case.folder,
+        case.head,
+        settings,
+        device=DEVICE,
+        dtype=dtype,
+        context_length=160,
+        max_running_requests=len(PROMPT_LENGTHS) + 2,
+        disable_cuda_graph=dtype == "float32",  # both ways are tried
+    )
     asks = {"return_logprob": True, "top_logprobs": VOCAB, "logprob_start": 0}
     lives = [
         engine.start(

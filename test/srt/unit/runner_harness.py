@@ -164,12 +164,13 @@ class Engine:
             shuffled.shuffle(slots)
         self.steps = 0
         self.overwrites = True  # what is freed
-        self._record_proposals()
+        self.proposed: dict[int, Proposal] = {}
+        if self.runner.device.type == "cpu":  # a graph of the GPU's does not call propose
+            self._record_proposals()
         self._overwrite(self.free_kv)
 
     def _record_proposals(self) -> None:
         propose = self.runner.drafter.propose
-        self.proposed: dict[int, Proposal] = {}
 
         def recording(slots: Tensor, shape: TreeShape, noise: Any) -> Any:
             tree = propose(slots, shape, noise)
@@ -205,7 +206,7 @@ class Engine:
             live.logprobs += made.logprobs
             live.folded = made.folded
             live.steps.append(made)
-            if shape.nodes > 1:
+            if shape.nodes > 1 and self.proposed:
                 live.proposals.append(self.proposed[live.slot])
             self.free([slot for node, slot in enumerate(kv_slots) if node not in made.nodes])
         return result
