@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
-import json
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,7 @@ from compare_server import running_server
 from safetensors.torch import save_file
 
 from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
-from mamba_eagle.eval import gsm8k, machine
+from mamba_eagle.eval import gsm8k, results
 from mamba_eagle.eval.few_shot_gsm8k import ask
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
@@ -134,12 +133,9 @@ def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -
             "of_best_fixed": round(median(of_best), 4),
             "tokens_per_s": round(median(each.speeds), 1),
             "accept_length": round(each.accept_length, 3),
-            "machine": machine.hardware(),
-            "commit": machine.commit(),
-            "date": datetime.date.today().isoformat(),
+            **args.facts,
         }
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        results.append(args.results, [record])
 
 
 def shapes_used(contestant: Contestant) -> str:
@@ -166,6 +162,7 @@ def main() -> None:
     parser.add_argument("--common", default="", help="flags for all servers")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.facts = results.facts("cpu" if "--device cpu" in args.common else "auto")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and stop the servers
 
     problems = gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
@@ -176,11 +173,12 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         useless_head = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_useless_head(useless_head)
-        contestants = [
-            Contestant(name, stack.enter_context(running_server([*common, *flags])))
-            for name, flags in server_flags(args.fixed, useless_head).items()
-        ]
-        print(f"{machine.hardware()}, commit {machine.commit()}, {args.rounds} rounds")
+        flags = server_flags(args.fixed, useless_head)
+        servers = [running_server([*common, *own]) for own in flags.values()]
+        with ThreadPoolExecutor() as pool:
+            urls = pool.map(stack.enter_context, servers)
+            contestants = [Contestant(name, url) for name, url in zip(flags, urls)]
+        print(f"{args.facts['gpu']}, commit {args.facts['commit']}, {args.rounds} rounds")
         print("batch     server   tokens/s accept    of plain: least to most   of the best fixed")
         for batch in args.batch_size:
             for contestant in contestants:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import json
 import shlex
 import sys
 import tempfile
@@ -26,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from compare_server import running_server
 
-from mamba_eagle.eval import machine
+from mamba_eagle.eval import results
 
 HERE = Path(__file__).parent
 GEOMETRY = [
@@ -68,13 +65,9 @@ def record(args: argparse.Namespace, info: dict[str, Any], name: str, value: flo
         "rows": info["rows_per_request"],
         "running": info["max_running_requests"],
         "value": round(value, 2),
-        "gpu": machine.hardware(args.device),
-        "torch": torch.__version__,
-        "commit": machine.commit(),
-        "date": datetime.date.today().isoformat(),
+        **args.facts,
     }
-    with args.results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    results.append(args.results, [line])
 
 
 def main() -> None:
@@ -87,6 +80,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "h100.jsonl")
     args = parser.parse_args()
+    args.facts = results.facts(args.device)
     flags = ["--device", args.device, *shlex.split(args.model_flags), *shlex.split(args.flags)]
     for number in range(args.starts):
         with tempfile.TemporaryFile("w+") as log:

@@ -77,7 +77,7 @@ def test_each_round_is_compared_with_its_own_plain_run(
         "useless": [98.0, 9.9, 97.0],
     }
     contestants = [adaptive.Contestant(name, "", made) for name, made in speeds.items()]
-    args = argparse.Namespace(rounds=3, results=tmp_path / "out.jsonl")
+    args = argparse.Namespace(rounds=3, results=tmp_path / "out.jsonl", facts={"gpu": "none"})
     adaptive.report(contestants, SHAPES, 8, args)
     lines = [json.loads(line) for line in args.results.read_text().splitlines()]
     found = {(line["head"], line["choice"]): line for line in lines}
