@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from importlib import metadata
@@ -19,7 +18,6 @@ def facts(device: str = "auto") -> dict[str, Any]:
     """What each line ends with: gpu (or CPU), copy_tb_s, torch, triton, commit, date.
 
     Takes 4 GiB of a GPU's memory for a moment, to time its copies. ``device`` as in --device.
-    COMMIT of the environment names the commit where there is no repository.
     """
     import torch
 
@@ -32,7 +30,7 @@ def facts(device: str = "auto") -> dict[str, Any]:
         "copy_tb_s": copied,
         "torch": version("torch"),
         "triton": version("triton"),
-        "commit": os.environ.get("COMMIT") or machine.commit(),
+        "commit": machine.commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
 
