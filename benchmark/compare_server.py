@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import IO
 
 import httpx
 
@@ -37,9 +38,12 @@ DEFAULT_CONFIGS = {
 
 
 @contextlib.contextmanager
-def running_server(flags: list[str], start_timeout: float = 300.0) -> Iterator[str]:
+def running_server(
+    flags: list[str], start_timeout: float = 300.0, log_file: IO[str] | None = None
+) -> Iterator[str]:
     """Start a server on a free port, yield its base URL, and stop it.
 
+    log_file: what it prints goes there; None: nowhere.
     Raises: RuntimeError with the end of its log if it does not become ready.
     """
     with socket.socket() as probe:
@@ -47,7 +51,7 @@ def running_server(flags: list[str], start_timeout: float = 300.0) -> Iterator[s
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mamba_eagle.launch_server", "--port", str(port), *flags]
     base_url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as log:
+    with contextlib.nullcontext(log_file) if log_file else tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             if not wait_until_ready(process, base_url, start_timeout):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime, timezone
 from multiprocessing import get_context
 
 import torch
-import triton
 
-from mamba_eagle.eval.machine import commit
+from mamba_eagle.eval import results
 
 Launch = Callable[[], object]
 
@@ -41,18 +38,6 @@ def graph_us(launches: Sequence[Launch], replays: int = 9) -> float:
     return float(torch.tensor(times[2:]).median())
 
 
-def bandwidth_tb_s(launch: Launch, num_bytes: int) -> float:
-    """Not in a graph: there a copy may be given to a slower engine."""
-    return num_bytes / triton.testing.do_bench(launch, return_mode="median") / 1e9
-
-
-def copy_tb_s() -> float:
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    print(f"sum reads {bandwidth_tb_s(source.sum, source.nbytes):.2f} TB/s")
-    return bandwidth_tb_s(lambda: target.copy_(source), 2 * source.nbytes)
-
-
 def compile_all(compile_share: Callable[[list], object], jobs: list) -> None:
     """``compile_share`` of every core's share of the jobs: fills Triton's cache."""
     workers = max(1, (os.cpu_count() or 1) - 1)
@@ -65,15 +50,8 @@ class Report:
 
     def __init__(self, output: str | None) -> None:
         self.output = output
-        self.copy = copy_tb_s()
-        self.common = {
-            "gpu": torch.cuda.get_device_name(),
-            "copy_tb_s": round(self.copy, 3),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "commit": os.environ.get("COMMIT") or commit(),
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        }
+        self.common = results.facts("cuda")
+        self.copy = self.common["copy_tb_s"]
         print(f"{self.common['gpu']}, copy {self.copy:.2f} TB/s, torch {torch.__version__}")
         print(f"{'':26s}{'us':>9s}{'goal':>7s}{'floor':>8s}{'share':>7s}")
 
@@ -96,5 +74,4 @@ class Report:
         print(f"{label:26s}{us:9.2f}{wanted:>7s}{floor:>8s}{share:>7s}  {note}", flush=True)
         if self.output:
             line = {"name": name, **fields, "value": round(us, 2), **self.common}
-            with open(self.output, "a") as file:
-                file.write(json.dumps(line) + "\n")
+            results.append(self.output, [line])

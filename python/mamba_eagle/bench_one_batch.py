@@ -12,24 +12,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import itertools
-import json
 import os
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.core import PLAIN
-from mamba_eagle.eval import gsm8k, machine
+from mamba_eagle.eval import gsm8k, machine, results
+from mamba_eagle.eval.batch_report import (
+    Speed,
+    StateMemory,
+    report_lines,
+    result_lines,
+    result_record,
+    speed_of,
+)
+from mamba_eagle.message import RunnerReady
 from mamba_eagle.runner.driver import Generation, InProcessDriver, greedy, sized_for
 
-SHOWN_STEPS = 5
 WARMUP_TOKENS = 8
+SHOWN_PARTINGS = 5
+VERIFY_MODES = EngineConfig.__dataclass_fields__["mamba_verify_mode"].metadata["choices"]
 CORRECTNESS_PROMPTS = 3
 
 
@@ -79,58 +87,6 @@ def make_driver(config: EngineConfig) -> InProcessDriver:
         sys.exit(f"error: {error}")
 
 
-def report_lines(made: Generation) -> list[str]:
-    """The lines other tools parse, and the acceptance of the drafts."""
-    lines = [
-        f"Prefill. latency: {made.prefill_seconds:6.5f} s, "
-        f"throughput: {made.prompt_tokens / made.prefill_seconds:9.2f} token/s"
-    ]
-    shown = list(zip(made.step_requests, made.step_seconds, made.step_tokens))[:SHOWN_STEPS]
-    for i, (requests, seconds, tokens) in enumerate(shown):
-        lines.append(
-            f"Decode {i}. Batch size: {requests}, latency: {seconds:6.5f} s, "
-            f"throughput: {tokens / seconds:9.2f} token/s"
-        )
-    if made.step_seconds:
-        lines.append(
-            f"Decode.  median latency: {made.median_decode_latency:6.5f} s, "
-            f"median throughput: {made.median_decode_throughput:9.2f} token/s"
-        )
-    throughput = (made.prompt_tokens + made.output_tokens) / made.seconds
-    lines.append(f"Total. latency: {made.seconds:6.3f} s, throughput: {throughput:9.2f} token/s")
-    if made.step_seconds:
-        histogram = ", ".join(f"{n}: {count}" for n, count in sorted(made.accept_lengths.items()))
-        lines.append(
-            f"Acceptance. length: {made.accept_length:.3f} token/step, steps by length: {histogram}"
-        )
-    return lines
-
-
-def result_record(
-    made: Generation, args: argparse.Namespace, config: EngineConfig, facts: dict[str, str]
-) -> dict[str, Any]:
-    """One line of --result-filename: SGLang's keys, then what is ours."""
-    requests = len(made.tokens)
-    return {
-        "run_name": args.run_name,
-        "batch_size": requests,
-        "input_len": made.prompt_tokens // requests,
-        "output_len": made.output_tokens // requests,
-        "prefill_latency": made.prefill_seconds,
-        "prefill_throughput": made.prompt_tokens / made.prefill_seconds,
-        "median_decode_latency": made.median_decode_latency,
-        "median_decode_throughput": made.median_decode_throughput,
-        "total_latency": made.seconds,
-        "overall_throughput": (made.prompt_tokens + made.output_tokens) / made.seconds,
-        "speculative_algorithm": config.speculative_algorithm,
-        "tree": msgspec.to_builtins(config.tree_shape),
-        "mamba_verify_mode": config.mamba_verify_mode,
-        "accept_length": made.accept_length,
-        "accept_histogram": dict(sorted(made.accept_lengths.items())),
-        **facts,
-    }
-
-
 @contextlib.contextmanager
 def profiled(wanted: bool, name: str) -> Iterator[None]:
     """Write a trace for chrome://tracing or Perfetto to ``name``.trace.json.gz, if wanted."""
@@ -146,30 +102,98 @@ def profiled(wanted: bool, name: str) -> Iterator[None]:
     print(f"Profile written to {name}.trace.json.gz")
 
 
-def bench(args: argparse.Namespace, config: EngineConfig) -> None:
+class Measured(NamedTuple):
+    """A batch and what it was measured with."""
+
+    made: Generation
+    speed: Speed | None  # None: the output is one token, made by the prompts' pass
+    ready: RunnerReady
+
+
+def bench(args: argparse.Namespace, config: EngineConfig, facts: dict[str, Any]) -> list[Measured]:
+    """Measure the sweep on one runner, print it and append it to the files that are asked for."""
     sweep = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     longest = max(args.input_len) + max(args.output_len)
     driver = make_driver(sized_for(config, max(args.batch_size), longest))
-    vocab_size = driver.runner.ready.vocab_size
-    facts = {"device": machine.device_name(config.device), "commit": machine.commit()}
-    print(f"device: {facts['device']}; commit: {facts['commit']}")
+    ready = driver.runner.ready
+    about = {"device": machine.device_name(config.device), "commit": facts["commit"]}
+    print(f"device: {about['device']}; commit: {about['commit']}")
     if config.tree_shape != PLAIN:
         print(f"Each step drafts {config.tree_shape.name}; a server may choose others or none")
-
-    batch_size, input_len, output_len = sweep[0]
-    prompts = synthetic_prompts(config, vocab_size, batch_size, input_len)
-    print("Warmup ...")
-    driver.generate(prompts, greedy(min(output_len, WARMUP_TOKENS)))
-
+    if args.simulate_acc_len is not None:
+        driver.runner.simulate_accept_length(args.simulate_acc_len)
+        print(
+            f"SIMULATED: --simulate-acc-len forces {args.simulate_acc_len} accepted tokens a step "
+            "and request; drafts are not compared with the target, and texts mean nothing"
+        )
+    measured = []
     for batch_size, input_len, output_len in sweep:
-        prompts = synthetic_prompts(config, vocab_size, batch_size, input_len)
+        prompts = synthetic_prompts(config, ready.vocab_size, batch_size, input_len)
+        print("Warmup ...")  # each: a kernel may be compiled for a batch size or a length
+        driver.generate(prompts, greedy(min(output_len, WARMUP_TOKENS)))
         print(f"Benchmark ... batch {batch_size}, input {input_len}, output {output_len}")
         with profiled(args.profile, f"{args.run_name}-{batch_size}-{input_len}-{output_len}"):
             made = driver.generate(prompts, greedy(output_len))
         print("\n".join(report_lines(made)))
+        speed = None
+        if made.step_seconds:
+            speed = speed_of(made, config, ready, facts["copy_tb_s"])
+            print(speed.line())
         if args.result_filename:
-            with open(args.result_filename, "a", encoding="utf-8") as file:
-                file.write(json.dumps(result_record(made, args, config, facts)) + "\n")
+            results.append(args.result_filename, [result_record(made, args, config, about)])
+        if args.results:
+            lines = result_lines(made, speed, args, config, ready, facts)
+            results.append(args.results, lines)
+        measured.append(Measured(made, speed, ready))
+    return measured
+
+
+def compare_verify_modes(
+    args: argparse.Namespace, config: EngineConfig, facts: dict[str, Any]
+) -> None:
+    """The sweep in each mode, one after the other in this process; then both side by side."""
+    found = {}
+    for mode in VERIFY_MODES:
+        print(f"========== --mamba-verify-mode {mode} ==========")
+        found[mode] = bench(args, dataclasses.replace(config, mamba_verify_mode=mode), facts)
+        release_memory()  # the next runner's pools may need it all
+    print(
+        f"\n{'mode':<10}{'batch':>6}{'ms/step':>10}{'token/s':>10}{'accepted':>10}"
+        f"{'state MB/request':>18}{'beside checkpoint':>19}"
+    )
+    for pair in zip(*found.values()):
+        for mode, (made, speed, ready) in zip(found, pair):
+            state = StateMemory.of(ready)
+            step = (speed.seconds * 1e3, speed.tokens_per_second) if speed else (0.0, 0.0)
+            print(
+                f"{mode:<10}{len(made.tokens):>6}{step[0]:>10.3f}{step[1]:>10.1f}"
+                f"{made.accept_length:>10.3f}{state.megabytes:>18.2f}{state.beside / 1e6:>19.2f}"
+            )
+    if args.simulate_acc_len is not None:
+        print("Acceptance is simulated: texts are not compared.")
+        return
+    for pair in zip(*found.values()):
+        print(compared_texts(*(measured.made.tokens for measured in pair)))
+
+
+def compared_texts(first: list[list[int]], second: list[list[int]]) -> str:
+    """Whether two runs made the same tokens."""
+    parts = [
+        f"request {i} parts at output token {next(k for k in range(len(a)) if a[k] != b[k])}"
+        for i, (a, b) in enumerate(zip(first, second))
+        if a != b
+    ]
+    equal = len(first) - len(parts)
+    text = f"Batch {len(first)}: {equal} of {len(first)} texts are equal in both modes"
+    return "; ".join([text, *parts[:SHOWN_PARTINGS]])
+
+
+def release_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def correctness_test(config: EngineConfig, max_new_tokens: int) -> bool:
@@ -212,9 +236,42 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument("--output-len", type=int, nargs="+", default=[32])
     own.add_argument("--run-name", default="default")
     own.add_argument("--result-filename", default="", help="append one JSON line a measurement")
+    own.add_argument(
+        "--results", default="", help="append lines in the form of benchmark/results, one a number"
+    )
+    own.add_argument(
+        "--simulate-acc-len",
+        type=float,
+        metavar="X",
+        help="a benchmark knob for dummy weights: every step accepts X tokens on average, whatever "
+        "the target says (SGLang: SGLANG_SIMULATE_ACC_LEN); texts mean nothing",
+    )
+    own.add_argument(
+        "--compare-verify-modes",
+        action="store_true",
+        help="measure --mamba-verify-mode deferred and snapshot, one after the other, and compare",
+    )
     own.add_argument("--correctness-test", action="store_true", help="print texts, measure nothing")
     own.add_argument("--profile", action="store_true", help="write a torch profiler trace")
     return parser
+
+
+def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
+    """Why --simulate-acc-len cannot work; empty: it can, or is not used."""
+    wanted, most = args.simulate_acc_len, config.tree_shape.steps + 1
+    if wanted is None:
+        return ""
+    flag = f"--simulate-acc-len {wanted}"
+    if args.correctness_test:
+        return f"{flag}: texts mean nothing with it, so --correctness-test has nothing to compare"
+    if config.speculative_algorithm == "NONE":
+        return f"{flag}: without a drafter each step makes one token; set --speculative-algorithm"
+    if not 1 <= wanted <= most:
+        return (
+            f"{flag}: must be between 1 and {most}, the most that a tree of "
+            f"--speculative-num-steps {config.tree_shape.steps} can gain a step"
+        )
+    return ""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -230,10 +287,14 @@ def main(argv: list[str] | None = None) -> None:
         config = from_arguments(EngineConfig, args).resolved()
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    if problem := simulation_problem(args, config):
+        sys.exit(f"error: {problem}")
     if args.correctness_test:
         sys.exit(0 if correctness_test(config, max(args.output_len)) else 1)
+    facts = results.facts(config.device)
     try:
-        bench(args, config)
+        measure = compare_verify_modes if args.compare_verify_modes else bench
+        measure(args, config, facts)
     except ValueError as error:  # the batch does not fit
         sys.exit(f"error: {error}")
 

@@ -60,7 +60,9 @@ class EngineConfig:
         0, "checkpoint slots, running and cached; 0: from the memory there is"
     )
     mem_fraction_static: float = setting(0.85, "share of GPU memory for weights and pools")
-    chunked_prefill_size: int = setting(1024, "most prompt tokens in one step")
+    chunked_prefill_size: int = setting(
+        0, "most prompt tokens in one step; 0: 1024 on a CPU, 8192 on a GPU"
+    )
     schedule_policy: str = setting(
         "fcfs", "order of waiting requests: arrival, or longest cached prefix", ("fcfs", "lpm")
     )
@@ -162,10 +164,10 @@ class EngineConfig:
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change."""
         wrong = []
-        for name in ("max_running_requests", "chunked_prefill_size"):
-            if getattr(self, name) < 1:
-                wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")
+        if self.max_running_requests < 1:
+            wrong.append(f"--max-running-requests {self.max_running_requests}: must be 1 or more")
         for name in (
+            "chunked_prefill_size",
             "max_total_tokens",
             "max_mamba_cache_size",
             "context_length",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
 
 
 def commit() -> str:
-    """Hash of the checkout this package lies in, with ``+`` if it was changed since; or unknown."""
+    """Hash of the checkout this package lies in, with ``+`` if it was changed since; or unknown. A
+    copy without its history can be given it in the environment, as COMMIT."""
+    if known := os.environ.get("COMMIT"):
+        return known
     here = Path(__file__).resolve().parent
     try:
         name = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]

@@ -44,13 +44,46 @@ class PointwiseOps:
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """``relu(x)²`` of x, which nobody looks at afterwards: the result may take its place."""
+        return F.relu(x).square()
 
-class FlashInferOps(PointwiseOps):
+    def gated_group_rms_norm(
+        self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
+    ) -> Tensor:
+        """``weight · rms_norm(y · silu(gate))`` by groups of channels: y, gate [n, size], weight
+        [size] -> [n, size]."""
+        return naive.gated_group_rms_norm(y, gate, weight, group_size, eps)
+
+
+class TritonOps(PointwiseOps):
+    """What FlashInfer does not have."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        # they need triton
+        from mamba_eagle.kernels.gated_norm.triton import gated_norm
+        from mamba_eagle.kernels.relu_squared.triton import relu_squared_
+
+        self._gated_norm, self._relu_squared = gated_norm, relu_squared_
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return self._relu_squared(x.contiguous())
+
+    def gated_group_rms_norm(
+        self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
+    ) -> Tensor:
+        return self._gated_norm(y, gate, weight, y.shape[1] // group_size, eps)
+
+
+class FlashInferOps(TritonOps):
     """One kernel each, which rounds once."""
 
     name = "flashinfer"
 
     def __init__(self) -> None:
+        super().__init__()
         from flashinfer import activation, norm  # an optional package, for GPUs alone
 
         self.activation, self.norm = activation, norm
@@ -67,9 +100,11 @@ class FlashInferOps(PointwiseOps):
 
 
 TORCH = PointwiseOps()
-_flashinfer_ops = cache(FlashInferOps)
+_triton_ops, _flashinfer_ops = cache(TritonOps), cache(FlashInferOps)
 
 
 def pointwise_ops(device: torch.device, dtype: torch.dtype) -> PointwiseOps:
     """The fastest for inference with weights and activations of this dtype on this device."""
-    return _flashinfer_ops() if gpu.flashinfer_usable(device, dtype) else TORCH
+    if gpu.flashinfer_usable(device, dtype):
+        return _flashinfer_ops()
+    return _triton_ops() if gpu.usable(device, dtype) else TORCH

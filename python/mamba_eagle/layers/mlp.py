@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -17,6 +17,11 @@ class ReluSquaredMLP(Layer):
         super().__init__()
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self._ops = TORCH
+
+    def prepare(self) -> None:
+        weight = self.up_proj.weight
+        self._ops = pointwise_ops(weight.device, weight.dtype)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(hidden)).square())
+        return self.down_proj(self._ops.relu_squared(self.up_proj(hidden)))

@@ -100,10 +100,14 @@ class Experts(Layer):
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows ``[ends[e-1], ends[e])`` of x [m, in] by expert e's weight [E, out, in] -> [m, out]."""
-    # one kernel without a round trip to the CPU, where rows begin at multiples of 16 bytes
-    aligned = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and aligned:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.int())
+    # one kernel without a round trip to the CPU; it takes rows that begin at multiples of 16 bytes,
+    # as those of all published models do
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+        inner, width = (-size % 8 for size in weight.shape[1:])
+        padded = F.pad(weight, (0, width, 0, inner)) if inner or width else weight
+        x = F.pad(x, (0, width)) if width else x
+        out = F.grouped_mm(x, padded.transpose(1, 2), offs=ends.int())
+        return out[:, : weight.shape[1]]
     out = x.new_empty(x.shape[0], weight.shape[1])
     begin = 0
     for expert, end in enumerate(ends.tolist()):

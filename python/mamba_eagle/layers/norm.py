@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.pointwise import TORCH, Normed, pointwise_ops
-from mamba_eagle.kernels.rms_norm import cpu, naive
+from mamba_eagle.kernels.rms_norm import cpu
 from mamba_eagle.layers.layer import Layer
 
 
@@ -20,22 +20,16 @@ class _Norm(Layer):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
         self._fused: np.ndarray | None = None
+        self._ops = TORCH
 
     def prepare(self) -> None:
+        self._ops = pointwise_ops(self.weight.device, self.weight.dtype)
         if numba_math.usable(self.weight.device, self.weight.dtype):
             self._fused = self.weight.detach().numpy()
 
 
 class RMSNorm(_Norm):
     """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-        self._ops = TORCH
-
-    def prepare(self) -> None:
-        super().prepare()
-        self._ops = pointwise_ops(self.weight.device, self.weight.dtype)
 
     def after(self, stream: Tensor, added: Tensor) -> Normed:
         """The norm of ``stream + added``, and that sum; of inputs that nobody else looks at
@@ -66,7 +60,7 @@ class GatedGroupRMSNorm(_Norm):
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         if self._fused is None:
-            return naive.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)
+            return self._ops.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)
         out = torch.empty_like(y)
         cpu.gated_group_rms_norm(
             y.numpy(),

@@ -231,6 +231,7 @@ class RunnerReady(Struct):
     vocab_size: int
     eos_token_ids: list[int]
     pid: int
+    chunked_prefill_size: int = 1024  # most prompt tokens in one step
     details: dict[str, str | int | float] = {}
 
 

@@ -59,7 +59,8 @@ class FalconH1ForCausalLM(CausalLM):
 
 
 def multipliers(config: ModelConfig) -> dict[str, float | Tensor]:
-    """End of a tensor's name -> what it is multiplied with."""
+    """End of a tensor's name -> what it is multiplied with: float32 on the CPU, as files are read,
+    whatever the model is made as."""
     raw, mamba = config.raw, config.mamba
     assert mamba is not None
     gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
@@ -67,9 +68,10 @@ def multipliers(config: ModelConfig) -> dict[str, float | Tensor]:
     attention_out = raw.get("attention_out_multiplier", 1.0)
     ssm_in, ssm_out = raw.get("ssm_in_multiplier", 1.0), raw.get("ssm_out_multiplier", 1.0)
     bc = mamba.num_groups * mamba.state_size
-    sizes = torch.tensor([mamba.inner_size, mamba.inner_size, bc, bc, mamba.num_heads])
-    parts = torch.tensor(raw.get("ssm_multipliers") or [1.0] * 5)  # of gate, x, B, C, dt
-    projected = parts.repeat_interleave(sizes)
+    sizes = (mamba.inner_size, mamba.inner_size, bc, bc, mamba.num_heads)
+    parts = raw.get("ssm_multipliers") or [1.0] * 5  # of gate, x, B, C, dt
+    each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
+    projected = torch.tensor(each, dtype=torch.float32, device="cpu")
     return {
         ".mamba.in_proj.weight": ssm_in * projected[:, None],
         ".mamba.in_proj.bias": projected,

@@ -143,8 +143,15 @@ class PrefillContext:
     ) -> None:
         """slot_table [R, positions], with the KV slots of the parts' tokens."""
         self.parts, self.pool = parts, pool
+        for part in parts:
+            if part.item.is_first:
+                self._begin(part.item)
         spans = [PromptSpan(part.item.slot, part.item.start, part.length) for part in parts]
         self.paged = prompt_attention(kv, slot_table, spans)
+
+    def _begin(self, item: PrefillItem) -> None:
+        """The request's own checkpoint takes the state to start from."""
+        self.pool.begin(item)
 
     @property
     def positions(self) -> Tensor:

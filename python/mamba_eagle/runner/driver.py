@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
@@ -26,12 +26,27 @@ from mamba_eagle.message import (
 )
 
 
+class InFlight(Protocol):
+    def result(self) -> StepResult: ...
+
+
 class Runner(Protocol):
     """What the driver needs of a ``ModelRunner``."""
 
     ready: RunnerReady
+    overlaps: bool
 
     def execute(self, plan: Plan) -> StepResult: ...
+
+    def launch(self, plan: Plan) -> InFlight: ...
+
+
+class DecodeStep(NamedTuple):
+    """One that has been launched."""
+
+    slots: list[int]
+    kv_slots: list[list[int]]
+    launched: InFlight
 
 
 @dataclass
@@ -89,7 +104,7 @@ def greedy(max_new_tokens: int) -> SamplingParams:
 def sized_for(config: EngineConfig, batch_size: int, total_tokens: int) -> EngineConfig:
     """``config`` with pools that just hold ``batch_size`` requests of ``total_tokens`` each, prompt
     and output together; sizes that were set by hand stay."""
-    slots = batch_size * (total_tokens + config.tree_shape.nodes)
+    slots = batch_size * (total_tokens + 2 * config.tree_shape.nodes)
     return dataclasses.replace(
         config,
         max_running_requests=batch_size,
@@ -107,7 +122,9 @@ class InProcessDriver:
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.runner = runner
         self.shape = config.tree_shape
-        self.chunk_size = config.chunked_prefill_size
+        self.chunk_size = config.chunked_prefill_size or runner.ready.chunked_prefill_size
+        # as the scheduler does: the next step is launched before the last result is read
+        self.most_in_flight = 2 if runner.overlaps else 1
         self._step = 0
         self._free_kv: list[int] = []
 
@@ -121,11 +138,8 @@ class InProcessDriver:
         self._free_kv = list(range(self.runner.ready.max_kv_slots - 1, -1, -1))
         result = Generation([[] for _ in prompts], sum(len(prompt) for prompt in prompts))
         self._prefill(prompts, sampling, result)
-        running = [i for i in range(len(prompts)) if not self._ended(result.tokens[i], sampling)]
-        finished = [i for i in range(len(prompts)) if i not in running]
-        while running:
-            running, finished = self._decode(running, finished, sampling, result)
-        self._execute(releases=[Release(slot) for slot in finished])
+        self._decode(sampling, result)
+        self._execute(releases=[Release(slot) for slot in range(len(prompts))])
         return result
 
     def _check_fit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
@@ -142,7 +156,8 @@ class InProcessDriver:
             raise ValueError(
                 f"prompt and output of {longest} tokens: the model takes {ready.context_length}"
             )
-        slots = sum(len(prompt) + sampling.max_new_tokens + self.shape.nodes for prompt in prompts)
+        drafts = self.most_in_flight * self.shape.nodes
+        slots = sum(len(prompt) + sampling.max_new_tokens + drafts for prompt in prompts)
         if slots > ready.max_kv_slots:
             raise ValueError(
                 f"the batch needs {slots} KV slots, the runner has {ready.max_kv_slots}: "
@@ -153,11 +168,10 @@ class InProcessDriver:
         self,
         releases: Sequence[Release] = (),
         prefill: Sequence[PrefillItem] = (),
-        decode: DecodeBatch | None = None,
     ) -> StepResult:
         self._step += 1
         return self.runner.execute(
-            Plan(step=self._step, releases=list(releases), prefill=list(prefill), decode=decode)
+            Plan(step=self._step, releases=list(releases), prefill=list(prefill))
         )
 
     def _prefill(
@@ -202,36 +216,46 @@ class InProcessDriver:
                 start = end
         return plans
 
-    def _decode(
-        self,
-        running: list[int],
-        finished: list[int],
-        sampling: SamplingParams,
-        result: Generation,
-    ) -> tuple[list[int], list[int]]:
-        """One decode step of ``running``, in which ``finished`` are released: the same two lists
-        for the next step."""
-        # Slots of a step:  [ kept: accepted nodes, the request's until the batch ends
-        #                   | rest: free again as soon as the step has run ]
-        kv_slots = [[self._free_kv.pop() for _ in range(self.shape.nodes)] for _ in running]
-        batch = DecodeBatch(shape=self.shape, slots=running, kv_slots=kv_slots)
-        begin = time.perf_counter()
-        step = self._execute(releases=[Release(slot) for slot in finished], decode=batch)
-        result.step_seconds.append(time.perf_counter() - begin)
-        result.step_tokens.append(sum(len(made.tokens) for made in step.decode))
-        result.step_requests.append(len(running))
-        for slot, nodes, made in zip(running, kv_slots, step.decode):
-            if not made.tokens:
-                raise RuntimeError(
-                    f"request slot {slot} got no token although it has "
-                    f"{len(result.tokens[slot])} of {sampling.max_new_tokens}"
-                )
-            result.tokens[slot] += made.tokens
-            result.accept_lengths[len(made.tokens)] += 1
-            kept = set(made.nodes)
-            self._free_kv += [kv for node, kv in enumerate(nodes) if node not in kept]
-        ended = {slot for slot in running if self._ended(result.tokens[slot], sampling)}
-        return [slot for slot in running if slot not in ended], sorted(ended)
+    def _decode(self, sampling: SamplingParams, result: Generation) -> None:
+        """All steps. A step's time is what passes between the results of two."""
+        running = [i for i, made in enumerate(result.tokens) if not self._ended(made, sampling)]
+        in_flight: deque[DecodeStep] = deque()
+        before = time.perf_counter()
+        while running or in_flight:
+            while running and len(in_flight) < self.most_in_flight:
+                in_flight.append(self._launch(list(running)))
+            step = in_flight.popleft()
+            made = step.launched.result().decode
+            now = time.perf_counter()
+            # a request that ended in the step before makes nothing in this one
+            alive = [slot in running for slot in step.slots]
+            if any(alive):
+                result.step_seconds.append(now - before)
+                result.step_tokens.append(sum(len(each.tokens) for each in made))
+                result.step_requests.append(sum(alive))
+            before = now
+            for slot, nodes, each in zip(step.slots, step.kv_slots, made):
+                # Slots of a step:  [ kept: accepted nodes, the request's until the batch ends
+                #                   | rest: free again ]
+                kept = set(each.nodes)
+                self._free_kv += [kv for node, kv in enumerate(nodes) if node not in kept]
+                if slot not in running:
+                    continue
+                if not each.tokens:
+                    raise RuntimeError(
+                        f"request slot {slot} got no token although it has "
+                        f"{len(result.tokens[slot])} of {sampling.max_new_tokens}"
+                    )
+                result.tokens[slot] += each.tokens
+                result.accept_lengths[len(each.tokens)] += 1
+                if self._ended(result.tokens[slot], sampling):
+                    running.remove(slot)
+
+    def _launch(self, slots: list[int]) -> DecodeStep:
+        kv_slots = [[self._free_kv.pop() for _ in range(self.shape.nodes)] for _ in slots]
+        self._step += 1
+        batch = DecodeBatch(shape=self.shape, slots=slots, kv_slots=kv_slots)
+        return DecodeStep(slots, kv_slots, self.runner.launch(Plan(self._step, decode=batch)))
 
     def _ended(self, tokens: list[int], sampling: SamplingParams) -> bool:
         stops = sampling.stop_tokens(tuple(self.runner.ready.eos_token_ids))

@@ -14,6 +14,10 @@ CPU_KV_SLOTS = 65536
 CPU_CACHED_CHECKPOINTS = 192
 GPU_KV_SLOTS = 2_000_000
 WIDEST_HISTORY = 3
+# Beside a tree's: longer chains cost a step more, folds less. On a GPU 3 of them are history and 14
+# the chain's: with 8 nodes that is a quarter of a 9B model's state, and with 16 nodes the kernel's
+# products are 32 wide, where a chain of more than 16 would make them 64.
+CHAIN_ROWS = 17
 
 
 class MemoryPlan(NamedTuple):
@@ -45,9 +49,9 @@ def plan_memory(
 
     Raises: ConfigError when a flag is too small to serve one request, or nothing fits.
     """
-    rows = config.mamba_rows or default_rows(config)
-    problems = []
     nodes, least = config.tree_shape.nodes, least_rows(config, device)
+    rows = config.mamba_rows or default_rows(config, device)
+    problems = []
     if config.mamba_verify_mode == "deferred" and rows < least:
         problems.append(
             f"--mamba-rows {rows}: must be at least {least} with a tree of {nodes} nodes"
@@ -132,9 +136,8 @@ def least_rows(config: EngineConfig, device: torch.device) -> int:
     return shape.nodes + ahead
 
 
-def default_rows(config: EngineConfig) -> int:
-    """Room for the tree and some accepted tokens: longer chains cost a step more, folds less."""
-    return config.tree_shape.nodes + 20
+def default_rows(config: EngineConfig, device: torch.device) -> int:
+    return max(config.tree_shape.nodes + CHAIN_ROWS, least_rows(config, device))
 
 
 def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:

@@ -41,6 +41,10 @@ log = logging.getLogger("mamba_eagle.runner")
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# Prompt tokens of a step, by device: as many as keep it busy, and no more, since running requests
+# wait for them
+CHUNK_SIZES = {"cpu": 1024, "cuda": 8192}
+
 UNLIMITED_CONTEXT = 32768  # of a model whose config.json names no limit, unless a flag says more
 
 
@@ -100,6 +104,11 @@ class ModelRunner:
         self.ready = self._describe()
 
     # ── one step ──
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ``launch`` returns before the device is done."""
+        return self.device.type == "cuda"
 
     def execute(self, plan: Plan) -> StepResult:
         """Run a plan and wait for its result."""
@@ -257,6 +266,7 @@ class ModelRunner:
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=list(self.model_config.eos_token_ids),
             pid=os.getpid(),
+            chunked_prefill_size=CHUNK_SIZES[self.device.type],
             details={
                 "architecture": self.model_config.architecture,
                 "model_type": self.model_config.model_type,

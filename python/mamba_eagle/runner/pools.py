@@ -82,11 +82,18 @@ class CheckpointPool:
         self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
 
     def begin(self, item: PrefillItem) -> None:
-        """A request's own checkpoint, at its first chunk."""
+        """The request's own checkpoint takes the state to start from."""
         if item.load_from < 0:
             self.clear(item.checkpoint)
         else:
             self.copy(item.load_from, item.checkpoint)
+
+    def begin_feature(self, item: PrefillItem) -> None:
+        """The same for its feature alone."""
+        if item.load_from < 0:
+            self.feature[item.checkpoint].zero_()
+        else:
+            self.feature[item.checkpoint].copy_(self.feature[item.load_from])
 
     def copy(self, source: int, target: int) -> None:
         for part in (self.ssm, self.conv):

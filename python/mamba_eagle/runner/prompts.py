@@ -78,10 +78,10 @@ class PromptRunner:
         for item in items:
             self._admit(item)
         parts = prefill_parts(items)
-        checkpoints = self._indices([item.checkpoint for item in items])
-        before = self.pool.feature[checkpoints]  # copied: the pass overwrites them
         tokens = self._indices([token for item in items for token in item.token_ids])
         ctx = prefill_context(parts, self.pool, self.step.kv, table.kv_slots, model.config.mamba)
+        checkpoints = self._indices([item.checkpoint for item in items])
+        before = self.pool.feature[checkpoints]  # copied: they are overwritten below
         features = model(tokens, ctx)
         self._keep_features(parts, features)
         table.run[self._indices([item.slot for item in items])] = self._indices(
@@ -122,7 +122,6 @@ class PromptRunner:
         table.wants_trace[slot] = item.return_spec_trace
         self.step.sampling.set(slot, params, item.output_start, item.history)
         self.budget_end[slot] = item.output_start + params.max_new_tokens
-        self.pool.begin(item)
 
     def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
         """Those of the tokens at which checkpoints end."""

@@ -25,7 +25,7 @@ class TritonTreeAttention:
     ) -> None:
         """As ``contexts.tree_attention``."""
         self.pool = pool
-        self.sequences = (slot_table, slots, prefix)
+        self.sequences = (slot_table, slots.contiguous(), prefix)
         self.nodes = (kv_slots.contiguous(), pack_paths(ancestors))
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class TritonLanes(TritonTreeAttention, LaneAttention):
     ) -> None:
         """max_lanes: how many each request has room for, in all steps."""
         self.pool = pool
-        self.sequences = (slot_table, slots, prefix)
+        self.sequences = (slot_table, slots.contiguous(), prefix)
         self.max_lanes, self.used = max_lanes, 0
         self.masks: Tensor | None = None  # what the last lanes see
 

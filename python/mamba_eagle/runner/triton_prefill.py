@@ -8,6 +8,7 @@ from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
 from mamba_eagle.kernels.ssd.triton import scan
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import PrefillContext, PrefillPart
 from mamba_eagle.runner.pools import CheckpointPool, KVPool
 from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
@@ -22,6 +23,10 @@ class TritonPrefillContext(PrefillContext):
         super().__init__(parts, pool, kv, slot_table)
         self.plan = prefill_plan([prompt_of(part) for part in parts], pool.ssm.device)
 
+    def _begin(self, item: PrefillItem) -> None:
+        # the kernels read the state where it is
+        self.pool.begin_feature(item)
+
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
@@ -33,4 +38,5 @@ def prompt_of(part: PrefillPart) -> Prompt:
     item = part.item
     saves = [(save.position - item.start, save.checkpoint) for save in item.saves]
     saves.append((part.length, item.checkpoint))
-    return Prompt(part.first, part.length, item.checkpoint, saves)
+    source = item.load_from if item.is_first else item.checkpoint
+    return Prompt(part.first, part.length, source, saves)

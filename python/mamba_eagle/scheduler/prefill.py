@@ -22,9 +22,10 @@ MOST_SORTED = 128  # longer queues are served in order of arrival whatever the p
 class PrefillManager:
     """The queue, and the prompts that are being run."""
 
-    def __init__(self, config: EngineConfig, pools: Pools) -> None:
+    def __init__(self, config: EngineConfig, pools: Pools, chunk_size: int) -> None:
+        """chunk_size: most prompt tokens in one step."""
         self.pools = pools
-        self.chunk_size = config.chunked_prefill_size
+        self.chunk_size = chunk_size
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes

@@ -34,7 +34,9 @@ class Scheduler:
             runner.max_running_requests,
             use_cache=not config.disable_radix_cache,
         )
-        self.prefill = PrefillManager(config, self.pools)
+        self.prefill = PrefillManager(
+            config, self.pools, config.chunked_prefill_size or runner.chunked_prefill_size
+        )
         self.decode = DecodeManager(self.policy, self.pools)
         self.stats = Stats()
         self._live: dict[str, Request] = {}  # those that have not ended

@@ -22,6 +22,8 @@ import pytest
 import mamba_eagle
 from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
+
 START_SECONDS = 120
 PACKAGE_ROOT = Path(mamba_eagle.__file__).parents[1]
 

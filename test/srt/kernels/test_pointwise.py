@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math, pointwise
-from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps
+from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps, PointwiseOps
 from mamba_eagle.kernels.rms_norm import naive
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
@@ -76,6 +76,13 @@ class Calls:
         return F.silu(gate) * up
 
 
+class StandIn(FlashInferOps):
+    """What FlashInfer does not have is Triton's, which needs a GPU."""
+
+    relu_squared = PointwiseOps.relu_squared
+    gated_group_rms_norm = PointwiseOps.gated_group_rms_norm
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     functions, package = Calls(), ModuleType("flashinfer")
@@ -83,7 +90,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     package.activation = functions  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setattr(gpu, "flashinfer_usable", lambda device, *dtypes: True)
-    monkeypatch.setattr(pointwise, "_flashinfer_ops", FlashInferOps)
+    monkeypatch.setattr(pointwise, "_flashinfer_ops", StandIn)
     monkeypatch.setattr(numba_math, "numba", None)
     return functions
 
@@ -132,6 +139,10 @@ def test_flashinfer_gives_what_torch_gives(dtype: torch.dtype) -> None:
         found = ops.add_rms_norm(x.clone(), added.clone(), weight, 1e-5)
         assert_close(found.normed, wanted.normed)
         assert_close(found.stream, wanted.stream)
+        gate = torch.randn(n, size, device="cuda").to(dtype)
+        gated = (x, gate, weight, size // 8, 1e-5)
+        assert_close(ops.gated_group_rms_norm(*gated), TORCH.gated_group_rms_norm(*gated))
+        assert_close(ops.relu_squared(x.clone()), TORCH.relu_squared(x))
         both = torch.randn(n, 2 * size, device="cuda").to(dtype)
         assert_close(ops.silu_and_mul(both), TORCH.silu_and_mul(both))
 

@@ -210,12 +210,35 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# What the kernels of Mamba2, of attention and of experts take; the sizes above are odd on
+# purpose, and on a GPU such a model runs by torch.
+KERNEL_SIZES: dict[str, dict[str, Any]] = {
+    "NemotronH": {
+        "mamba_head_dim": 16,
+        "ssm_state_size": 32,
+        "head_dim": 128,
+        "moe_intermediate_size": 32,
+    },
+    "Mamba2": {"state_size": 32},
+    "Bamba": {"mamba_d_state": 32},
+    "GraniteMoeHybrid": {"mamba_d_state": 32, "intermediate_size": 32},
+    "FalconH1": {"mamba_d_state": 32, "mamba_d_ssm": 128},
+    "Zamba2": {"mamba_d_state": 32},
+    "Llama": {"head_dim": 128},
+    "Qwen3": {"head_dim": 128},
+}
+PEERS_FOR_KERNELS = {
+    f"{name}-kernels": (prefix, {**settings, **KERNEL_SIZES[prefix]})
+    for name, (prefix, settings) in PEERS.items()
+}
+
+
 def make_peer(name: str) -> nn.Module:
     """transformers' model with weights that matter everywhere: a layer left out, a bias forgotten
     or a norm of another kind moves the logits, which are a few units wide. Larger weights would
     make every rounding grow from layer to layer, in transformers too.
     """
-    prefix, settings = PEERS[name]
+    prefix, settings = {**PEERS, **PEERS_FOR_KERNELS}[name]
     # a copy: Bamba's config writes into the dict of RoPE parameters
     config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy(settings))
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peer_models import CHUNK, VOCAB, make_peer, peer_logits
+from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits
 from safetensors.torch import load_file, save_file
 from tiny_model import load_model
 from torch import Tensor
@@ -21,6 +21,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.falcon_h1 import multipliers
 from mamba_eagle.models.hub import NotFound, checkpoint_folder
 from mamba_eagle.models.loader import CheckpointError, created_as, random_weights
 from mamba_eagle.models.registry import model_class
@@ -42,6 +43,19 @@ def saved(name: str, folder: Path) -> tuple[Any, Path]:
     model = make_peer(name)
     model.save_pretrained(folder)
     return model, folder
+
+
+def test_multipliers_are_what_the_config_says_whatever_the_model_is_made_as() -> None:
+    """Weights are multiplied as they are read, on the CPU, before they are rounded."""
+    config = ModelConfig.from_dict(
+        PEERS["falcon-h1"][1] | {"architectures": ["FalconH1ForCausalLM"]}
+    )
+    expected = multipliers(config)
+    with created_as(torch.bfloat16, torch.device("meta")):
+        found = multipliers(config)
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
 # ── names ──

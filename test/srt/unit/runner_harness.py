@@ -61,6 +61,7 @@ class Settings(NamedTuple):
 
     def config(self, model: Path, head: Path | None, **others: Any) -> EngineConfig:
         values: dict[str, Any] = {
+            "device": "cpu",
             "max_running_requests": 5,
             "max_total_tokens": 900,
             "max_mamba_cache_size": 24,
@@ -68,7 +69,6 @@ class Settings(NamedTuple):
         }
         return EngineConfig(
             model_path=str(model),
-            device="cpu",
             speculative_algorithm=self.algorithm,
             speculative_draft_model_path=str(head or ""),
             speculative_num_steps=self.steps,
@@ -164,12 +164,13 @@ class Engine:
             shuffled.shuffle(slots)
         self.steps = 0
         self.overwrites = True  # what is freed
-        self._record_proposals()
+        self.proposed: dict[int, Proposal] = {}
+        if self.runner.device.type == "cpu":  # a graph of the GPU's does not call propose
+            self._record_proposals()
         self._overwrite(self.free_kv)
 
     def _record_proposals(self) -> None:
         propose = self.runner.drafter.propose
-        self.proposed: dict[int, Proposal] = {}
 
         def recording(slots: Tensor, shape: TreeShape, noise: Any) -> Any:
             tree = propose(slots, shape, noise)
@@ -205,7 +206,7 @@ class Engine:
             live.logprobs += made.logprobs
             live.folded = made.folded
             live.steps.append(made)
-            if shape.nodes > 1:
+            if shape.nodes > 1 and self.proposed:
                 live.proposals.append(self.proposed[live.slot])
             self.free([slot for node, slot in enumerate(kv_slots) if node not in made.nodes])
         return result

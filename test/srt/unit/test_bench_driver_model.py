@@ -119,3 +119,21 @@ def test_sampled_tokens_do_not_depend_on_speculation(config, prompts) -> None:
     drafted = generate(config, prompts, sampling)
     plain = generate(replace(config, speculative_algorithm="NONE"), prompts, sampling)
     assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("mode", ["deferred", "snapshot"])
+def test_a_forced_length_is_what_every_step_accepts(config, prompts, mode) -> None:
+    from mamba_eagle.runner.model_runner import ModelRunner
+
+    chain = replace(
+        config,
+        mamba_verify_mode=mode,
+        speculative_num_steps=3,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+    )
+    chain = sized_for(chain, len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
+    driver = InProcessDriver(ModelRunner(chain), chain)
+    driver.runner.simulate_accept_length(2.5)
+    made = driver.generate(prompts, greedy(1 + 20))  # the first token is the prompt's
+    assert made.accept_lengths == {2: 4 * len(prompts), 3: 4 * len(prompts)}

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from typing import NamedTuple
 
 import pytest
 
 from mamba_eagle import bench_one_batch
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import EMBEDDED_MODEL, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
 from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
+
+
+class Done(NamedTuple):
+    made: StepResult
+
+    def result(self) -> StepResult:
+        return self.made
 
 
 class CountingRunner:
@@ -30,12 +38,27 @@ class CountingRunner:
             vocab_size=100,
             eos_token_ids=[eos],
             pid=0,
+            details={
+                "device": "cpu",
+                "dtype": "float32",
+                "rows_per_request": 7,
+                "checkpoint_bytes": 2_000_000 * config.max_mamba_cache_size,
+                "verify_bytes": 500_000 * config.max_running_requests,
+            },
         )
         self.plans: list[Plan] = []
         self.made: dict[int, int] = {}  # request slot: tokens so far
         self.limit: dict[int, int] = {}
         self.prompt: dict[int, list[int]] = {}
         self.held: dict[int, set[int]] = {}  # request slot: its KV slots
+        self.simulated: float | None = None
+        self.overlaps = False
+
+    def simulate_accept_length(self, length: float) -> None:
+        self.simulated = length
+
+    def launch(self, plan: Plan) -> Done:
+        return Done(self.execute(plan))
 
     def execute(self, plan: Plan) -> StepResult:
         self.plans.append(plan)
@@ -78,6 +101,8 @@ class CountingRunner:
             accepted = 1 + len(self.plans) % batch.shape.nodes
             accepted = min(accepted, self.limit[slot] - self.made[slot])
             nodes = [0, *range(batch.shape.nodes - accepted + 1, batch.shape.nodes)]
+            if not accepted:  # it ended in the step before
+                nodes = []
             self.held[slot] -= {kv_slots[n] for n in range(batch.shape.nodes) if n not in nodes}
             first = 1000 * slot + self.made[slot]
             self.made[slot] += accepted
@@ -85,8 +110,10 @@ class CountingRunner:
         return results
 
 
-PLAIN = EngineConfig(speculative_algorithm="NONE", load_format="dummy")
+MODEL = str(EMBEDDED_MODEL)
+PLAIN = EngineConfig(model_path=MODEL, speculative_algorithm="NONE", load_format="dummy")
 TREE = EngineConfig(
+    model_path=MODEL,
     speculative_algorithm="EAGLE",
     load_format="dummy",
     speculative_num_steps=3,
@@ -95,10 +122,12 @@ TREE = EngineConfig(
 )
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
-def test_driver_makes_each_request_its_tokens(config: EngineConfig) -> None:
+def test_driver_makes_each_request_its_tokens(config: EngineConfig, overlaps: bool) -> None:
     config = sized_for(config, batch_size=3, total_tokens=9 + 20)
     runner = CountingRunner(config)
+    runner.overlaps = overlaps
     driver = InProcessDriver(runner, config)
     prompts = [[1, 2, 3], [4] * 9, [5]]
     for _ in range(2):  # a second batch finds every slot free again
@@ -150,22 +179,39 @@ def test_driver_refuses_what_does_not_fit() -> None:
         driver.generate([[1]] * 3, greedy(1))
     with pytest.raises(ValueError, match="empty prompt"):
         driver.generate([[1], []], greedy(1))
-    with pytest.raises(ValueError, match="needs 28 KV slots, the runner has 22"):
+    with pytest.raises(ValueError, match="needs 28 KV slots, the runner has 24"):
         driver.generate([[1] * 6] * 2, greedy(7))
     with pytest.raises(ValueError, match="max_new_tokens 0"):
         driver.generate([[1]], greedy(0))
 
 
+@pytest.fixture
+def bench(monkeypatch):
+    """Runs the command with runners that count, and returns these."""
+
+    def run(config: EngineConfig, flags: str) -> list[CountingRunner]:
+        runners = []
+
+        def make_driver(sized: EngineConfig) -> InProcessDriver:
+            runners.append(CountingRunner(sized))
+            return InProcessDriver(runners[-1], sized)
+
+        monkeypatch.setattr(bench_one_batch, "make_driver", make_driver)
+        monkeypatch.setattr(EngineConfig, "resolved", lambda self: config)
+        bench_one_batch.main(flags.split())
+        return runners
+
+    return run
+
+
+def read_lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
-def test_lines_other_tools_parse(config, monkeypatch, capsys, tmp_path) -> None:
-    monkeypatch.setattr(
-        bench_one_batch, "make_driver", lambda c: InProcessDriver(CountingRunner(c), c)
-    )
-    monkeypatch.setattr(EngineConfig, "resolved", lambda self: config)
+def test_lines_other_tools_parse(config, bench, capsys, tmp_path) -> None:
     results = tmp_path / "results.jsonl"
-    bench_one_batch.main(
-        f"--batch-size 1 2 --input-len 6 --output-len 16 --result-filename {results}".split()
-    )
+    bench(config, f"--batch-size 1 2 --input-len 6 --output-len 16 --result-filename {results}")
     text = capsys.readouterr().out
     seconds, rate = r"latency: *\d+\.\d{5} s", r"throughput: *\d+\.\d{2} token/s"
     assert len(re.findall(rf"^Prefill\. {seconds}, {rate}$", text, re.M)) == 2
@@ -174,7 +220,7 @@ def test_lines_other_tools_parse(config, monkeypatch, capsys, tmp_path) -> None:
     assert len(re.findall(rf"^Decode\.  median {seconds}, median {rate}$", text, re.M)) == 2
     assert len(re.findall(rf"^Total\. latency: *\d+\.\d{{3}} s, {rate}$", text, re.M)) == 2
     assert "Decode 5." not in text
-    records = [json.loads(line) for line in results.read_text().splitlines()]
+    records = read_lines(results)
     assert [record["batch_size"] for record in records] == [1, 2]
     for record in records:
         assert record["input_len"] == 6 and record["output_len"] == 16
@@ -189,6 +235,83 @@ def test_lines_other_tools_parse(config, monkeypatch, capsys, tmp_path) -> None:
         ):
             assert record[key] > 0
         assert (record["accept_length"] == 1) == (config is PLAIN)
+
+
+@pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
+def test_result_lines_say_what_was_measured_and_on_what(config, bench, tmp_path) -> None:
+    file = tmp_path / "results.jsonl"
+    bench(config, f"--batch-size 1 2 --input-len 6 --output-len 16 --results {file}")
+    lines = read_lines(file)
+    step = "decode_step_ms" if config is PLAIN else "tree_step_ms"
+    names = ["prefill_s", "state_mb_per_request", step, "tokens_per_s"]
+    assert [(line["batch"], line["name"]) for line in lines] == [
+        (batch, name) for batch in (1, 2) for name in names
+    ]
+    for line in lines:
+        assert line["mode"] == "deferred" and line["rows"] == 7 and line["value"] > 0
+        assert line["nodes"] == config.tree_shape.nodes
+        assert line["simulated_accept_length"] is None
+        assert {"accept_length", "gpu", "copy_tb_s", "torch", "triton", "commit", "date"} <= set(
+            line
+        )
+    by_name = {line["name"]: line for line in lines[4:]}
+    assert by_name["state_mb_per_request"]["value"] == 2.5
+    assert by_name["state_mb_per_request"]["checkpoint_mb"] == 2.0
+    tokens = by_name["tokens_per_s"]["value"] * by_name[step]["value"] / 1e3  # of a step
+    assert tokens == pytest.approx(2, rel=1e-4) if config is PLAIN else tokens > 2
+
+
+def test_a_simulated_length_is_said_wherever_there_are_numbers(bench, capsys, tmp_path) -> None:
+    results, records = tmp_path / "lines.jsonl", tmp_path / "records.jsonl"
+    flags = f"--output-len 16 --results {results} --result-filename {records}"
+    (runner,) = bench(TREE, f"{flags} --simulate-acc-len 2.5")
+    assert runner.simulated == 2.5
+    assert "SIMULATED: --simulate-acc-len forces 2.5 accepted tokens" in capsys.readouterr().out
+    for line in read_lines(results) + read_lines(records):
+        assert line["simulated_accept_length"] == 2.5
+    (runner,) = bench(TREE, "--output-len 4")
+    assert runner.simulated is None and "SIMULATED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "config, flags, message",
+    [
+        (PLAIN, "--simulate-acc-len 2", "2.0: without a drafter each step makes one token"),
+        (TREE, "--simulate-acc-len 0.5", "0.5: must be between 1 and 4"),
+        (TREE, "--simulate-acc-len 4.1", "4.1: must be between 1 and 4"),
+        (TREE, "--simulate-acc-len nan", "nan: must be between 1 and 4"),
+        (TREE, "--simulate-acc-len 2 --correctness-test", "nothing to compare"),
+    ],
+)
+def test_a_simulated_length_that_cannot_be_is_refused(bench, config, flags, message) -> None:
+    with pytest.raises(SystemExit, match=message):
+        bench(config, flags)
+
+
+def test_both_verify_modes_are_measured_and_compared(bench, capsys, tmp_path) -> None:
+    file = tmp_path / "results.jsonl"
+    flags = f"--batch-size 1 2 --output-len 16 --compare-verify-modes --results {file}"
+    runners = bench(TREE, flags)
+    assert [runner.config.mamba_verify_mode for runner in runners] == ["deferred", "snapshot"]
+    text = capsys.readouterr().out
+    row = r" +{} +\d+\.\d{{3}} +\d+\.\d +\d\.\d{{3}} +2\.50 +0\.50$"
+    for batch in (1, 2):
+        for mode in ("deferred", "snapshot"):
+            assert len(re.findall("^" + mode + row.format(batch), text, re.M)) == 1
+    assert "Batch 2: 2 of 2 texts are equal in both modes" in text
+    steps = [line for line in read_lines(file) if line["name"] == "tree_step_ms"]
+    assert [(line["mode"], line["batch"]) for line in steps] == [
+        (mode, batch) for mode in ("deferred", "snapshot") for batch in (1, 2)
+    ]
+    bench(TREE, f"{flags} --simulate-acc-len 2")
+    assert "texts are not compared" in capsys.readouterr().out
+
+
+def test_texts_that_part_are_told_with_the_place() -> None:
+    told = bench_one_batch.compared_texts([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]])
+    assert told == (
+        "Batch 2: 1 of 2 texts are equal in both modes; request 1 parts at output token 2"
+    )
 
 
 def test_prompts_have_the_wanted_length() -> None:

@@ -32,9 +32,18 @@ SHAPES = {
 }
 
 
+ON_GPU = {"device": "cuda", "dtype": "float32"}
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def target_for_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of sizes that the Triton kernels take."""
+    return write_model(tmp_path_factory.mktemp("kernels"), mamba_head_dim=16)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,9 +51,24 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_text_is_the_plain_models(
     target: Path, tmp_path: Path, drafter: str, shape: str
 ) -> None:
-    """Greedy and sampled, with penalties and bans, over chunks, plain steps and the cache."""
     engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES[shape])
-    plain = PlainModel(target)
+    assert_plain_texts(engine, PlainModel(target))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["tree", "chain", "tree-snapshot"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("model", ["target", "target_for_kernels"])
+def test_the_text_on_a_gpu_is_the_plain_models(
+    model: str, tmp_path: Path, drafter: str, shape: str, request: pytest.FixtureRequest
+) -> None:
+    target = request.getfixturevalue(model)
+    engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES[shape], **ON_GPU)
+    assert_plain_texts(engine, PlainModel(target))
+
+
+def assert_plain_texts(engine: Engine, plain: PlainModel) -> None:
+    """Greedy and sampled, over chunks, plain steps and the cache."""
     lives = [
         engine.start(random_prompt(19, 1), greedy(45)),
         engine.start(random_prompt(26, 2), sampled(40, 2), cuts=(5, 6), saves=(21,)),
@@ -65,9 +89,10 @@ def test_the_text_is_the_plain_models(
     assert [live.output for live in (again, turn)] == [plain.choices(x) for x in (again, turn)]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_penalties_and_bans_act_in_the_tree_as_in_plain_decoding(
-    target: Path, tmp_path: Path, drafter: str
+    target: Path, tmp_path: Path, drafter: str, device: str
 ) -> None:
     asked = [
         greedy(30, frequency_penalty=1.5, presence_penalty=0.5),
@@ -78,9 +103,10 @@ def test_penalties_and_bans_act_in_the_tree_as_in_plain_decoding(
     texts = []
     for settings in (Settings(topk=3, steps=3, nodes=9), None):
         if settings is None:
-            engine = Engine(target, None, Settings("NONE"))
+            engine = Engine(target, None, Settings("NONE"), device=device, dtype="float32")
         else:
-            engine = DRAFTERS[drafter].engine(tmp_path, target, settings)
+            on_device = {"device": device, "dtype": "float32"}
+            engine = DRAFTERS[drafter].engine(tmp_path, target, settings, **on_device)
         lives = [engine.start(random_prompt(9, i), one) for i, one in enumerate(asked)]
         engine.finish(lives)
         texts.append([live.output for live in lives])

@@ -40,7 +40,7 @@ WAIT_SECONDS = 30
 
 
 @pytest.mark.parametrize(
-    "moment", ["__del__", "execute"], ids=["told-to-stop-and-signalled", "signalled-at-work"]
+    "moment", ["__del__", "launch"], ids=["told-to-stop-and-signalled", "signalled-at-work"]
 )
 def test_a_runner_that_is_told_to_stop_says_nothing(moment: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"

@@ -23,8 +23,12 @@ from tiny_model import EOS, VOCAB, write_head, write_model
 from tokenizers import Tokenizer
 
 from mamba_eagle.config import EMBEDDED_MODEL, ConfigError, EngineConfig
+from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.runner.driver import InProcessDriver
+from mamba_eagle.runner.memory import default_rows, least_rows, row_bytes, state_bytes
 from mamba_eagle.runner.model_runner import ModelRunner
+
+NINE_B = Path(__file__).parents[3] / "benchmark" / "models" / "nemotron-nano-9b-v2"
 
 torch.set_num_threads(1)
 
@@ -99,6 +103,26 @@ def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), context_length=513)
     with pytest.raises(ConfigError, match="--context-length 513.*512"):
         ModelRunner(config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_any_tree_gets_rows_enough_where_no_flag_says_how_many(device: str) -> None:
+    for steps, nodes in ((5, 8), (30, 40), (24, 3)):
+        config = EngineConfig(
+            speculative_algorithm="EAGLE",
+            speculative_num_steps=steps,
+            speculative_num_draft_tokens=nodes,
+        )
+        least = least_rows(config, torch.device(device))
+        assert default_rows(config, torch.device(device)) >= max(least, nodes + 1)
+
+
+def test_a_running_request_of_a_nine_b_model_takes_no_more_than_a_quarter_of_a_state_more() -> None:
+    model = ModelConfig.from_pretrained(NINE_B)
+    config = EngineConfig(speculative_algorithm="EAGLE", speculative_num_draft_tokens=8)
+    rows = default_rows(config, torch.device("cuda"))
+    beside = row_bytes(model, "deferred", rows, model.hidden_size, itemsize=2)
+    assert beside <= 0.25 * state_bytes(model, ssm_itemsize=4, itemsize=2)
 
 
 def test_what_does_not_fit_the_memory_is_refused_with_the_numbers(tiny: Tiny) -> None:

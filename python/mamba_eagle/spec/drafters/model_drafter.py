@@ -123,9 +123,6 @@ class ModelDrafter(Drafter):
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
         parts = prefill_parts(items)
-        for item in items:
-            if item.is_first:
-                self.pool.begin(item)
         firsts = to_device([part.first for part in parts], torch.int64, self.device)
         given = features.roll(1, dims=0)
         given[firsts] = before.to(given.dtype)

@@ -1,0 +1,183 @@
+"""What is said of one measured batch: the lines other tools parse, and result lines."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import PLAIN
+from mamba_eagle.eval.traffic import StepBytes, StepSize, step_bytes
+from mamba_eagle.message import RunnerReady
+from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.runner.driver import Generation
+
+SHOWN_STEPS = 5
+
+
+def report_lines(made: Generation) -> list[str]:
+    """The lines other tools parse, and the acceptance of the drafts."""
+    lines = [
+        f"Prefill. latency: {made.prefill_seconds:6.5f} s, "
+        f"throughput: {made.prompt_tokens / made.prefill_seconds:9.2f} token/s"
+    ]
+    shown = list(zip(made.step_requests, made.step_seconds, made.step_tokens))[:SHOWN_STEPS]
+    for i, (requests, seconds, tokens) in enumerate(shown):
+        lines.append(
+            f"Decode {i}. Batch size: {requests}, latency: {seconds:6.5f} s, "
+            f"throughput: {tokens / seconds:9.2f} token/s"
+        )
+    if made.step_seconds:
+        lines.append(
+            f"Decode.  median latency: {made.median_decode_latency:6.5f} s, "
+            f"median throughput: {made.median_decode_throughput:9.2f} token/s"
+        )
+    throughput = (made.prompt_tokens + made.output_tokens) / made.seconds
+    lines.append(f"Total. latency: {made.seconds:6.3f} s, throughput: {throughput:9.2f} token/s")
+    if made.step_seconds:
+        histogram = ", ".join(f"{n}: {count}" for n, count in sorted(made.accept_lengths.items()))
+        lines.append(
+            f"Acceptance. length: {made.accept_length:.3f} token/step, steps by length: {histogram}"
+        )
+    return lines
+
+
+@dataclass
+class Speed:
+    """Decode steps of the whole batch, on average: a median would not see the steps that fold."""
+
+    batch: int
+    nodes: int
+    seconds: float  # of a step
+    tokens: float  # made in a step, by all requests
+    least: StepBytes
+    copy_tb_s: float | None  # of the GPU; a CPU's is not measured
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.least.total / self.seconds / 1e9
+
+    @property
+    def share(self) -> float | None:
+        return None if self.copy_tb_s is None else self.least.share(self.seconds, self.copy_tb_s)
+
+    def line(self) -> str:
+        kind = "plain" if self.nodes == 1 else f"tree of {self.nodes} nodes"
+        gb = [f"{what} {size / 1e9:.2f}" for what, size in self.least._asdict().items()]
+        text = (
+            f"Step.    {kind}: {self.seconds * 1e3:.3f} ms, {self.tokens_per_second:.1f} token/s, "
+            f"{self.gb_per_second:.1f} GB/s ({' + '.join(gb)} GB)"
+        )
+        if self.copy_tb_s is not None:
+            text += f", {self.share:.0%} of the GPU's copy rate of {self.copy_tb_s:.2f} TB/s"
+        return text
+
+
+def speed_of(
+    made: Generation, config: EngineConfig, ready: RunnerReady, copy_tb_s: float | None
+) -> Speed:
+    """Of the steps in which no request had finished yet. ``made`` has one at least."""
+    steps, batch = made.full_steps, len(made.tokens)
+    seconds = sum(made.step_seconds[i] for i in steps) / len(steps)
+    tokens = sum(made.step_tokens[i] for i in steps) / len(steps)
+    size = StepSize(
+        batch,
+        config.tree_shape.nodes,
+        position=(made.prompt_tokens + made.output_tokens / 2) / batch,
+    )
+    model = ModelConfig.from_pretrained(config.model_path)
+    least = step_bytes(model, size, ready.details["dtype"], config.mamba_ssm_dtype)
+    return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
+
+
+@dataclass
+class StateMemory:
+    """Recurrent state of one running request. Bytes."""
+
+    checkpoint: float
+    beside: float  # rows, or the states of a tree's nodes
+
+    @classmethod
+    def of(cls, ready: RunnerReady) -> StateMemory:
+        spare = int(str(ready.details["device"]).startswith("cuda"))  # a slot that pads batches
+        return cls(
+            ready.details["checkpoint_bytes"] / (ready.max_checkpoints + spare),
+            ready.details["verify_bytes"] / (ready.max_running_requests + spare),
+        )
+
+    @property
+    def megabytes(self) -> float:
+        return (self.checkpoint + self.beside) / 1e6
+
+
+def result_record(
+    made: Generation, args: argparse.Namespace, config: EngineConfig, facts: dict[str, str]
+) -> dict[str, Any]:
+    """One line of --result-filename: SGLang's keys, then what is ours."""
+    requests = len(made.tokens)
+    return {
+        "run_name": args.run_name,
+        "batch_size": requests,
+        "input_len": made.prompt_tokens // requests,
+        "output_len": made.output_tokens // requests,
+        "prefill_latency": made.prefill_seconds,
+        "prefill_throughput": made.prompt_tokens / made.prefill_seconds,
+        "median_decode_latency": made.median_decode_latency,
+        "median_decode_throughput": made.median_decode_throughput,
+        "total_latency": made.seconds,
+        "overall_throughput": (made.prompt_tokens + made.output_tokens) / made.seconds,
+        "speculative_algorithm": config.speculative_algorithm,
+        "tree": msgspec.to_builtins(config.tree_shape),
+        "mamba_verify_mode": config.mamba_verify_mode,
+        "accept_length": made.accept_length,
+        "simulated_accept_length": args.simulate_acc_len,
+        "accept_histogram": dict(sorted(made.accept_lengths.items())),
+        **facts,
+    }
+
+
+def result_lines(
+    made: Generation,
+    speed: Speed | None,
+    args: argparse.Namespace,
+    config: EngineConfig,
+    ready: RunnerReady,
+    facts: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Lines of --results, in the form of benchmark/results. speed: None without decode steps."""
+    batch, state = len(made.tokens), StateMemory.of(ready)
+    common = {
+        "mode": config.mamba_verify_mode,
+        "batch": batch,
+        "nodes": config.tree_shape.nodes,
+        "rows": ready.details["rows_per_request"],
+        "accept_length": round(made.accept_length, 3),
+        "simulated_accept_length": args.simulate_acc_len,
+        "tree": config.tree_shape.name,
+        "model": Path(config.model_path).name,
+        "input_len": made.prompt_tokens // batch,
+        "output_len": made.output_tokens // batch,
+    }
+
+    def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
+        return {"name": name, **common, **fields, "value": float(f"{value:.6g}"), **facts}
+
+    lines = [
+        line("prefill_s", made.prefill_seconds),
+        line("state_mb_per_request", state.megabytes, checkpoint_mb=state.checkpoint / 1e6),
+    ]
+    if speed is not None:
+        name = "decode_step_ms" if config.tree_shape == PLAIN else "tree_step_ms"
+        share = None if speed.share is None else round(speed.share, 4)
+        reached = {"gb_s": round(speed.gb_per_second, 1), "share": share}
+        lines.append(line(name, speed.seconds * 1e3, **reached))
+        lines.append(line("tokens_per_s", speed.tokens_per_second))
+    return lines

@@ -1,0 +1,73 @@
+"""The bytes that a decode step cannot do without, and how near to the device's limit it comes.
+
+A step reads every weight once, the recurrent state of each request, and the keys and values of its
+tokens so far. That much any engine moves, so it is the measure for all: states that a scheme
+writes, rows, activations and all that drafting reads are left out, and lower the share.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mamba_eagle.models.config import ModelConfig
+
+
+class StepBytes(NamedTuple):
+    """Bytes that one step reads at least."""
+
+    weights: float
+    states: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def share(self, seconds: float, copy_tb_s: float) -> float:
+        """The time these bytes take at the device's own copy rate, of ``seconds``."""
+        return self.total / (copy_tb_s * 1e12) / seconds
+
+
+class StepSize(NamedTuple):
+    batch: int
+    nodes: int  # of each request; 1: plain decoding
+    position: float  # mean number of tokens before the step
+
+
+def step_bytes(model: ModelConfig, size: StepSize, dtype: str, ssm_dtype: str) -> StepBytes:
+    """weights as ``weight_bytes``; states: batch · (layers · H·P·N and the convolution's history);
+    kv: batch · position · 2 · layers · kv_heads · head_dim. Dtypes by torch's names."""
+    import torch
+
+    from mamba_eagle.runner.memory import kv_slot_bytes, state_bytes
+
+    itemsize, ssm_itemsize = (getattr(torch, name).itemsize for name in (dtype, ssm_dtype))
+    return StepBytes(
+        weight_bytes(model, dtype, size.batch * size.nodes),
+        size.batch * state_bytes(model, ssm_itemsize, itemsize),
+        size.batch * size.position * kv_slot_bytes(model, itemsize),
+    )
+
+
+def weight_bytes(model: ModelConfig, dtype: str, tokens: int) -> float:
+    """All parameters, but for what is looked up: of an embedding that is not the lm_head's matrix,
+    a row a token; of E experts at most ``tokens`` · top_k."""
+    import torch
+
+    from mamba_eagle.layers.moe import Experts
+    from mamba_eagle.models.loader import created_as
+    from mamba_eagle.models.registry import model_class
+
+    kind = getattr(torch, dtype)
+    with created_as(kind, torch.device("meta")):
+        made = model_class(model)(model)
+    total = float(sum(p.nbytes for p in made.parameters()))
+    if not model.tie_word_embeddings:
+        unread = model.vocab_size - min(tokens, model.vocab_size)
+        total -= unread * model.hidden_size * kind.itemsize
+    if model.moe is not None:
+        experts = sum(
+            p.nbytes for m in made.modules() if isinstance(m, Experts) for p in m.parameters()
+        )
+        total -= experts * (1 - min(1.0, tokens * model.moe.top_k / model.moe.num_experts))
+    return total
