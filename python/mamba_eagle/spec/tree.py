@@ -62,6 +62,15 @@ def chain_tree(tokens: Tensor) -> Tree:
     )
 
 
+def head_of_chain(chain: Tree, tokens: Tensor) -> Tree:
+    """``chain_tree(tokens)`` without a launch: views of the one longer ``chain`` [1, …]."""
+    b, nodes = tokens.shape
+    parents, depths, ancestors, scores = (
+        part[:, :nodes].expand(b, *[-1] * (part.dim() - 1)) for part in chain[1:]
+    )
+    return Tree(tokens, parents, depths, ancestors[..., :nodes], scores)
+
+
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
     """Who is above whom. parents: [b, T] int64, root 0 -> [b, T, T] bool, a node above itself too.
 

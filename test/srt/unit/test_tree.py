@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.tree import Candidates, Frontier, Tree, ancestor_matrix, single_node_tree
+from mamba_eagle.spec.tree import (
+    Candidates,
+    Frontier,
+    Tree,
+    ancestor_matrix,
+    chain_tree,
+    head_of_chain,
+    single_node_tree,
+)
 
 torch.set_num_threads(1)
 VOCAB = 50
@@ -150,6 +158,14 @@ def test_ancestors_of_a_chain_are_the_causal_mask(depth: int) -> None:
     parents = torch.arange(-1, depth).clamp(min=0).unsqueeze(0)
     causal = torch.ones(depth + 1, depth + 1).tril().bool()
     assert torch.equal(ancestor_matrix(parents, depth)[0], causal)
+
+
+def test_the_head_of_a_chain_is_a_shorter_chain() -> None:
+    tokens = torch.randint(0, VOCAB, (3, 4))
+    for part, expected in zip(
+        head_of_chain(chain_tree(torch.zeros(1, 9, dtype=torch.int64)), tokens), chain_tree(tokens)
+    ):
+        assert torch.equal(part, expected)
 
 
 def test_topk_one_is_a_chain() -> None:

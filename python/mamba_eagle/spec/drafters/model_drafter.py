@@ -29,7 +29,8 @@ from mamba_eagle.runner.verify import VERIFY_SCHEMES, DeferredVerify, SchemeSize
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, KeyedNoise
 from mamba_eagle.spec.drafters.network import DraftNetwork
-from mamba_eagle.spec.tree import Tree, candidates, chain_tree
+from mamba_eagle.spec.drafters.pending import pending_entries
+from mamba_eagle.spec.tree import Tree, candidates, chain_tree, head_of_chain
 
 MOST_PENDING = 16  # entries of tokens that plain steps made; beyond that they are run
 SPARE_ROWS = 8  # longer chains of the drafter's own state, fewer folds
@@ -57,10 +58,7 @@ class ModelDrafter(Drafter):
 
     An entry takes a token and what the target said one position before. Entries of tokens that
     were accepted wait as *pending*, the next root's among them (its KV slot comes only with the
-    next plan), and are run all at once, as a chain, when the next tree is wanted:
-
-        entries   0 ─────────── run ─────────────── run + pending
-                  in the caches     wait; the last is the root
+    next plan), and are run all at once, as a chain, when the next tree is wanted (pending.py).
 
     Lanes are drafted from the root's output and leave nothing behind.
     """
@@ -99,23 +97,17 @@ class ModelDrafter(Drafter):
             )
             self.scheme = VERIFY_SCHEMES["deferred"](net.mamba, size, parts.table, self.pool)
 
-        def integers(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.int64, device=device)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=parts.dtype, device=device)
-
         # a step's entries are appended valid or not; hence the room behind ``most_pending``
         self.most_accepted = config.tree_shape.steps + 1
         width = self.most_pending + self.most_accepted
         self.waiting = [0] * requests  # entries of each request, or more: what the host knows
         self.longest = 1  # entries that the next tree's requests run at most
         self.device = device
-        self.run = integers(requests)  # entries in the caches
-        self.pending_tokens = integers(requests, width)
-        self.pending_features = floats(requests, width, network.feature_size)
-        self.pending = integers(requests)
-        self.carry = floats(requests, network.carry_size)
+        self.entries = pending_entries(
+            parts.table, width, network.feature_size, parts.dtype, self.kv.bin_slot
+        )
+        self.carry = torch.zeros(requests, network.carry_size, dtype=parts.dtype, device=device)
+        self.longest_chain = chain_tree(parts.table.run.new_zeros(1, self.most_pending))
 
     # ── what became of the sequence ──
 
@@ -137,8 +129,8 @@ class ModelDrafter(Drafter):
             self._keep_carries(run, outputs[:, : self.network.carry_size])
         slots = to_device([item.slot for item in items], torch.int64, self.device)
         ends = [item.start + len(item.token_ids) for item in items]
-        self.run[slots] = to_device(ends, torch.int64, self.device)
-        self.pending[slots] = 0
+        self.entries.run[slots] = to_device(ends, torch.int64, self.device)
+        self.entries.pending[slots] = 0
         start_finished(self.scheme, items, self.device)
 
     def _keep_carries(self, parts: Sequence[PrefillPart], carries: Tensor) -> None:
@@ -153,10 +145,11 @@ class ModelDrafter(Drafter):
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         rows = to_device(slots, torch.int64, self.device)
-        self.pending_tokens[rows, 0] = tokens
+        waits = self.entries
+        waits.tokens[rows, 0] = tokens
         entries = self.network.entry_features(features)
-        self.pending_features[rows, 0] = entries.to(self.pending_features.dtype)
-        self.pending[rows] = 1
+        waits.features[rows, 0] = entries.to(waits.features.dtype)
+        waits.pending[rows] = 1
         for slot in slots:
             self.waiting[slot] = 1
 
@@ -181,7 +174,7 @@ class ModelDrafter(Drafter):
         if self.device.type != "cpu":
             return [self.waiting[slot] for slot in slots]
         rows = list(slots)  # what is known there costs nothing to look at
-        return torch.where(self.table.remaining[rows] > 0, self.pending[rows], 0).tolist()
+        return torch.where(self.table.remaining[rows] > 0, self.entries.pending[rows], 0).tolist()
 
     def _rounded_up(self, entries: int) -> int:
         """To one of two numbers on a GPU, so that there are few kinds of steps."""
@@ -191,8 +184,9 @@ class ModelDrafter(Drafter):
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """Accepted nodes join those that wait."""
-        pending = (self.pending_tokens, self.pending_features, self.pending)
-        if numba_math.usable(slots.device, self.pending_features.dtype):
+        waits = self.entries
+        if numba_math.usable(slots.device, waits.features.dtype):
+            pending = (waits.tokens, waits.features, waits.pending)
             # of all nodes: in a plain step, where it matters, these are the accepted ones
             entries = self.network.entry_features(features.flatten(0, 1))
             entries = entries.unflatten(0, features.shape[:2])
@@ -200,13 +194,12 @@ class ModelDrafter(Drafter):
             append_pending(*(part.numpy() for part in inputs))
             return
         b, deep = accepted.nodes.shape
-        index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
-        entries = self.network.entry_features(features.gather(1, index).flatten(0, 1))
-        columns = self.pending[slots][:, None] + torch.arange(deep, device=slots.device)
-        at = (slots[:, None], columns)
-        self.pending_tokens[at] = accepted.tokens
-        self.pending_features[at] = entries.view(b, deep, -1).to(self.pending_features.dtype)
-        self.pending[slots] += accepted.count
+        entries = features.new_empty(b, deep, 0)
+        if self.network.feature_size:
+            index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
+            made = self.network.entry_features(features.gather(1, index).flatten(0, 1))
+            entries = made.view(b, deep, -1)
+        waits.append(slots, accepted, entries)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         kept = [(slot, position) for slot, position in zip(slots, positions) if position >= 0]
@@ -214,27 +207,23 @@ class ModelDrafter(Drafter):
             rows, ends = to_device(list(zip(*kept)), torch.int64, self.device)
             # a stop string may have cut tokens that were run: then there is less to do, or a part
             # of the chain is left out
-            missing = (ends - self.run[rows]).clamp(min=0)
+            missing = (ends - self.entries.run[rows]).clamp(min=0)
             longest = self.most_pending
             if self.device.type == "cpu":
                 longest = int(missing.max())
             if longest:
                 self._run_pending(rows, missing, longest)
             if isinstance(self.scheme, DeferredVerify):
-                keep = (ends - (self.run[rows] - self.scheme.chain_len[rows])).clamp(min=0)
+                keep = (ends - (self.entries.run[rows] - self.scheme.chain_len[rows])).clamp(min=0)
                 self.scheme.finish(rows, self.table.checkpoint[rows], keep)
-        self.pending[to_device(slots, torch.int64, self.device)] = 0
+        self.entries.pending[to_device(slots, torch.int64, self.device)] = 0
 
     # ── drafting ──
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
         table, network = self.table, self.network
         # a request that has ended takes nothing in: what is pending is settled when it leaves
-        counts = torch.where(table.remaining[slots] > 0, self.pending[slots], 0)
-        above = self._run_pending(slots, counts, self.longest)[
-            :, None
-        ]  # [b, lanes, O], the root's at first
-        self.pending[slots] -= counts
+        above = self._run_pending(slots, None, self.longest)[:, None]  # [b, lanes, O]: the root's
         root = table.run[slots]  # its position
         grown = candidates(table.last_token[slots], shape.topk, shape.steps)
         frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
@@ -271,45 +260,45 @@ class ModelDrafter(Drafter):
 
     # ── entries of the sequence ──
 
-    def _run_pending(self, slots: Tensor, counts: Tensor, longest: int) -> Tensor:
-        """Run the first ``counts`` [b] pending entries, ``longest`` at most. Returns the output of
-        the last, [b, O] (of a request with none: nothing of meaning)."""
-        offsets = torch.arange(longest, device=slots.device)
-        prefix = self.run[slots]
-        write = self.table.kv_slots[slots[:, None], prefix[:, None] + offsets]  # [b, E]
-        write = torch.where(offsets < counts[:, None], write, self.kv.bin_slot)
+    def _run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> Tensor:
+        """Run entries as ``PendingEntries.take`` gives them. Returns the output of the last,
+        [b, O] (of a request with none: nothing of meaning)."""
+        taken, prefix, own, positions = self.entries.take(slots, counts, longest)
         # a chain behind the prefix; what pads it stands at its end, where nobody looks
-        tokens = self.pending_tokens[slots, :longest]
-        chain = chain_tree(tokens)
+        chain = self._chain(taken.tokens)
         attention = tree_attention(
-            self.kv, self.table.kv_slots, slots, prefix, write, chain.parents, chain.ancestors
+            self.kv, self.table.kv_slots, slots, prefix, own, chain.parents, chain.ancestors
         )
         self.scheme.begin(slots, chain)
-        positions = (prefix[:, None] + offsets).reshape(-1)
         outputs = self.network.chain(
-            tokens,
-            self.pending_features[slots, :longest],
+            taken.tokens,
+            self.entries.features[slots, :longest],
             self.carry[slots],
-            VerifyContext(self.scheme, attention, positions),
+            VerifyContext(self.scheme, attention, positions.reshape(-1)),
         )
-        nodes = torch.minimum(offsets, (counts - 1).clamp(min=0)[:, None])
-        taken = Truncated(nodes, tokens, counts, counts == 0)
         self.scheme.accept(taken, outputs[..., : self.network.carry_size])
-        self.run[slots] += counts
-        last = outputs.gather(1, nodes[:, -1:, None].expand(-1, -1, outputs.shape[2]))[:, 0]
+        end = taken.nodes[:, -1:, None].expand(-1, -1, outputs.shape[2])
+        last = outputs.gather(1, end)[:, 0]
         if self.network.carry_size:
             carry = last[:, : self.network.carry_size].to(self.carry.dtype)
-            self.carry[slots] = torch.where(counts[:, None] > 0, carry, self.carry[slots])
+            alive = taken.count[:, None] > 0
+            self.carry[slots] = torch.where(alive, carry, self.carry[slots])
         return last
+
+    def _chain(self, tokens: Tensor) -> Tree:
+        if self.device.type == "cpu":
+            return chain_tree(tokens)
+        return head_of_chain(self.longest_chain, tokens)
 
     def _run_all_but_roots(self, slots: Sequence[int]) -> None:
         """Plain steps have filled the room: the root waits on, alone."""
         rows = to_device(slots, torch.int64, self.device)
-        counts = (self.pending[rows] - 1).clamp(min=0)
+        waits = self.entries
+        counts = (waits.pending[rows] - 1).clamp(min=0)
         self._run_pending(rows, counts, self.most_pending)
-        self.pending_tokens[rows, 0] = self.pending_tokens[rows, counts]
-        self.pending_features[rows, 0] = self.pending_features[rows, counts]
-        self.pending[rows] -= counts
+        waits.tokens[rows, 0] = waits.tokens[rows, counts]
+        waits.features[rows, 0] = waits.features[rows, counts]
+        waits.pending[rows] -= counts
 
     @property
     def on_device(self) -> bool:  # type: ignore[override]
