@@ -7,7 +7,15 @@ import random
 import torch
 
 from mamba_eagle.train.drafter.answers import Answered
-from mamba_eagle.train.drafter.batches import Answer, Batches, passes, split, to_rows, usable
+from mamba_eagle.train.drafter.batches import (
+    LENGTH_STEP,
+    Answer,
+    Batches,
+    passes,
+    split,
+    to_rows,
+    usable,
+)
 from mamba_eagle.train.drafter.trainer import LR_FLOOR, WARM_UP, cosine
 
 CPU = torch.device("cpu")
@@ -47,13 +55,20 @@ def test_a_pass_has_no_more_tokens_than_allowed_unless_one_answer_is_longer() ->
 
 def test_guesses_are_the_marked_places() -> None:
     answers = some_answers(10)
-    rows = to_rows(answers, CPU)
-    for depth in range(4):
-        marked = rows.at_depth(depth).sum(1).tolist()
-        assert marked == [answer.guesses(depth) for answer in answers]
-    first = rows.at_depth(1)[0].nonzero().flatten().tolist()
-    # the root is the first answer token at the earliest, and the last token follows a guess
-    assert first == list(range(answers[0].prompt_len + 1, len(answers[0].tokens) - 1))
+    rows = to_rows(answers, 4, CPU)
+    length = rows.tokens.shape[1]
+    assert length % LENGTH_STEP == 0
+    roots = rows.drafts[0].flat
+    for depth, places in enumerate(rows.drafts):
+        # the root is the first answer token at the earliest, and the last token follows a guess
+        wanted = [
+            row * length + place
+            for row, answer in enumerate(answers)
+            for place in range(answer.prompt_len + depth, len(answer.tokens) - 1)
+        ]
+        assert places.flat.tolist() == wanted
+        assert len(wanted) == sum(answer.guesses(depth) for answer in answers)
+        assert torch.equal(roots[places.among_roots], places.flat)
 
 
 def test_answers_without_a_place_for_a_draft_are_left_out() -> None:

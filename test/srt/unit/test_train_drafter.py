@@ -101,7 +101,7 @@ def test_mixed_precision_gives_nearly_the_same_loss(name: str, rig: Rig) -> None
     for dtype in (torch.float32, torch.bfloat16):
         model = load_target(rig.target, torch.device("cpu")).to(dtype)
         recipe = RECIPES[algorithm(name)](settings, model, part)
-        rows = to_rows(part, torch.device("cpu"))
+        rows = to_rows(part, DEPTH, torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = draft_loss(recipe, rows, ask_target(model, rows), [100] * DEPTH)
         loss.backward()

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mamba_eagle.train.drafter.answers import Answered
 
+LENGTH_STEP = 8  # a GPU's attention copies a mask whose rows do not begin at multiples of 16 bytes
+
 
 class Answer(NamedTuple):
     """One sequence: tokens[prompt_len:] is the answer."""
@@ -33,23 +35,19 @@ class Answer(NamedTuple):
         return max(self.roots - depth, 0)
 
 
+class Places(NamedTuple):
+    """Where rows hold a draft's token at one depth (0: the root) whose successor is known. Numbers
+    and no mask: a GPU asked for the marked places of a mask makes the host wait."""
+
+    flat: Tensor  # [n] int64, among the b * l tokens of the rows, rising
+    among_roots: Tensor  # [n] int64: the same ones, numbered among the places at depth 0
+
+
 class Rows(NamedTuple):
     """Some answers side by side, padded behind their ends; all on one device."""
 
     tokens: Tensor  # [b, l] int64
-    starts: Tensor  # [b] int64, the first root
-    ends: Tensor  # [b] int64, the last token, which is no root
-
-    @property
-    def wanted(self) -> Tensor:
-        """[b, l] bool: roots."""
-        return self.at_depth(0)
-
-    def at_depth(self, depth: int) -> Tensor:
-        """[b, l] bool: position p holds a draft's token at ``depth`` (0: the root), whose successor
-        p + 1 is known."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return (place >= self.starts[:, None] + depth) & (place < self.ends[:, None])
+    drafts: list[Places]  # by depth
 
 
 class Step(NamedTuple):
@@ -107,15 +105,28 @@ def passes(answers: Sequence[Answer], most_tokens: int) -> list[list[Answer]]:
     return groups
 
 
-def to_rows(answers: Sequence[Answer], device: torch.device) -> Rows:
-    """Padding repeats token 0; nothing behind an answer's end is looked at from inside of it."""
-    longest = max(len(answer.tokens) for answer in answers)
-    tokens = [answer.tokens + [0] * (longest - len(answer.tokens)) for answer in answers]
-    return Rows(
-        torch.tensor(tokens, device=device),
-        torch.tensor([answer.prompt_len for answer in answers], device=device),
-        torch.tensor([len(answer.tokens) - 1 for answer in answers], device=device),
-    )
+def to_rows(answers: Sequence[Answer], depth: int, device: torch.device) -> Rows:
+    """With the places of drafts of ``depth`` tokens. Padding repeats token 0; nothing behind an
+    answer's end is looked at from inside of it. Their length is a multiple of LENGTH_STEP."""
+    length = max(len(answer.tokens) for answer in answers)
+    length += -length % LENGTH_STEP
+    tokens = torch.tensor([a.tokens + [0] * (length - len(a.tokens)) for a in answers])
+    first = torch.tensor([[answer.prompt_len] for answer in answers])
+    end = torch.tensor([[len(answer.tokens) - 1] for answer in answers])  # no root
+    place = torch.arange(length)
+    drafts = []
+    for j in range(depth):
+        marked = ((place >= first + j) & (place < end)).flatten()
+        if j == 0:
+            number = marked.cumsum(0) - 1
+        flat = marked.nonzero().flatten()
+        drafts.append(Places(_sent(flat, device), _sent(number[flat], device)))
+    return Rows(_sent(tokens, device), drafts)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """To a GPU from pinned memory, so that the host goes on at once."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 class Split(NamedTuple):
