@@ -51,8 +51,10 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
 
 def set_precision() -> None:
-    """Products of float32 matrices, the recurrence's, in TF32 where the GPU has it."""
+    """Products of float32 matrices, the recurrence's, in TF32 where the GPU has it. No attention
+    by cuDNN, which plans anew, for longer than a step takes, when it meets another length."""
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def autocast(device: str) -> torch.autocast:

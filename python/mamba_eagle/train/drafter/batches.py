@@ -10,11 +10,13 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mamba_eagle.train.drafter.answers import Answered
 
+POOL = 8  # batches
 LENGTH_STEP = 8  # a GPU's attention copies a mask whose rows do not begin at multiples of 16 bytes
 
 
@@ -88,9 +90,28 @@ class Batches:
         """The answer that stands at ``index`` of the endless row of epochs."""
         epoch, place = divmod(index, len(self.answers))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.answers)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._epoch, self._order = epoch, self._make_order(epoch)
         return self._order[place]
+
+    def _make_order(self, epoch: int) -> list[int]:
+        """All answers, drawn by the seed; of POOL batches each has answers of like length, which
+        spares padding."""
+        luck, count, size = (
+            random.Random(f"{self.seed}/{epoch}"),
+            len(self.answers),
+            self.batch_size,
+        )
+        order = list(range(count))
+        luck.shuffle(order)
+        begun = -epoch * count % size  # so many end the batch that the epoch before began
+        batches = []
+        for first in range(begun, count, POOL * size):
+            pool = order[first : first + POOL * size]
+            pool.sort(key=lambda i: len(self.answers[i].tokens))
+            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+        last = batches.pop() if batches else []  # the one that may be short
+        luck.shuffle(batches)
+        return order[:begun] + [i for batch in batches for i in batch] + last
 
 
 def passes(answers: Sequence[Answer], most_tokens: int) -> list[list[Answer]]:
@@ -110,23 +131,23 @@ def to_rows(answers: Sequence[Answer], depth: int, device: torch.device) -> Rows
     answer's end is looked at from inside of it. Their length is a multiple of LENGTH_STEP."""
     length = max(len(answer.tokens) for answer in answers)
     length += -length % LENGTH_STEP
-    tokens = torch.tensor([a.tokens + [0] * (length - len(a.tokens)) for a in answers])
-    first = torch.tensor([[answer.prompt_len] for answer in answers])
-    end = torch.tensor([[len(answer.tokens) - 1] for answer in answers])  # no root
-    place = torch.arange(length)
-    drafts = []
-    for j in range(depth):
-        marked = ((place >= first + j) & (place < end)).flatten()
-        if j == 0:
-            number = marked.cumsum(0) - 1
-        flat = marked.nonzero().flatten()
-        drafts.append(Places(_sent(flat, device), _sent(number[flat], device)))
+    tokens = np.zeros((len(answers), length), dtype=np.int64)
+    for row, answer in enumerate(answers):
+        tokens[row, : len(answer.tokens)] = answer.tokens
+    first = np.array([[answer.prompt_len] for answer in answers])
+    end = np.array([[len(answer.tokens) - 1] for answer in answers])  # no root
+    place = np.arange(length)
+    marked = [((place >= first + j) & (place < end)).ravel() for j in range(depth)]
+    number = marked[0].cumsum() - 1
+    flat = [each.nonzero()[0] for each in marked]
+    drafts = [Places(_sent(each, device), _sent(number[each], device)) for each in flat]
     return Rows(_sent(tokens, device), drafts)
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
+def _sent(values: np.ndarray, device: torch.device) -> Tensor:
     """To a GPU from pinned memory, so that the host goes on at once."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Split(NamedTuple):
