@@ -45,6 +45,17 @@ def test_an_epoch_shows_each_answer_once_whatever_the_number_of_processes() -> N
     assert epochs[0] != epochs[1]
 
 
+def test_batches_have_answers_of_like_length() -> None:
+    """Of whole epochs, whose number of answers is no multiple of the batch's."""
+    batches = Batches(some_answers(400), batch_size=6, micro_tokens=1000, depth=2, seed=0)
+    tokens = padded = 0
+    for number in range(400):
+        (batch,) = batches.step(number, 0, 1).passes
+        tokens += sum(len(answer.tokens) for answer in batch)
+        padded += len(batch) * max(len(answer.tokens) for answer in batch)
+    assert padded < 1.25 * tokens  # 1.6 of batches drawn one by one
+
+
 def test_a_pass_has_no_more_tokens_than_allowed_unless_one_answer_is_longer() -> None:
     answers = some_answers(40)
     groups = passes(answers, 60)
