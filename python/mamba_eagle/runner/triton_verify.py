@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
-from mamba_eagle.kernels.tree_verify.triton import (
-    RowBuffers,
-    TreeStep,
-    ancestor_bits,
-    tree_verify,
-)
+from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.kernels.tree_verify.naive_rows import free_rows
+from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep, tree_verify
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_chains
+from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room, accept_rows, begin_rows
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import CheckpointPool, RequestTable
@@ -48,6 +46,8 @@ class TritonDeferredVerify(DeferredVerify):
             least = size.rows - self.most_chain + size.accepts
             raise ValueError(f"{size.rows} rows a request: this tree needs {least} on a GPU")
         self.sizes = sizes_of(config)
+        self.paths = Paths(table.checkpoint, self.path, self.chain_len)
+        self.room = Room(self.history, size.rows, self.most_chain, size.accepts)
 
     def start(self, slots: Tensor, checkpoints: Tensor) -> None:
         super().start(slots, checkpoints)
@@ -67,17 +67,11 @@ class TritonDeferredVerify(DeferredVerify):
         self.pool.conv[:, checkpoints] = self.conv_in[:, slots[:, None], history]
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
-        self.fold: Tensor | None = self.chain_len[slots] + self.size.accepts > self.most_chain
-        self._begin(self._step(slots, self._choose_rows(slots, tree), tree))
+        self.tree_step = begin_rows(slots, tree.parents, tree.ancestors, self.paths, self.room)
 
     def begin_step(self, step: Step) -> None:
-        self.fold = None  # lanes: nothing of them stays
-        self._begin(step)
-
-    def _begin(self, step: Step) -> None:
+        """Lanes: they do not fold, since nothing of them stays."""
         h = self.history
-        self.step = step
-        self.tail = step.path.gather(1, step.chain_len[:, None] + self.offsets)  # [b, K-1]
         self.tree_step = TreeStep(
             slots=step.slots,
             checkpoints=step.checkpoints,
@@ -85,9 +79,8 @@ class TritonDeferredVerify(DeferredVerify):
             chain_len=step.chain_len,
             rows=step.rows.contiguous(),
             parents=step.parents,
-            ancestors=ancestor_bits(step.ancestors),
-            tail=self.tail,
-            fold=self.fold,
+            ancestors=pack_paths(step.ancestors)[..., 0],
+            tail=step.path.gather(1, step.chain_len[:, None] + self.offsets),  # [b, K-1]
         )
 
     def verify(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
@@ -99,40 +92,14 @@ class TritonDeferredVerify(DeferredVerify):
         return tree_verify(buffers, C, skip[:, 0], ssm, self.tree_step, self.sizes)
 
     def accept(self, accepted: Truncated, features: Tensor) -> None:
-        if self.fold is not None:
-            self._empty_folded(self.fold)
-        super().accept(accepted, features)
-
-    def _empty_folded(self, fold: Tensor) -> None:
         """The kernels have written the folded chains to their checkpoints: indices follow."""
-        step, h = self.step, self.history
-        history = torch.where(fold[:, None], self.tail, step.path[:, :h])
-        self.path[step.slots[:, None], self.offsets] = history
-        # a chain's last row; of an empty chain any, whose feature is not taken
-        last = (step.path.gather(1, (h + step.chain_len - 1)[:, None])[:, 0] - h).clamp_(min=0)
-        moved = (fold & (step.chain_len > 0))[:, None]
-        before = self.pool.feature[step.checkpoints]
-        self.pool.feature[step.checkpoints] = torch.where(
-            moved, self.feature[step.slots, last], before
-        )
-        length = torch.where(fold, 0, step.chain_len)
-        self.chain_len[step.slots] = length
-        self.step = step._replace(chain_len=length)
+        tables = (self.paths, self.room, self.feature, self.pool.feature)
+        accept_rows(self.tree_step, accepted.nodes, accepted.count, *tables, features)
 
     def free_rows(self, slots: Tensor, count: int) -> Tensor:
         """Neither the chain's nor those that serve as history."""
-        W, h = self.size.rows, self.history
-        path = self.path[slots, : h + W]
-        columns = torch.arange(h + W, device=slots.device)
-        used = columns < (h + self.chain_len[slots])[:, None]
-        # history places below h are no rows
-        taken = torch.where(used & (path >= h), path - h, W)
-        marks = torch.zeros(len(slots), W + 1, dtype=torch.int8, device=slots.device)
-        marks.scatter_(1, taken, 1)
-        return marks[:, :W].argsort(dim=1, stable=True)[:, :count]
-
-    def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
-        return self.free_rows(slots, tree.tokens.shape[1])
+        lengths = self.chain_len[slots]
+        return free_rows(self.path[slots], lengths, self.history, self.size.rows, count)
 
 
 TRITON_SCHEMES: dict[str, type[RecurrentVerify]] = {
