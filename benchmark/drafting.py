@@ -1,4 +1,4 @@
-"""Acceptance length and tokens/s of every drafter, chain and tree, temperature 0 and 1.
+"""Acceptance length, right answers, tokens/s of every drafter, chain and tree, temperature 0 and 1.
 
     python benchmark/drafting.py --drafter EAGLE NGRAM
     python benchmark/drafting.py --drafter EAGLE EAGLE3=DIR MTP=DIR --batch-size 1 8
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class Round:
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0  # counted once a request
+    right: int = 0  # problems
 
     def add(self, made: Generation) -> None:
         self.tokens += sum(made.step_tokens)
@@ -63,11 +65,22 @@ class Round:
         self.steps += made.accept_lengths.total()
 
 
-def prompts_of(config: EngineConfig, count: int) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_path) / "tokenizer.json"))
-    task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count)
-    texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
-    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+class Problems:
+    """The first ``count`` embedded problems, without examples."""
+
+    def __init__(self, config: EngineConfig, count: int) -> None:
+        self.tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_path) / "tokenizer.json"))
+        questions = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count).questions
+        texts = [gsm8k.make_prompt([], problem.question) for problem in questions]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        self.prompts = [encoding.ids for encoding in encoded]
+        self.results = [gsm8k.answer_value(problem.answer) for problem in questions]
+
+    def count_right(self, first: int, answers: list[list[int]]) -> int:
+        """Of the problems from number ``first`` on; what follows an answer is not looked at."""
+        texts = [text.partition(gsm8k.STOP[0])[0] for text in self.tokenizer.decode_batch(answers)]
+        results = self.results[first : first + len(texts)]
+        return sum(map(operator.eq, map(gsm8k.answer_value, texts), results))
 
 
 def settings(args: argparse.Namespace, drafter: str, shape: str) -> EngineConfig:
@@ -96,12 +109,14 @@ def contestants(args: argparse.Namespace, batch: int, longest: int) -> Iterator[
 
 
 def run_round(
-    contestant: Contestant, prompts: list[list[int]], batch: int, temperature: float
+    contestant: Contestant, problems: Problems, count: int, batch: int, temperature: float
 ) -> None:
     made = Round()
-    for first in range(0, len(prompts), batch):
+    for first in range(0, count, batch):
         sampling = SamplingParams(max_new_tokens=MOST_TOKENS, temperature=temperature, seed=first)
-        made.add(contestant.driver.generate(prompts[first : first + batch], sampling))
+        answered = contestant.driver.generate(problems.prompts[first : first + batch], sampling)
+        made.add(answered)
+        made.right += problems.count_right(first, answered.tokens)
     contestant.rounds.append(made)
 
 
@@ -125,20 +140,21 @@ def main() -> None:
             settings(args, drafter, "tree")
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    prompts = prompts_of(config, args.problems)
-    print(f"{machine.hardware(args.device)}, commit {machine.commit()}, {len(prompts)} problems")
-    print("| drafter | shape | temperature | batch | acceptance length | tokens/s | of plain |")
-    print("|---|---|---|---|---|---|---|")
+    problems = Problems(config, args.problems)
+    count = len(problems.prompts)
+    print(f"{machine.hardware(args.device)}, commit {machine.commit()}, {count} problems")
+    print("| drafter | shape | temperature | batch | length | right | tokens/s | of plain |")
+    print("|---|---|---|---|---|---|---|---|")
     for batch in args.batch_size:
-        all_of_them = list(contestants(args, batch, max(map(len, prompts))))
+        all_of_them = list(contestants(args, batch, max(map(len, problems.prompts))))
         for contestant in all_of_them:
-            run_round(contestant, prompts[:batch], batch, 0.0)  # warm-up
+            run_round(contestant, problems, batch, batch, 0.0)  # warm-up
         for temperature in args.temperature:
             for contestant in all_of_them:
                 contestant.rounds.clear()
             for _ in range(args.rounds):
                 for contestant in all_of_them:
-                    run_round(contestant, prompts, batch, temperature)
+                    run_round(contestant, problems, count, batch, temperature)
             plain = all_of_them[0].tokens_per_second
             for each in all_of_them:
                 report(args, each, batch, temperature, plain)
@@ -152,6 +168,7 @@ def report(
     speed = each.tokens_per_second
     print(
         f"| {each.drafter} | {each.shape} | {temperature:g} | {batch} | {length:.2f} | "
+        f"{made.right} | "
         f"{speed:.0f} | {speed / plain:.2f} |",
         flush=True,
     )
@@ -165,6 +182,7 @@ def report(
         "batch": batch,
         "problems": args.problems,
         "accept_length": round(length, 4),
+        "right": made.right,
         "tokens_per_s": round(speed, 1),
         "plain_tokens_per_s": round(plain, 1),
         "machine": machine.device_name(args.device),

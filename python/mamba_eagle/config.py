@@ -17,7 +17,12 @@ from mamba_eagle.spec.drafters import DRAFTERS, draft_source
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
-EMBEDDED_HEAD = ASSETS / "mamba2-math-6m-eagle"
+EMBEDDED_HEADS = {  # by the drafter that they are for; auto takes the first
+    "EAGLE": ASSETS / "mamba2-math-6m-eagle",
+    "EAGLE3": ASSETS / "mamba2-math-6m-eagle3",
+    "MTP": ASSETS / "mamba2-math-6m-mtp",
+    "NEXTN": ASSETS / "mamba2-math-6m-mtp",
+}
 
 
 class ConfigError(ValueError):
@@ -112,9 +117,9 @@ class EngineConfig:
         values["tokenizer_path"] = self.tokenizer_path or values["model_path"]
         draft = self.speculative_draft_model_path
         problems = self._find_folders(values)
-        if embedded and not draft and self.speculative_algorithm in ("auto", "EAGLE"):
-            draft = str(EMBEDDED_HEAD)
         algorithm = self.speculative_algorithm
+        if embedded and not draft:
+            draft = str(EMBEDDED_HEADS.get("EAGLE" if algorithm == "auto" else algorithm, ""))
         folder = values.setdefault("speculative_draft_model_path", draft)
         if algorithm == "auto":
             algorithm = draft_algorithm(folder) if folder else "NONE"

@@ -46,7 +46,9 @@ class PointwiseOps:
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """``relu(x)²`` of x, which nobody looks at afterwards: the result may take its place."""
-        return F.relu(x).square()
+        # no square(): autocast would make it, and what backward keeps, float32
+        positive = F.relu(x)
+        return positive * positive
 
     def gated_group_rms_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float

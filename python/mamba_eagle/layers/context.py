@@ -46,12 +46,13 @@ class FullSequenceContext:
 
     rotation: Rotation | None = None
 
-    def __init__(self, batch: int, length: int) -> None:
-        self.batch, self.length = batch, length
+    def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
+        """device: of the positions; those of a GPU are best made there."""
+        self.batch, self.length, self.device = batch, length, device
 
     @property
     def positions(self) -> Tensor:
-        return torch.arange(self.length).repeat(self.batch)
+        return torch.arange(self.length, device=self.device).repeat(self.batch)
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         xbc = xbc.unflatten(0, (self.batch, self.length))

@@ -111,8 +111,9 @@ class _Graph:
         rows += [self.padding] * (self.kind.batch - len(rows))
         self.inputs.copy_(torch.tensor(rows, pin_memory=True), non_blocking=True)
         if self.tree is not None:
-            slots, kv_slots = self.inputs[: len(batch.slots)].split([1, batch.shape.nodes], dim=1)
-            drafted = self.step.draft(slots[:, 0], kv_slots, batch.shape, self.kind.noisy)
+            inputs = self.inputs[: len(batch.slots)]
+            slots, kv_slots = inputs[:, 0].contiguous(), inputs[:, 1:].contiguous()
+            drafted = self.step.draft(slots, kv_slots, batch.shape, self.kind.noisy)
             for own, new in zip(self.tree, drafted):
                 own[: len(new)] = new
         self.verify.replay()

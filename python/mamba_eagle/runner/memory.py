@@ -14,6 +14,7 @@ CPU_KV_SLOTS = 65536
 CPU_CACHED_CHECKPOINTS = 192
 GPU_KV_SLOTS = 2_000_000
 WIDEST_HISTORY = 3
+GRAPHS_AT_LEAST = 250_000_000
 # Beside a tree's: longer chains cost a step more, folds less. On a GPU 3 of them are history and 14
 # the chain's: with 8 nodes that is a quarter of a 9B model's state, and with 16 nodes the kernel's
 # products are 32 wide, where a chain of more than 16 would make them 64.
@@ -27,6 +28,7 @@ class MemoryPlan(NamedTuple):
     kv_slot_bytes: int
     checkpoint_bytes: int
     request_bytes: int = 0  # rows, or a state a node, of a running request
+    graph_bytes: int = 0  # logits of the largest step, and what CUDA graphs keep for themselves
 
 
 class Available(NamedTuple):
@@ -68,11 +70,15 @@ def plan_memory(
         checkpoint_bytes += state_bytes(draft, ssm_size, size)
         request_bytes += row_bytes(draft, "deferred", draft_rows(config), 0, size)
     available = available_memory(config, device)
-    running = config.max_running_requests
+    running, padding = config.max_running_requests, padding_slots(device)
+    graphs = 0
+    if device.type == "cuda" and not config.disable_cuda_graph:
+        graphs = graph_bytes(running * nodes, model)
     cached, most_slots = CPU_CACHED_CHECKPOINTS, CPU_KV_SLOTS
     if device.type == "cuda":
         cached, most_slots = available.budget // checkpoint_bytes, GPU_KV_SLOTS
-    left = available.budget - running * request_bytes
+    left = available.budget - graphs - (running + padding) * request_bytes
+    left -= padding * checkpoint_bytes
     checkpoints = config.max_mamba_cache_size
     if not checkpoints:
         checkpoints = max(running, min(running + cached, left // 2 // checkpoint_bytes))
@@ -81,7 +87,9 @@ def plan_memory(
     if not kv_slots:
         kv_slots = max(0, min(most_slots, left // max(kv_bytes, 64)))
     least = 2 * config.tree_shape.nodes + 2
-    plan = MemoryPlan(kv_slots, checkpoints, rows, kv_bytes, checkpoint_bytes, request_bytes)
+    plan = MemoryPlan(
+        kv_slots, checkpoints, rows, kv_bytes, checkpoint_bytes, request_bytes, graphs
+    )
     needed = left - max(kv_slots, least) * kv_bytes
     if needed < 0:
         problems.append(
@@ -97,6 +105,17 @@ def plan_memory(
     if problems:
         raise ConfigError(problems)
     return plan
+
+
+def padding_slots(device: torch.device) -> int:
+    """Request slots and checkpoints that nobody owns: what fills up a batch on a GPU."""
+    return int(device.type == "cuda")
+
+
+def graph_bytes(tokens: int, model: ModelConfig) -> int:
+    """Of steps with up to ``tokens`` nodes: their logits in float32 once, and as much again for
+    activations, for what a drafter says of its lanes, and for the graphs."""
+    return 2 * tokens * model.vocab_size * 4 + GRAPHS_AT_LEAST
 
 
 def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -189,6 +208,8 @@ def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
         f"{name:<12}{count:>10} {unit:<9} x {size_text(size):>9} = {size_text(count * size):>9}"
         for name, count, unit, size in lines
     ]
+    if plan.graph_bytes:
+        table.append(f"{'CUDA graphs':<47} {size_text(plan.graph_bytes):>9}")
     return "\n".join([head, *table] if head else table)
 
 

@@ -27,7 +27,7 @@ from mamba_eagle.models.registry import model_class
 from mamba_eagle.runner.decode_step import DecodeStep, EagerSteps
 from mamba_eagle.runner.graphs import GraphedSteps
 from mamba_eagle.runner.launched import Launched, Moment, Times, TreesMade
-from mamba_eagle.runner.memory import memory_table, plan_memory, size_text
+from mamba_eagle.runner.memory import memory_table, padding_slots, plan_memory, size_text
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
 from mamba_eagle.runner.prompts import PromptRunner
 from mamba_eagle.runner.sampler import SamplingState, sample
@@ -226,8 +226,7 @@ class ModelRunner:
 
     def _make_pools(self) -> None:
         config, model, memory = self.config, self.model_config, self.memory
-        # on a GPU one request slot and one checkpoint more: those that pad a batch
-        padding = int(self.device.type == "cuda")
+        padding = padding_slots(self.device)
         running = config.max_running_requests + padding
         self.table = RequestTable(running, self.context_length, self.device)
         self.table.checkpoint[config.max_running_requests :] = memory.checkpoints

@@ -40,6 +40,13 @@ class TextTokenizer:
         ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As ``encode``, many at once on all cores."""
+        if not texts:
+            return []
+        ids: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens).input_ids
+        return ids
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text

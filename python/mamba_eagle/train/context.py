@@ -75,8 +75,8 @@ class UnrolledContext(FullSequenceContext):
     Steps come in order, and each calls a layer once. Differentiable; tokens are flat in the layers.
     """
 
-    def __init__(self, batch: int, length: int) -> None:
-        super().__init__(batch, length)
+    def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
+        super().__init__(batch, length, device)
         self._kv: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: of each step
         self._scanned: dict[int, list[Scanned]] = {}
 

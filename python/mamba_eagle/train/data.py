@@ -22,11 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from mamba_eagle.train.problems import stream
+from mamba_eagle.train.problems import MAX_PROBLEMS, SINGLE_SHARE, stream
 from mamba_eagle.train.tokenizer import EOS_ID, read_records
 
-SINGLE_SHARE = 0.55  # of the documents hold one problem
-MAX_PROBLEMS = 8  # in a document
 EXTRA_SHARE = 0.025  # of the problems are extra data; they are longer: about 5 % of the tokens
 ROWS_PER_BLOCK = 128
 

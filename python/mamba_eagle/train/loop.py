@@ -51,8 +51,10 @@ def fill_defaults(args: argparse.Namespace) -> None:
 
 
 def set_precision() -> None:
-    """Products of float32 matrices, the recurrence's, in TF32 where the GPU has it."""
+    """Products of float32 matrices, the recurrence's, in TF32 where the GPU has it. No attention
+    by cuDNN, which plans anew, for longer than a step takes, when it meets another length."""
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def autocast(device: str) -> torch.autocast:
@@ -133,8 +135,7 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     decayed = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 class Rescue:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from mamba_eagle.train import words
 
 HELD_OUT_SEED = 20_250_607
 HELD_OUT_COUNT = 200
+SINGLE_SHARE = 0.55  # of the documents hold one problem
+MAX_PROBLEMS = 8  # in a document
 STORY_SHARE = 0.62  # of the problems are stories, shorter than the scenarios: half of the tokens
 HELD_OUT_PATH = Path(__file__).resolve().parent.parent / "assets" / "gsm8k_style_test.jsonl"
 
@@ -176,6 +179,18 @@ def generate(seed: int, count: int) -> list[dict[str, str]]:
     return [{"question": p.question, "answer": p.answer} for p, _ in zip(problems, range(count))]
 
 
+def generate_documents(seed: int, count: int) -> list[dict[str, str]]:
+    """As :func:`generate`, but answers go on with further problems as often as in the text that the
+    embedded model was trained on, and as it does itself when it is sampled."""
+    rng, problems = random.Random(seed), stream(seed)
+    records = []
+    for first in itertools.islice(problems, count):
+        more = 0 if rng.random() < SINGLE_SHARE else rng.randint(1, MAX_PROBLEMS - 1)
+        rest = [document(p.question, p.answer) for p in itertools.islice(problems, more)]
+        records.append({"question": first.question, "answer": "\n\n".join([first.answer, *rest])})
+    return records
+
+
 def document(question: str, answer: str) -> str:
     """A solved problem as the model reads it; few-shot prompts join these by blank lines."""
     return f"Question: {question}\nAnswer: {answer}"
@@ -186,15 +201,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--output", type=Path, help="jsonl file for them, else they are printed")
+    parser.add_argument(
+        "--documents", action="store_true", help="let answers go on with further problems"
+    )
     parser.add_argument("--write-held-out", action="store_true")
     args = parser.parse_args(argv)
+    make = generate_documents if args.documents else generate
     if args.write_held_out:
         records = [{"question": p.question, "answer": p.answer} for p in held_out()]
         _write_records(HELD_OUT_PATH, records)
     elif args.output:
-        _write_records(args.output, generate(args.seed, args.count))
+        _write_records(args.output, make(args.seed, args.count))
     else:
-        for problem in generate(args.seed, args.count):
+        for problem in make(args.seed, args.count):
             print(document(**problem), end="\n\n")
 
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 import mamba_eagle
-from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
+from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
 
@@ -128,7 +128,7 @@ def start_server() -> Iterator[StartServer]:
 
     def start(*flags: str) -> RunningServer:
         if "EAGLE" in flags and "--speculative-draft-model-path" not in flags:
-            need_weights(EMBEDDED_HEAD)
+            need_weights(EMBEDDED_HEADS["EAGLE"])
         server = RunningServer(*flags)
         started.append(server)
         return server.wait_until_ready()
@@ -141,7 +141,7 @@ def start_server() -> Iterator[StartServer]:
 @pytest.fixture(scope="session")
 def server(start_server: StartServer) -> Iterator[RunningServer]:
     """One for all tests that only send requests, with default settings."""
-    has_head = (EMBEDDED_HEAD / "model.safetensors").exists()
+    has_head = (EMBEDDED_HEADS["EAGLE"] / "model.safetensors").exists()
     running = start_server(*(() if has_head else ("--speculative-algorithm", "NONE")))
     yield running
     running.stop()

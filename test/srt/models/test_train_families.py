@@ -80,7 +80,7 @@ def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) ->
     tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1)).tolist()
     answers = [Answer(tokens[0], 4), Answer(tokens[1][:15], 2)]
     recipe = RECIPES[algorithm](settings, model, answers)
-    rows = to_rows(answers, torch.device("cpu"))
+    rows = to_rows(answers, DEPTH, torch.device("cpu"))
     guesses = [sum(answer.guesses(d) for answer in answers) for d in range(DEPTH)]
     draft_loss(recipe, rows, ask_target(model, rows), guesses).backward()
     for name, parameter in recipe.module.named_parameters():

@@ -324,5 +324,5 @@ def test_prompts_have_the_wanted_length() -> None:
 def test_bad_flags_are_named() -> None:
     with pytest.raises(SystemExit):
         bench_one_batch.main(["--batch-size", "0"])
-    with pytest.raises(SystemExit, match="--chunked-prefill-size 0: must be 1 or more"):
-        bench_one_batch.main(["--chunked-prefill-size", "0"])
+    with pytest.raises(SystemExit, match="--chunked-prefill-size -1: must be 0 or more"):
+        bench_one_batch.main(["--chunked-prefill-size", "-1"])

@@ -7,7 +7,15 @@ import random
 import torch
 
 from mamba_eagle.train.drafter.answers import Answered
-from mamba_eagle.train.drafter.batches import Answer, Batches, passes, split, to_rows, usable
+from mamba_eagle.train.drafter.batches import (
+    LENGTH_STEP,
+    Answer,
+    Batches,
+    passes,
+    split,
+    to_rows,
+    usable,
+)
 from mamba_eagle.train.drafter.trainer import LR_FLOOR, WARM_UP, cosine
 
 CPU = torch.device("cpu")
@@ -37,6 +45,17 @@ def test_an_epoch_shows_each_answer_once_whatever_the_number_of_processes() -> N
     assert epochs[0] != epochs[1]
 
 
+def test_batches_have_answers_of_like_length() -> None:
+    """Of whole epochs, whose number of answers is no multiple of the batch's."""
+    batches = Batches(some_answers(400), batch_size=6, micro_tokens=1000, depth=2, seed=0)
+    tokens = padded = 0
+    for number in range(400):
+        (batch,) = batches.step(number, 0, 1).passes
+        tokens += sum(len(answer.tokens) for answer in batch)
+        padded += len(batch) * max(len(answer.tokens) for answer in batch)
+    assert padded < 1.25 * tokens  # 1.6 of batches drawn one by one
+
+
 def test_a_pass_has_no_more_tokens_than_allowed_unless_one_answer_is_longer() -> None:
     answers = some_answers(40)
     groups = passes(answers, 60)
@@ -47,13 +66,20 @@ def test_a_pass_has_no_more_tokens_than_allowed_unless_one_answer_is_longer() ->
 
 def test_guesses_are_the_marked_places() -> None:
     answers = some_answers(10)
-    rows = to_rows(answers, CPU)
-    for depth in range(4):
-        marked = rows.at_depth(depth).sum(1).tolist()
-        assert marked == [answer.guesses(depth) for answer in answers]
-    first = rows.at_depth(1)[0].nonzero().flatten().tolist()
-    # the root is the first answer token at the earliest, and the last token follows a guess
-    assert first == list(range(answers[0].prompt_len + 1, len(answers[0].tokens) - 1))
+    rows = to_rows(answers, 4, CPU)
+    length = rows.tokens.shape[1]
+    assert length % LENGTH_STEP == 0
+    roots = rows.drafts[0].flat
+    for depth, places in enumerate(rows.drafts):
+        # the root is the first answer token at the earliest, and the last token follows a guess
+        wanted = [
+            row * length + place
+            for row, answer in enumerate(answers)
+            for place in range(answer.prompt_len + depth, len(answer.tokens) - 1)
+        ]
+        assert places.flat.tolist() == wanted
+        assert len(wanted) == sum(answer.guesses(depth) for answer in answers)
+        assert torch.equal(roots[places.among_roots], places.flat)
 
 
 def test_answers_without_a_place_for_a_draft_are_left_out() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from train_rig import (
     ALGORITHMS,
     DEPTH,
@@ -28,6 +30,7 @@ from mamba_eagle.train.drafter.recipe import draft_loss
 from mamba_eagle.train.drafter.recipes import RECIPES
 from mamba_eagle.train.drafter.settings import TrainSettings
 from mamba_eagle.train.drafter.target import ask_target, load_target
+from mamba_eagle.train.drafter.trainer import Trainer
 
 torch.set_num_threads(1)
 
@@ -91,6 +94,40 @@ def test_a_served_chain_is_accepted_as_the_training_has_measured(
     assert made.accept_length == pytest.approx(measured, rel=0.02)
 
 
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: numbers read back, sizes that depend on values."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        name = function.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put_") else []
+        if name in self.NAMES or any(m is not None and m.dtype == torch.bool for m in masks):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_step_does_not_wait_for_the_gpu(
+    name: str, rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, seen = Trainer._step, []
+
+    def watched(trainer: Trainer) -> torch.Tensor:
+        with Waits() as waits:
+            loss = step(trainer)
+        seen.append(waits.seen)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_step", watched)
+    rig.train(tmp_path, name, "--steps", "2")
+    assert seen == [[], []]
+
+
 @pytest.mark.parametrize("name", ["eagle", "eagle-mamba", "eagle3", "mtp"])
 def test_mixed_precision_gives_nearly_the_same_loss(name: str, rig: Rig) -> None:
     """What a GPU does: target in bfloat16, head in float32 with products in bfloat16."""
@@ -101,7 +138,7 @@ def test_mixed_precision_gives_nearly_the_same_loss(name: str, rig: Rig) -> None
     for dtype in (torch.float32, torch.bfloat16):
         model = load_target(rig.target, torch.device("cpu")).to(dtype)
         recipe = RECIPES[algorithm(name)](settings, model, part)
-        rows = to_rows(part, torch.device("cpu"))
+        rows = to_rows(part, DEPTH, torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = draft_loss(recipe, rows, ask_target(model, rows), [100] * DEPTH)
         loss.backward()

@@ -185,6 +185,18 @@ def test_document_is_the_few_shot_form() -> None:
     assert document("How many?", "#### 3") == "Question: How many?\nAnswer: #### 3"
 
 
+def test_documents_are_problems_of_the_stream_one_behind_the_other() -> None:
+    records = problems.generate_documents(seed=3, count=40)
+    wanted = (document(p.question, p.answer) for p in stream(3))
+    counts = []
+    for record in records:
+        parts = document(**record).split("\n\n")
+        assert parts == list(islice(wanted, len(parts)))
+        counts.append(len(parts))
+    assert min(counts) == 1 and 4 < max(counts) <= problems.MAX_PROBLEMS
+    assert 10 < counts.count(1) < 32
+
+
 def test_scenario_errors_name_the_step() -> None:
     draft = Draft(random.Random(0))
     with pytest.raises(ValueError, match="7 / 2 is not exact"):

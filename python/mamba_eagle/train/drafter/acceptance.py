@@ -38,15 +38,15 @@ def measure_acceptance(
     right, possible = torch.zeros(2, depth, dtype=torch.float64, device=world.device)
     walked = torch.zeros(2, dtype=torch.float64, device=world.device)  # tokens and steps
     for group in passes(answers[world.rank :: world.size], most):
-        rows = to_rows(group, world.device)
+        rows = to_rows(group, depth, world.device)
         alive = _prefixes(recipe, target, rows, depth)
         right += alive.sum((0, 1))
         possible += torch.tensor(
             [sum(answer.guesses(d) for answer in group) for d in range(depth)], device=world.device
         )
-        accepted = alive.sum(-1).tolist()
-        for row, begin, end in zip(accepted, rows.starts.tolist(), rows.ends.tolist()):
-            walked += torch.tensor(_walk(row, begin, end), device=world.device)
+        for answer, accepted in zip(group, alive.sum(-1).tolist()):
+            walk = _walk(accepted, answer.prompt_len, len(answer.tokens) - 1)
+            walked += torch.tensor(walk, device=world.device)
     for sums in (right, possible, walked):
         world.add_up(sums)
     shares = (right / possible.clamp(min=1)).tolist()
@@ -56,13 +56,15 @@ def measure_acceptance(
 def _prefixes(recipe: Recipe, target: CausalLM, rows: Rows, depth: int) -> Tensor:
     """[b, l, depth] bool: whether the first 1, 2, … tokens drafted behind a root are right."""
     taught = ask_target(target, rows)
-    alive, found = rows.wanted, []
+    following = rows.tokens.roll(-1, dims=1).flatten()
+    alive, found = torch.ones_like(rows.tokens, dtype=torch.bool), []
     for j, outputs in enumerate(recipe.unroll(rows.tokens, taught.features, depth)):
-        here = rows.at_depth(j)
-        best = torch.zeros_like(rows.tokens)
-        best[here] = recipe.token_ids(recipe.logits(j, outputs[here]).argmax(-1))
-        matches = here & (best == rows.tokens.roll(-1, dims=1))
-        alive = alive & matches.roll(-j, dims=1)  # the draft that began at p is at p + j now
+        here = rows.drafts[j].flat
+        best = recipe.token_ids(recipe.logits(j, outputs.flatten(0, 1)[here]).argmax(-1))
+        matches = torch.zeros_like(following, dtype=torch.bool)
+        matches[here] = best == following[here]
+        # the draft that began at p is at p + j now
+        alive = alive & matches.view(rows.tokens.shape).roll(-j, dims=1)
         found.append(alive)
     return torch.stack(found, dim=-1)
 

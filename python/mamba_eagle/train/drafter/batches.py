@@ -10,10 +10,14 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mamba_eagle.train.drafter.answers import Answered
+
+POOL = 8  # batches
+LENGTH_STEP = 8  # a GPU's attention copies a mask whose rows do not begin at multiples of 16 bytes
 
 
 class Answer(NamedTuple):
@@ -33,23 +37,19 @@ class Answer(NamedTuple):
         return max(self.roots - depth, 0)
 
 
+class Places(NamedTuple):
+    """Where rows hold a draft's token at one depth (0: the root) whose successor is known. Numbers
+    and no mask: a GPU asked for the marked places of a mask makes the host wait."""
+
+    flat: Tensor  # [n] int64, among the b * l tokens of the rows, rising
+    among_roots: Tensor  # [n] int64: the same ones, numbered among the places at depth 0
+
+
 class Rows(NamedTuple):
     """Some answers side by side, padded behind their ends; all on one device."""
 
     tokens: Tensor  # [b, l] int64
-    starts: Tensor  # [b] int64, the first root
-    ends: Tensor  # [b] int64, the last token, which is no root
-
-    @property
-    def wanted(self) -> Tensor:
-        """[b, l] bool: roots."""
-        return self.at_depth(0)
-
-    def at_depth(self, depth: int) -> Tensor:
-        """[b, l] bool: position p holds a draft's token at ``depth`` (0: the root), whose successor
-        p + 1 is known."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return (place >= self.starts[:, None] + depth) & (place < self.ends[:, None])
+    drafts: list[Places]  # by depth
 
 
 class Step(NamedTuple):
@@ -90,9 +90,28 @@ class Batches:
         """The answer that stands at ``index`` of the endless row of epochs."""
         epoch, place = divmod(index, len(self.answers))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self.answers)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._epoch, self._order = epoch, self._make_order(epoch)
         return self._order[place]
+
+    def _make_order(self, epoch: int) -> list[int]:
+        """All answers, drawn by the seed; of POOL batches each has answers of like length, which
+        spares padding."""
+        luck, count, size = (
+            random.Random(f"{self.seed}/{epoch}"),
+            len(self.answers),
+            self.batch_size,
+        )
+        order = list(range(count))
+        luck.shuffle(order)
+        begun = -epoch * count % size  # so many end the batch that the epoch before began
+        batches = []
+        for first in range(begun, count, POOL * size):
+            pool = order[first : first + POOL * size]
+            pool.sort(key=lambda i: len(self.answers[i].tokens))
+            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+        last = batches.pop() if batches else []  # the one that may be short
+        luck.shuffle(batches)
+        return order[:begun] + [i for batch in batches for i in batch] + last
 
 
 def passes(answers: Sequence[Answer], most_tokens: int) -> list[list[Answer]]:
@@ -107,15 +126,28 @@ def passes(answers: Sequence[Answer], most_tokens: int) -> list[list[Answer]]:
     return groups
 
 
-def to_rows(answers: Sequence[Answer], device: torch.device) -> Rows:
-    """Padding repeats token 0; nothing behind an answer's end is looked at from inside of it."""
-    longest = max(len(answer.tokens) for answer in answers)
-    tokens = [answer.tokens + [0] * (longest - len(answer.tokens)) for answer in answers]
-    return Rows(
-        torch.tensor(tokens, device=device),
-        torch.tensor([answer.prompt_len for answer in answers], device=device),
-        torch.tensor([len(answer.tokens) - 1 for answer in answers], device=device),
-    )
+def to_rows(answers: Sequence[Answer], depth: int, device: torch.device) -> Rows:
+    """With the places of drafts of ``depth`` tokens. Padding repeats token 0; nothing behind an
+    answer's end is looked at from inside of it. Their length is a multiple of LENGTH_STEP."""
+    length = max(len(answer.tokens) for answer in answers)
+    length += -length % LENGTH_STEP
+    tokens = np.zeros((len(answers), length), dtype=np.int64)
+    for row, answer in enumerate(answers):
+        tokens[row, : len(answer.tokens)] = answer.tokens
+    first = np.array([[answer.prompt_len] for answer in answers])
+    end = np.array([[len(answer.tokens) - 1] for answer in answers])  # no root
+    place = np.arange(length)
+    marked = [((place >= first + j) & (place < end)).ravel() for j in range(depth)]
+    number = marked[0].cumsum() - 1
+    flat = [each.nonzero()[0] for each in marked]
+    drafts = [Places(_sent(each, device), _sent(number[each], device)) for each in flat]
+    return Rows(_sent(tokens, device), drafts)
+
+
+def _sent(values: np.ndarray, device: torch.device) -> Tensor:
+    """To a GPU from pinned memory, so that the host goes on at once."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Split(NamedTuple):

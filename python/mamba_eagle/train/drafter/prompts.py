@@ -33,6 +33,15 @@ class Prompt(NamedTuple):
     answer: list[int]  # the file's own; [] unless it was asked for
 
 
+class Parsed(NamedTuple):
+    """A line before its texts are tokenized; what is token ids already stays as it is."""
+
+    line: int
+    prompt: str | list[int]
+    answer: str | list[int]
+    special: bool = True  # the prompt gets the tokenizer's special tokens
+
+
 class PromptReader:
     """Turns lines into token ids, as the server turns requests into them."""
 
@@ -53,47 +62,65 @@ class PromptReader:
 
     def read(self, path: Path) -> list[Prompt]:
         """Raises: DataError naming every line that is wrong (the first ten of them)."""
-        prompts, wrong = [], []
+        parsed: list[Parsed] = []
+        wrong: dict[int, str] = {}
         for number, line in numbered_lines(path):
             try:
-                prompts.append(self._prompt(number, parse_object(line)))
+                parsed.append(self._parse(number, parse_object(line)))
             except LineError as error:
-                wrong.append(f"{path}, line {number}: {error}")
+                wrong[number] = str(error)
+        prompts = self._tokenize(parsed)
+        wrong |= {p.line: "the prompt is empty" for p in prompts if not p.token_ids}
         if wrong:
-            rest = [f"… and {len(wrong) - SHOWN_PROBLEMS} more"] if wrong[SHOWN_PROBLEMS:] else []
-            raise DataError("\n".join(wrong[:SHOWN_PROBLEMS] + rest))
+            lines = [f"{path}, line {number}: {wrong[number]}" for number in sorted(wrong)]
+            rest = [f"… and {len(lines) - SHOWN_PROBLEMS} more"] if lines[SHOWN_PROBLEMS:] else []
+            raise DataError("\n".join(lines[:SHOWN_PROBLEMS] + rest))
         if not prompts:
             raise DataError(f"{path} has no lines: give one JSON object a line")
         return prompts
 
-    def _prompt(self, number: int, record: dict[str, Any]) -> Prompt:
+    def _parse(self, number: int, record: dict[str, Any]) -> Parsed:
         if "token_ids" in record:
-            prompt = self._ids(record, "token_ids")
-            answer = self._ids(record, "answer_ids") if self.own_answers else []
-        elif "messages" in record:
-            prompt, answer = self._chat(record["messages"])
-        else:
-            name = next((n for n in ("text", "prompt", "question") if n in record), None)
-            if name is None:
-                raise LineError(
-                    f"has {sorted(record)}; needs text, prompt, question, messages or token_ids"
-                )
-            text = string(record, name)
-            if name == "question":
-                text = self.template.replace("{question}", text)
-            prompt = self.tokenizer.encode(text)
-            answer = self._own_answer(text, record, name) if self.own_answers else []
-        if not prompt:
-            raise LineError("the prompt is empty")
-        return Prompt(number, prompt, answer)
-
-    def _own_answer(self, prompt: str, record: dict[str, Any], name: str) -> list[int]:
+            answer_ids = self._ids(record, "answer_ids") if self.own_answers else []
+            return Parsed(number, self._ids(record, "token_ids"), answer_ids)
+        if "messages" in record:
+            return Parsed(number, *self._chat(record["messages"]), special=False)
+        name = next((n for n in ("text", "prompt", "question") if n in record), None)
+        if name is None:
+            raise LineError(
+                f"has {sorted(record)}; needs text, prompt, question, messages or token_ids"
+            )
+        prompt = string(record, name)
+        if name == "question":
+            prompt = self.template.replace("{question}", prompt)
+        if not self.own_answers:
+            return Parsed(number, prompt, [])
         answer = string(record, "answer")
         if name == "question" and not prompt[-1:].isspace() and not answer[:1].isspace():
             answer = " " + answer  # "Answer:" and what follows are words of their own
-        return self._ended(self.tokenizer.encode(answer, add_special_tokens=False))
+        return Parsed(number, prompt, answer)
 
-    def _chat(self, messages: Any) -> tuple[list[int], list[int]]:
+    def _tokenize(self, parsed: list[Parsed]) -> list[Prompt]:
+        """All texts at once: one by one they take longer than many a training."""
+        plain = {p.prompt for p in parsed if isinstance(p.prompt, str) and not p.special}
+        plain |= {p.answer for p in parsed if isinstance(p.answer, str)}
+        whole = {p.prompt for p in parsed if isinstance(p.prompt, str) and p.special}
+        ids = {True: self._encode(whole, special=True), False: self._encode(plain, special=False)}
+        prompts = []
+        for line, prompt, answer, special in parsed:
+            if isinstance(prompt, str):
+                prompt = ids[special][prompt]
+            if isinstance(answer, str):
+                answer = self._ended(ids[False][answer])
+            prompts.append(Prompt(line, prompt, answer))
+        return prompts
+
+    def _encode(self, texts: set[str], special: bool) -> dict[str, list[int]]:
+        order = sorted(texts)
+        return dict(zip(order, self.tokenizer.encode_all(order, special))) if order else {}
+
+    def _chat(self, messages: Any) -> tuple[str, str | list[int]]:
+        """The prompt, and the answer if it is wanted."""
         if not (isinstance(messages, list) and messages and all(map(is_turn, messages))):
             raise LineError("messages must be a list of objects with role and content")
         turns = messages[:-1] if messages[-1]["role"] == "assistant" else messages
@@ -104,9 +131,8 @@ class PromptReader:
             whole = self.tokenizer.hf.apply_chat_template(messages, tokenize=False)
         except ValueError as error:
             raise LineError(str(error)) from None
-        prompt = self.tokenizer.encode(text, add_special_tokens=False)
         if not self.own_answers:
-            return prompt, []
+            return text, []
         if turns is messages:
             raise LineError("--skip-generation needs a last message of role assistant")
         if not whole.startswith(text):
@@ -114,8 +140,7 @@ class PromptReader:
                 "the chat template writes an earlier turn otherwise once it is answered, so the "
                 "answer cannot be told from the prompt: leave --skip-generation away"
             )
-        answer = self.tokenizer.encode(whole[len(text) :], add_special_tokens=False)
-        return prompt, self._ended(answer)
+        return text, whole[len(text) :]
 
     def _ended(self, answer: list[int]) -> list[int]:
         """Up to the model's stop token, which the target would have written where there is none."""

@@ -80,7 +80,7 @@ class Begun(NamedTuple):
 
 def begin(network: DraftNetwork, tokens: Tensor, features: Tensor) -> Begun:
     """True entries, as ``DraftNetwork.chain`` runs them: tokens [b, l]; features [b, l, W]."""
-    context = UnrolledContext(*tokens.shape)
+    context = UnrolledContext(*tokens.shape, tokens.device)
     given = network.entry_features(features.flatten(0, 1)).unflatten(0, tokens.shape)
     carry = given.new_zeros(len(tokens), network.carry_size)
     return Begun(network.chain(tokens, shift(given, 1), carry, context), context)
@@ -108,13 +108,14 @@ def draft_loss(recipe: Recipe, rows: Rows, taught: Taught, guesses: list[int]) -
     total = taught.wanted.new_zeros(())
     depth = len(guesses)
     weights = [STEP_DECAY**j for j in range(depth)]
-    roots = rows.wanted
+    known = recipe.wanted(taught.wanted)
+    features = taught.features.flatten(0, 1)
     for j, outputs in enumerate(recipe.unroll(rows.tokens, taught.features, depth)):
-        here = rows.at_depth(j)
-        drafted = outputs[here]
-        wanted = recipe.wanted(taught.wanted[here[roots]])
+        places = rows.drafts[j]
+        drafted = outputs.flatten(0, 1)[places.flat]
+        wanted = known[places.among_roots]
         loss = -(wanted * recipe.logits(j, drafted).log_softmax(-1)).sum(-1)
-        distance = recipe.distance(drafted, taught.features[here])
+        distance = recipe.distance(drafted, features[places.flat])
         if distance is not None:
             loss = loss + distance
         total = total + weights[j] / sum(weights) * loss.sum() / max(guesses[j], 1)

@@ -21,7 +21,7 @@ class Taught(NamedTuple):
     """What the target says about some rows; without gradient."""
 
     features: Tensor  # [b, l, W]: after the final norm, then the tapped layers' inputs
-    wanted: Tensor  # [roots, vocab_size] float32: its distribution behind each root
+    wanted: Tensor  # [roots, vocab_size] float32: its distribution behind each root of the rows
 
 
 def load_target(folder: Path, device: torch.device) -> CausalLM:
@@ -36,7 +36,8 @@ def load_target(folder: Path, device: torch.device) -> CausalLM:
 
 @torch.no_grad()
 def ask_target(target: CausalLM, rows: Rows) -> Taught:
-    features = target(rows.tokens.flatten(), FullSequenceContext(*rows.tokens.shape))
-    hidden = features[rows.wanted.flatten(), : target.config.hidden_size]
+    tokens = rows.tokens
+    features = target(tokens.flatten(), FullSequenceContext(*tokens.shape, tokens.device))
+    hidden = features[rows.drafts[0].flat, : target.config.hidden_size]
     wanted = target.compute_logits(hidden).softmax(-1)
-    return Taught(features.view(*rows.tokens.shape, -1), wanted)
+    return Taught(features.view(*tokens.shape, -1), wanted)

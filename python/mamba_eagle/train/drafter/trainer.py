@@ -64,7 +64,11 @@ class Trainer:
         self.lr = settings.lr or 0.5 / target.config.hidden_size
         self.parameters = list(recipe.module.parameters())
         self.optimizer = loop.make_optimizer(recipe.module, self.lr)
-        self.number = self.trained_tokens = self.broken = 0
+        self.number = self.trained_tokens = 0
+        # steps whose gradient was no number: of the run, and in a row up to now
+        self.broken = torch.zeros(2, device=world.device)
+        for parameter in self.parameters:  # so that all processes have all gradients
+            parameter.grad = torch.zeros_like(parameter)
         self.seconds = 0.0  # of all runs together
 
     def run(self) -> bool:
@@ -81,7 +85,7 @@ class Trainer:
             while self.number < self.steps and not self._anywhere(stop.wanted):
                 loss = self._step()
                 self.seconds = time.monotonic() - began
-                if self.number % self.settings.log_every == 0 or self.number == 1:
+                if self.number % self.settings.log_every == 0 or self.number in (1, self.steps):
                     self._log(loss)
                 if self.number % self.eval_every == 0 and self.number < self.steps:
                     self.world.say(f"step {self.number} held out: {self.measure()}")
@@ -97,44 +101,47 @@ class Trainer:
         told = torch.tensor(float(wanted), device=self.world.device)
         return bool(self.world.add_up(told) > 0)
 
-    def _step(self) -> float:
-        """One optimizer step; gives its loss."""
+    def _step(self) -> Tensor:
+        """One optimizer step; gives its loss. On a GPU the host does not wait for it, so it makes
+        the next batch meanwhile."""
         world, step = self.world, self.batches.step(self.number, self.world.rank, self.world.size)
         lr = self.lr * cosine((self.number + 1) / self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for parameter in self.parameters:  # zeros, so that all processes have all gradients
-            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.zero_grad(set_to_none=False)
         total = torch.zeros((), device=world.device)
         for group in step.passes:
             total += self._backward(group, step.guesses)
         world.add_up_gradients(self.parameters)
-        loss = float(world.add_up(total))
         self.number += 1
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self._update(loss, bool(norm.isfinite()))
+        self._update(torch.nn.utils.clip_grad_norm_(self.parameters, 1.0))
         self.trained_tokens += step.guesses[0]
-        return loss
+        return world.add_up(total)
 
     def _backward(self, group: Sequence[Answer], guesses: list[int]) -> Tensor:
-        rows = to_rows(group, self.world.device)
+        rows = to_rows(group, self.settings.depth, self.world.device)
         taught = ask_target(self.target, rows)
         with loop.autocast(self.world.device.type):
             loss = draft_loss(self.recipe, rows, taught, guesses)
         loss.backward()
         return loss.detach()
 
-    def _update(self, loss: float, finite: bool) -> None:
-        """A step whose gradient is no number changes nothing; many in a row end the run."""
-        if finite:
-            self.optimizer.step()
-            self.broken = 0
-            return
-        self.broken += 1
-        self.world.say(f"step {self.number}: loss {loss}, the gradient is no number: left out")
-        if self.broken == MOST_BROKEN_STEPS:
+    def _update(self, norm: Tensor) -> None:
+        """A step whose gradient is no number changes nothing."""
+        is_broken = norm.isfinite().logical_not().float()
+        # how GradScaler tells a fused optimizer, and the host need not know
+        self.optimizer.found_inf = is_broken  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.broken = (self.broken + is_broken) * torch.stack([torch.ones_like(norm), is_broken])
+
+    def _check_gradients(self) -> None:
+        """Raises: Diverged when too many steps in a row were left out."""
+        left_out, in_a_row = map(int, self.broken.tolist())
+        if left_out:
+            self.world.say(f"{left_out} steps left out: their gradient was no number")
+        if in_a_row >= MOST_BROKEN_STEPS:
             raise Diverged(
-                f"the gradient was no number for {self.broken} steps in a row at a learning rate "
+                f"the gradient was no number for {in_a_row} steps in a row at a learning rate "
                 f"of {self.lr:.1e}: start again with a lower --lr and another --output"
             )
 
@@ -161,14 +168,16 @@ class Trainer:
         )
         self._logged = (time.monotonic(), self.trained_tokens)
 
-    def _log(self, loss: float) -> None:
+    def _log(self, loss: Tensor) -> None:
+        shown = loss.item()  # waits for the GPU, so the speed below is true
         now, (then, tokens) = time.monotonic(), self._logged
         speed = (self.trained_tokens - tokens) / max(now - then, 1e-9)
         lr = self.optimizer.param_groups[0]["lr"]
         self.world.say(
-            f"step {self.number}/{self.steps} loss {loss:.4f} lr {lr:.2e} {speed:.0f} tokens/s"
+            f"step {self.number}/{self.steps} loss {shown:.4f} lr {lr:.2e} {speed:.0f} tokens/s"
         )
         self._logged = (now, self.trained_tokens)
+        self._check_gradients()
 
     # ── checkpoints ──
 
