@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -20,12 +23,17 @@ from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
 from mamba_eagle.kernels.tree_attention.triton import path_masks
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
+from mamba_eagle.kernels.tree_verify import naive_rows, triton_rows
+from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.lanes import seen_by_next
 from mamba_eagle.runner.pools import RequestTable
+from mamba_eagle.spec.accept import Truncated
+from mamba_eagle.spec.drafters.pending import pending_entries
 from mamba_eagle.spec.tree import candidates
 
-STEPS, TOPK, NODES, VOCAB = 5, 3, 8, 131072
+STEPS, TOPK, NODES, VOCAB, HIDDEN = 5, 3, 8, 131072, 4480
+ROOM = Room(history=3, rows=40, most_chain=29, accepts=STEPS + 1)
 BATCHES = (1, 8, 32)
 LATER = 1 << 30  # output tokens left: no launch of a benchmark ends a request
 
@@ -50,6 +58,19 @@ class Inputs:
         self.target = self.tree.tokens.gather(1, self.tree.parents)
         self.kv_slots = torch.arange(batch * NODES, device=device).view(batch, NODES)
         self.above = torch.zeros(batch, TOPK, dtype=torch.int64, device=device)
+        places = ROOM.history + ROOM.rows + ROOM.accepts
+        path = torch.arange(places, device=device).repeat(batch, 1)
+        chain_len = torch.full((batch,), ROOM.most_chain // 2, device=device)
+        self.paths = Paths(self.table.checkpoint, path, chain_len)
+        wide = {"device": device, "dtype": torch.bfloat16}
+        self.feature = torch.randn(batch, ROOM.rows, HIDDEN, **wide)
+        self.saved, self.made = self.feature[:, 0].clone(), self.feature[:, :NODES].clone()
+        self.accepted = Truncated(
+            nodes=torch.arange(STEPS + 1, device=device).repeat(batch, 1),
+            tokens=torch.zeros(batch, STEPS + 1, dtype=torch.int64, device=device),
+            count=torch.full((batch,), 3, device=device),
+            finished=torch.zeros(batch, dtype=torch.bool, device=device),
+        )
 
     def top(self) -> object:
         return top_log_probs(self.logits, TOPK)
@@ -82,6 +103,24 @@ class Inputs:
             seen = seen_by_next(seen, self.above)
             path_masks(seen)
 
+    def rows(self, form: ModuleType) -> None:
+        tree, accepted = self.tree, self.accepted
+        step = form.begin_rows(self.slots, tree.parents, tree.ancestors, self.paths, ROOM)
+        tables = (self.paths, ROOM, self.feature, self.saved)
+        form.accept_rows(step, accepted.nodes, accepted.count, *tables, self.made)
+        self.paths.chain_len.fill_(ROOM.most_chain // 2)  # in both forms, as above
+
+    def pending(self) -> Launch:
+        waiting = pending_entries(self.table, 28, 0, torch.bfloat16, 0)
+        nothing = self.made[:, : STEPS + 1, :0]
+
+        def step() -> None:
+            waiting.append(self.slots, self.accepted, nothing)
+            waiting.take(self.slots, None, STEPS + 1)
+            waiting.run.zero_()  # in both forms, as above
+
+        return step
+
     def parts(self) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
         """Name, launches of the kernels, launches of torch (with the kernels hidden)."""
         yield "top_tokens", self.top, self.top
@@ -89,10 +128,19 @@ class Inputs:
         yield "accept", self.accept, self.accept
         yield "masks", self.masks, self.torch_masks
         yield "lane_masks", self.lanes, self.torch_lanes
+        yield "rows", partial(self.rows, triton_rows), partial(self.rows, naive_rows)
+        kernels = self.pending()
+        with hidden_kernels():
+            plain = self.pending()
+        yield "pending", kernels, plain
+
+
+def hidden_kernels() -> AbstractContextManager:
+    return mock.patch.object(gpu, "usable", lambda *asked: False)
 
 
 def without_kernels(launch: Launch) -> float:
-    with mock.patch.object(gpu, "usable", lambda *asked: False):
+    with hidden_kernels():
         return graph_us([launch])
 
 
