@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from near_ties import Answer, Comparison, Parting, assert_only_near_ties, compare
+from near_ties import (
+    Answer,
+    Comparison,
+    Parting,
+    assert_only_near_ties,
+    compare,
+    problem_prompts,
+)
 from runner_harness import Engine, PlainModel, Settings, greedy
-from tokenizers import Tokenizer
 
 from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
-from mamba_eagle.eval import gsm8k
 
-PROMPTS, BATCH = 12, 4
+PROBLEMS, BATCH = 6, 4
 NEW_TOKENS = 48
 TREE = Settings(topk=4, steps=5, nodes=16)
 TREES = {"deferred": TREE, "snapshot": TREE._replace(scheme="snapshot")}
@@ -24,10 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
-    task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, PROMPTS)
-    texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
-    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return problem_prompts(PROBLEMS)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def answers(settings: Settings, prompts: list[list[int]]) -> list[Answer]:
     lives = []
     for first in range(0, len(prompts), BATCH):
         batch = [
-            engine.start(prompt, greedy(NEW_TOKENS), return_logprob=True, top_logprobs=2)
+            engine.start(prompt, greedy(NEW_TOKENS), return_logprob=True, top_logprobs=4)
             for prompt in prompts[first : first + BATCH]
         ]
         engine.finish(batch)
