@@ -15,7 +15,7 @@ from near_ties import (
 )
 from runner_harness import Engine, PlainModel, Settings, greedy
 
-from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
+from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 PROBLEMS, BATCH = 6, 4
 NEW_TOKENS = 48
@@ -23,7 +23,8 @@ TREE = Settings(topk=4, steps=5, nodes=16)
 TREES = {"deferred": TREE, "snapshot": TREE._replace(scheme="snapshot")}
 
 pytestmark = pytest.mark.skipif(
-    not (EMBEDDED_HEAD / "model.safetensors").exists(), reason="the embedded weights are missing"
+    not (EMBEDDED_HEADS["EAGLE"] / "model.safetensors").exists(),
+    reason="the embedded weights are missing",
 )
 
 
@@ -39,7 +40,7 @@ def exact() -> PlainModel:
 
 def answers(settings: Settings, prompts: list[list[int]]) -> list[Answer]:
     engine = Engine(
-        EMBEDDED_MODEL, EMBEDDED_HEAD, settings, dtype="bfloat16", max_total_tokens=4000
+        EMBEDDED_MODEL, EMBEDDED_HEADS["EAGLE"], settings, dtype="bfloat16", max_total_tokens=4000
     )
     lives = []
     for first in range(0, len(prompts), BATCH):
