@@ -1,18 +1,18 @@
 """The chunked scan over prompts of several requests, from and to checkpoints, in one kernel.
 
-A program owns TILE of the H*P channels of one request, with all N states of each: a tile of the
-state that stays in registers while the program walks over the request's tokens, a chunk at a time.
-Within a chunk the dual form is used (SSD, arXiv 2405.21060 section 6), as tree_verify.triton does
-for a chain: all outputs, and the state after the chunk. So nothing but inputs, outputs and wanted
-states touches memory, and a state is saved after any token by ending a chunk there. The order of
-chunks costs no time where requests x tiles fill the device: a layer of 128 heads of 80 channels has
-160 tiles of 64 to walk over even a single prompt.
+A program owns one head of one request, or a tile of its channels, with all N states of each: they
+stay in registers while the program walks over the request's tokens, a chunk at a time. Within a
+chunk the dual form is used (SSD, arXiv 2405.21060 section 6), as tree_verify.triton does for a
+chain: all outputs, and the state after the chunk. So nothing but inputs, outputs and wanted states
+touches memory, and a state is saved after any token by ending a chunk there.
 
-Tiles are powers of two and P need not be: as in tree_verify.triton a tile may lie in two heads.
+Tiles are powers of two and P need not be: where a tile does not divide P, the program takes a
+second, narrower one, too (80 = 64 + 16), with the same weights.
 
-Precision: rows of 16 bits are exact operands, what multiplies them (the state, too) is split into
-two such numbers. With float32 rows every product is made of three tf32 ones. Sums are float32, and
-running sums of dt·A start again with each chunk.
+Precision: what goes into an output that is rounded to 16 bits is rounded to 16 bits. What goes into
+a state is not: beside rows of 16 bits, exact operands, it is split into two such numbers. With
+float32 rows every product is made of three tf32 ones. Sums are float32, and running sums of dt·A
+start again with each chunk.
 """
 
 from __future__ import annotations
@@ -25,16 +25,29 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
-from mamba_eagle.kernels.triton_math import dual_weights, exact_dot, split_dot
+from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
 
 
 class Config(NamedTuple):
     """How the work is cut; the result does not depend on it but for rounding."""
 
-    tile: int  # channels: a power of two, at least 16, at most P; divides those of a group
+    tile: int  # channels: a power of two, at least 16, at most P; if it divides P, a program's
     chunk: int  # tokens: a power of two, at least 16
     warps: int
     stages: int  # chunks on their way
+
+
+@triton.jit
+def _advance(x, B, C, weights, before, decay, share, through, PRECISION: tl.constexpr):
+    """Outputs of a chunk, and the state after it, for a tile of channels.
+
+    Args: x [i, p]; B, C [i, n]; weights [i, j]; before [n, p]; decay, share [i].
+    """
+    out = tl.zeros(x.shape, tl.float32)
+    out = rounded_dot(C, before, out, PRECISION) * decay[:, None]
+    out = rounded_dot(weights, x, out, PRECISION)
+    dtx = x.to(tl.float32) * share[:, None]
+    return out, split_dot(tl.trans(B), dtx, before * through, PRECISION)
 
 
 @triton.jit
@@ -60,108 +73,103 @@ def _scan_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
     TILE: tl.constexpr,
+    REST: tl.constexpr,  # channels of the second tile, padded; 0 for none
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    TWO_HEADS: tl.constexpr = P % TILE != 0
-    first = tl.program_id(0) * TILE
+    TILES: tl.constexpr = 1 if REST else P // TILE
+    head = tl.program_id(0) // TILES
     request = tl.program_id(1)
-    group = first // (H // G * P)
-    channel = first + tl.arange(0, TILE)
-    head = first // P
-    head_2 = (first + TILE - 1) // P
-    in_first = (channel < (head + 1) * P)[:, None]
+    group = head // (H // G)
+    channel = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)  # of the head
     n = tl.arange(0, N)
     token = tl.arange(0, CHUNK)  # of the chunk
-    visible = token[:, None] <= token[None, :]
+    visible = token[:, None] >= token[None, :]
     own = token[:, None] == token[None, :]
-    in_state = channel[:, None] * N + n[None, :]
-    x += channel
-    y += channel
-    B += group * N + n
-    C += group * N + n
-    rate = tl.load(A + head)
+    x += head * P
+    y += head * P
+    B += group * N
+    C += group * N
+    dt += head * dt_head
+    state += head * P * N
+    in_state = channel[None, :] * N + n[:, None]
+    rate = tl.load(A + head) * 1.4426950408889634  # log2(e): decays are powers of two
     skip = tl.load(D + head)
-    rate_2 = tl.load(A + head_2)
-    skip_2 = tl.load(D + head_2)
 
     segment = tl.load(requests + request * 3)
     last_segment = tl.load(requests + request * 3 + 1)
     source = tl.load(requests + request * 3 + 2).to(tl.int64)
-    before = tl.zeros([TILE, N], tl.float32)
+    before = tl.zeros([N, TILE], tl.float32)
     if source >= 0:
         before = tl.load(state + source * state_stride + in_state).to(tl.float32)
+    if REST:
+        channel_2 = TILE + tl.arange(0, REST)
+        inside_2 = (channel_2 < P)[None, :]
+        in_state_2 = channel_2[None, :] * N + n[:, None]
+        before_2 = tl.zeros([N, REST], tl.float32)
+        if source >= 0:
+            before_2 = tl.load(
+                state + source * state_stride + in_state_2, mask=inside_2, other=0.0
+            ).to(tl.float32)
 
-    for s in range(segment, last_segment):
+    # what is kept from one round to the next costs more registers than it saves work
+    for s in tl.range(segment, last_segment, disable_licm=True):
         begin = tl.load(segments + s * 3).to(tl.int64)
         end = tl.load(segments + s * 3 + 1).to(tl.int64)
         slot = tl.load(segments + s * 3 + 2).to(tl.int64)
-        for at in tl.range(begin, end, CHUNK, num_stages=STAGES):
-            valid = token < end - at
-            x_rows = x + at * x_stride
-            B_rows = B + at * B_stride
-            C_rows = C + at * C_stride
+        for at in tl.range(begin, end, CHUNK, num_stages=STAGES, disable_licm=True):
             # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
-            x_chunk = tl.load(
-                x_rows[None, :] + (token * x_stride)[:, None], mask=valid[:, None], other=0.0
-            )
-            B_chunk = tl.load(
-                B_rows[None, :] + (token * B_stride)[:, None], mask=valid[:, None], other=0.0
-            )
-            C_chunk = tl.load(
-                C_rows[None, :] + (token * C_stride)[:, None], mask=valid[:, None], other=0.0
-            )
+            valid = token < end - at
+            inside = valid[:, None]
+            x_rows = x + at * x_stride + (token * x_stride)[:, None]
+            y_rows = y + at * (H * P) + (token * (H * P))[:, None]
+            B_rows = B + at * B_stride + (token * B_stride)[:, None]
+            C_rows = C + at * C_stride + (token * C_stride)[:, None]
+            x_chunk = tl.load(x_rows + channel[None, :], mask=inside, other=0.0)
+            B_chunk = tl.load(B_rows + n[None, :], mask=inside, other=0.0)
+            C_chunk = tl.load(C_rows + n[None, :], mask=inside, other=0.0)
             steps = dt + at * dt_token + token * dt_token
-            step = tl.load(steps + head * dt_head, mask=valid, other=0.0)
+            step = tl.load(steps, mask=valid, other=0.0)
+            later = (token + 1 < end - at) & (token + 1 < CHUNK)
+            next_step = tl.load(steps + dt_token, mask=later, other=0.0)
+
             log = tl.cumsum(step * rate)
-            end_log = tl.sum(step * rate)
-            decay = tl.exp(log)[None, :]
-            if TWO_HEADS:
-                step_2 = tl.load(steps + head_2 * dt_head, mask=valid, other=0.0)
-                log_2 = tl.cumsum(step_2 * rate_2)
-                end_log_2 = tl.sum(step_2 * rate_2)
-                decay = tl.where(in_first, decay, tl.exp(log_2)[None, :])
-
-            C_chunk = tl.trans(C_chunk)  # [N, CHUNK]
-            x_chunk = tl.trans(x_chunk)  # [TILE, CHUNK]
-            out = split_dot(before, C_chunk, tl.zeros([TILE, CHUNK], tl.float32), PRECISION)
-            out *= decay
+            # masked before exp2: above the diagonal the difference grows without bound
+            gap = tl.where(visible, log[:, None] - log[None, :], float("-inf"))
             scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-            scores = exact_dot(B_chunk, C_chunk, scores, PRECISION)
-            weights = dual_weights(log, log, step, skip, scores, visible, own)
-            if TWO_HEADS:
-                out = split_dot(tl.where(in_first, x_chunk, 0.0), weights, out, PRECISION)
-                weights = dual_weights(log_2, log_2, step_2, skip_2, scores, visible, own)
-                out = split_dot(tl.where(in_first, 0.0, x_chunk), weights, out, PRECISION)
-            else:
-                out = split_dot(x_chunk, weights, out, PRECISION)
-            y_rows = y + at * (H * P)
-            tl.store(y_rows[:, None] + (token * (H * P))[None, :], out, mask=valid[None, :])
+            scores = exact_dot(C_chunk, tl.trans(B_chunk), scores, PRECISION)
+            weights = tl.exp2(gap) * step[None, :] * scores + tl.where(own, skip, 0.0)
+            decay = tl.exp2(log)
+            # summed from the end: the last tokens' gaps to it are small, and exact
+            share = tl.exp2(tl.cumsum(next_step * rate, reverse=True)) * step
+            through = tl.exp2(tl.sum(step * rate))
 
-            share = (tl.exp(end_log - log) * step)[None, :]  # of a token in the state after all
-            through = tl.exp(end_log)
-            if TWO_HEADS:
-                share_2 = (tl.exp(end_log_2 - log_2) * step_2)[None, :]
-                share = tl.where(in_first, share, share_2)
-                through = tl.where(in_first, through, tl.exp(end_log_2))
-            dtx = x_chunk.to(tl.float32) * share
-            before = split_dot(dtx, B_chunk, before * through, PRECISION)
+            out, before = _advance(
+                x_chunk, B_chunk, C_chunk, weights, before, decay, share, through, PRECISION
+            )
+            tl.store(y_rows + channel[None, :], out, mask=inside)
+            if REST:
+                inside = inside & inside_2
+                x_chunk = tl.load(x_rows + channel_2[None, :], mask=inside, other=0.0)
+                out, before_2 = _advance(
+                    x_chunk, B_chunk, C_chunk, weights, before_2, decay, share, through, PRECISION
+                )
+                tl.store(y_rows + channel_2[None, :], out, mask=inside)
         if slot >= 0:
             tl.store(state + slot * state_stride + in_state, before)
+            if REST:
+                tl.store(state + slot * state_stride + in_state_2, before_2, mask=inside_2)
 
 
-def choose_config(
-    heads: int, head_dim: int, groups: int, state_size: int, dtype: torch.dtype
-) -> Config:
+def choose_config(head_dim: int, state_size: int, dtype: torch.dtype) -> Config:
     """What compiles for Hopper with few spilled registers; not yet tuned by measurement."""
-    channels = heads // groups * head_dim
-    fitting = [t for t in (16, 32, 64) if t <= head_dim and channels % t == 0]
-    if not fitting:
-        raise ValueError(f"{channels} channels a group, {head_dim} a head: must be multiples of 16")
+    if head_dim < 16:
+        raise ValueError(f"heads of {head_dim} channels: must have at least 16")
+    tile = min(64, 2 ** (head_dim.bit_length() - 1))
     if dtype == torch.float32:  # shared memory
-        return Config(fitting[-1], 64, 4, 1)
-    return Config(fitting[-1], 64, 8, 1) if state_size > 128 else Config(fitting[-1], 64, 4, 2)
+        return Config(tile, 64, 8, 1)
+    return Config(tile, 64, 8, 1) if state_size > 128 else Config(tile, 64, 4, 2)
 
 
 def scan(
@@ -185,9 +193,10 @@ def scan(
     """
     n, H, P = x.shape
     G, N = B.shape[1:]
-    config = config or choose_config(H, P, G, N, x.dtype)
+    config = config or choose_config(P, N, x.dtype)
+    rest = P % config.tile and max(16, triton.next_power_of_2(P - config.tile))
     y = torch.empty(n, H * P, dtype=x.dtype, device=x.device)
-    _scan_kernel[(H * P // config.tile, len(plan.requests))](
+    _scan_kernel[(H * (1 if rest else P // config.tile), len(plan.requests))](
         x,
         B,
         C,
@@ -208,6 +217,7 @@ def scan(
         G=G,
         N=N,
         TILE=config.tile,
+        REST=rest,
         CHUNK=config.chunk,
         PRECISION="tf32" if x.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
