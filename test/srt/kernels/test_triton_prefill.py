@@ -72,6 +72,7 @@ GPU_CASES = {
     "nano-underflow": Case(NANO, largest_step=60.0),
     "nano-chunks-of-128": Case(NANO, config=Config(64, 128, 8, 1)),
     "nano-chunks-of-32": Case(NANO, config=Config(64, 32, 4, 3)),
+    "nano-tiles-of-128": Case(NANO, config=Config(128, 64, 8, 1)),
     "nano-tiles-of-16": Case(NANO, config=Config(16, 64, 4, 2)),
     "nano-bfloat16-state": Case(NANO, state_dtype=torch.bfloat16),
     "p64-n128-g1": Case(Sizes(8, 64, 1, 128)),

@@ -1,13 +1,13 @@
 """The chunked scan over prompts of several requests, from and to checkpoints, in one kernel.
 
-A program owns one head of one request, or a tile of its channels, with all N states of each: they
+A program owns a tile of the channels of one head of one request, with all N states of each: they
 stay in registers while the program walks over the request's tokens, a chunk at a time. Within a
 chunk the dual form is used (SSD, arXiv 2405.21060 section 6), as tree_verify.triton does for a
 chain: all outputs, and the state after the chunk. So nothing but inputs, outputs and wanted states
 touches memory, and a state is saved after any token by ending a chunk there.
 
-Tiles are powers of two and P need not be: where a tile does not divide P, the program takes a
-second, narrower one, too (80 = 64 + 16), with the same weights.
+Tiles are powers of two and P need not be: what is left of a head is a narrower tile, with a program
+of its own (80 = 64 + 16).
 
 Precision: what goes into an output that is rounded to 16 bits is rounded to 16 bits. What goes into
 a state is not: beside rows of 16 bits, exact operands, it is split into two such numbers. With
@@ -31,23 +31,107 @@ from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
 class Config(NamedTuple):
     """How the work is cut; the result does not depend on it but for rounding."""
 
-    tile: int  # channels: a power of two, at least 16, at most P; if it divides P, a program's
+    tile: int  # channels of a program: a power of two, at least 16
     chunk: int  # tokens: a power of two, at least 16
     warps: int
     stages: int  # chunks on their way
 
 
 @triton.jit
-def _advance(x, B, C, weights, before, decay, share, through, PRECISION: tl.constexpr):
-    """Outputs of a chunk, and the state after it, for a tile of channels.
+def _walk(
+    x,
+    B,
+    C,
+    dt,
+    A,
+    D,
+    state,
+    y,
+    requests,
+    segments,
+    x_stride,
+    B_stride,
+    C_stride,
+    dt_token,
+    dt_head,
+    state_stride,
+    head,
+    first,  # channel of the head
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Through the tokens of a request with TILE channels of a head."""
+    request = tl.program_id(1)
+    group = head // (H // G)
+    channel = first + tl.arange(0, TILE)
+    in_head = (channel < P)[None, :]
+    n = tl.arange(0, N)
+    token = tl.arange(0, CHUNK)  # of the chunk
+    visible = token[:, None] >= token[None, :]
+    own = token[:, None] == token[None, :]
+    x += head * P
+    y += head * P
+    B += group * N
+    C += group * N
+    dt += head * dt_head
+    state += head * P * N
+    in_state = channel[None, :] * N + n[:, None]
+    rate = tl.load(A + head) * 1.4426950408889634  # log2(e): decays are powers of two
+    skip = tl.load(D + head)
 
-    Args: x [i, p]; B, C [i, n]; weights [i, j]; before [n, p]; decay, share [i].
-    """
-    out = tl.zeros(x.shape, tl.float32)
-    out = rounded_dot(C, before, out, PRECISION) * decay[:, None]
-    out = rounded_dot(weights, x, out, PRECISION)
-    dtx = x.to(tl.float32) * share[:, None]
-    return out, split_dot(tl.trans(B), dtx, before * through, PRECISION)
+    segment = tl.load(requests + request * 3)
+    last_segment = tl.load(requests + request * 3 + 1)
+    source = tl.load(requests + request * 3 + 2).to(tl.int64)
+    before = tl.zeros([N, TILE], tl.float32)
+    if source >= 0:
+        start = state + source * state_stride + in_state
+        before = tl.load(start, mask=in_head, other=0.0).to(tl.float32)
+
+    # what is kept from one round to the next costs more registers than it saves work
+    for s in tl.range(segment, last_segment, disable_licm=True):
+        begin = tl.load(segments + s * 3).to(tl.int64)
+        end = tl.load(segments + s * 3 + 1).to(tl.int64)
+        slot = tl.load(segments + s * 3 + 2).to(tl.int64)
+        for at in tl.range(begin, end, CHUNK, num_stages=STAGES, disable_licm=True):
+            # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
+            valid = token < end - at
+            inside = valid[:, None] & in_head
+            x_rows = x + at * x_stride + (token * x_stride)[:, None]
+            B_rows = B + at * B_stride + (token * B_stride)[:, None]
+            C_rows = C + at * C_stride + (token * C_stride)[:, None]
+            x_chunk = tl.load(x_rows + channel[None, :], mask=inside, other=0.0)
+            B_chunk = tl.load(B_rows + n[None, :], mask=valid[:, None], other=0.0)
+            C_chunk = tl.load(C_rows + n[None, :], mask=valid[:, None], other=0.0)
+            steps = dt + at * dt_token + token * dt_token
+            step = tl.load(steps, mask=valid, other=0.0)
+            later = (token + 1 < end - at) & (token + 1 < CHUNK)
+            next_step = tl.load(steps + dt_token, mask=later, other=0.0)
+
+            log = tl.cumsum(step * rate)
+            # masked before exp2: above the diagonal the difference grows without bound
+            gap = tl.where(visible, log[:, None] - log[None, :], float("-inf"))
+            scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+            scores = exact_dot(C_chunk, tl.trans(B_chunk), scores, PRECISION)
+            weights = tl.exp2(gap) * step[None, :] * scores + tl.where(own, skip, 0.0)
+            out = tl.zeros([CHUNK, TILE], tl.float32)
+            out = rounded_dot(C_chunk, before, out, PRECISION) * tl.exp2(log)[:, None]
+            out = rounded_dot(weights, x_chunk, out, PRECISION)
+            y_rows = y + at * (H * P) + (token * (H * P))[:, None]
+            tl.store(y_rows + channel[None, :], out, mask=inside)
+
+            # summed from the end: the last tokens' gaps to it are small, and exact
+            share = tl.exp2(tl.cumsum(next_step * rate, reverse=True)) * step
+            dtx = x_chunk.to(tl.float32) * share[:, None]
+            before *= tl.exp2(tl.sum(step * rate))
+            before = split_dot(tl.trans(B_chunk), dtx, before, PRECISION)
+        if slot >= 0:
+            tl.store(state + slot * state_stride + in_state, before, mask=in_head)
 
 
 @triton.jit
@@ -73,93 +157,25 @@ def _scan_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
     TILE: tl.constexpr,
-    REST: tl.constexpr,  # channels of the second tile, padded; 0 for none
+    REST: tl.constexpr,  # channels of the last tile, padded; 0 if TILE divides P
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    TILES: tl.constexpr = 1 if REST else P // TILE
-    head = tl.program_id(0) // TILES
-    request = tl.program_id(1)
-    group = head // (H // G)
-    channel = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)  # of the head
-    n = tl.arange(0, N)
-    token = tl.arange(0, CHUNK)  # of the chunk
-    visible = token[:, None] >= token[None, :]
-    own = token[:, None] == token[None, :]
-    x += head * P
-    y += head * P
-    B += group * N
-    C += group * N
-    dt += head * dt_head
-    state += head * P * N
-    in_state = channel[None, :] * N + n[:, None]
-    rate = tl.load(A + head) * 1.4426950408889634  # log2(e): decays are powers of two
-    skip = tl.load(D + head)
-
-    segment = tl.load(requests + request * 3)
-    last_segment = tl.load(requests + request * 3 + 1)
-    source = tl.load(requests + request * 3 + 2).to(tl.int64)
-    before = tl.zeros([N, TILE], tl.float32)
-    if source >= 0:
-        before = tl.load(state + source * state_stride + in_state).to(tl.float32)
-    if REST:
-        channel_2 = TILE + tl.arange(0, REST)
-        inside_2 = (channel_2 < P)[None, :]
-        in_state_2 = channel_2[None, :] * N + n[:, None]
-        before_2 = tl.zeros([N, REST], tl.float32)
-        if source >= 0:
-            before_2 = tl.load(
-                state + source * state_stride + in_state_2, mask=inside_2, other=0.0
-            ).to(tl.float32)
-
-    # what is kept from one round to the next costs more registers than it saves work
-    for s in tl.range(segment, last_segment, disable_licm=True):
-        begin = tl.load(segments + s * 3).to(tl.int64)
-        end = tl.load(segments + s * 3 + 1).to(tl.int64)
-        slot = tl.load(segments + s * 3 + 2).to(tl.int64)
-        for at in tl.range(begin, end, CHUNK, num_stages=STAGES, disable_licm=True):
-            # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
-            valid = token < end - at
-            inside = valid[:, None]
-            x_rows = x + at * x_stride + (token * x_stride)[:, None]
-            y_rows = y + at * (H * P) + (token * (H * P))[:, None]
-            B_rows = B + at * B_stride + (token * B_stride)[:, None]
-            C_rows = C + at * C_stride + (token * C_stride)[:, None]
-            x_chunk = tl.load(x_rows + channel[None, :], mask=inside, other=0.0)
-            B_chunk = tl.load(B_rows + n[None, :], mask=inside, other=0.0)
-            C_chunk = tl.load(C_rows + n[None, :], mask=inside, other=0.0)
-            steps = dt + at * dt_token + token * dt_token
-            step = tl.load(steps, mask=valid, other=0.0)
-            later = (token + 1 < end - at) & (token + 1 < CHUNK)
-            next_step = tl.load(steps + dt_token, mask=later, other=0.0)
-
-            log = tl.cumsum(step * rate)
-            # masked before exp2: above the diagonal the difference grows without bound
-            gap = tl.where(visible, log[:, None] - log[None, :], float("-inf"))
-            scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-            scores = exact_dot(C_chunk, tl.trans(B_chunk), scores, PRECISION)
-            weights = tl.exp2(gap) * step[None, :] * scores + tl.where(own, skip, 0.0)
-            decay = tl.exp2(log)
-            # summed from the end: the last tokens' gaps to it are small, and exact
-            share = tl.exp2(tl.cumsum(next_step * rate, reverse=True)) * step
-            through = tl.exp2(tl.sum(step * rate))
-
-            out, before = _advance(
-                x_chunk, B_chunk, C_chunk, weights, before, decay, share, through, PRECISION
-            )
-            tl.store(y_rows + channel[None, :], out, mask=inside)
-            if REST:
-                inside = inside & inside_2
-                x_chunk = tl.load(x_rows + channel_2[None, :], mask=inside, other=0.0)
-                out, before_2 = _advance(
-                    x_chunk, B_chunk, C_chunk, weights, before_2, decay, share, through, PRECISION
-                )
-                tl.store(y_rows + channel_2[None, :], out, mask=inside)
-        if slot >= 0:
-            tl.store(state + slot * state_stride + in_state, before)
-            if REST:
-                tl.store(state + slot * state_stride + in_state_2, before_2, mask=inside_2)
+    TILES: tl.constexpr = P // TILE  # whole ones
+    program = tl.program_id(0)
+    if program < H * TILES:
+        _walk(
+            x, B, C, dt, A, D, state, y, requests, segments, x_stride, B_stride, C_stride,
+            dt_token, dt_head, state_stride, program // TILES, program % TILES * TILE,
+            H, P, G, N, TILE, CHUNK, PRECISION, STAGES,
+        )  # fmt: skip
+    elif REST:
+        _walk(
+            x, B, C, dt, A, D, state, y, requests, segments, x_stride, B_stride, C_stride,
+            dt_token, dt_head, state_stride, program - H * TILES, TILES * TILE,
+            H, P, G, N, REST, CHUNK, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 def choose_config(head_dim: int, state_size: int, dtype: torch.dtype) -> Config:
@@ -194,9 +210,10 @@ def scan(
     n, H, P = x.shape
     G, N = B.shape[1:]
     config = config or choose_config(P, N, x.dtype)
-    rest = P % config.tile and max(16, triton.next_power_of_2(P - config.tile))
+    rest = P % config.tile and max(16, triton.next_power_of_2(P % config.tile))
+    tiles = triton.cdiv(P, config.tile)
     y = torch.empty(n, H * P, dtype=x.dtype, device=x.device)
-    _scan_kernel[(H * (1 if rest else P // config.tile), len(plan.requests))](
+    _scan_kernel[(H * tiles, len(plan.requests))](
         x,
         B,
         C,
