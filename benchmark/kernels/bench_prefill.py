@@ -38,10 +38,10 @@ BATCHES = {
 CONFIGS = [
     Config(tile, chunk, warps, stages)
     for tile, chunk, warps, stages in (
-        *itertools.product((64,), (64,), (4, 8), (1, 2, 3)),
-        *itertools.product((64,), (128,), (4, 8), (1, 2)),
-        *itertools.product((64,), (32,), (4,), (2, 3)),
-        *itertools.product((16,), (64,), (4,), (1, 2, 3)),
+        *itertools.product((64,), (64,), (4, 8), (2, 3)),
+        *itertools.product((64, 128), (64, 128), (8,), (2,)),
+        *itertools.product((64,), (32,), (4,), (2, 3, 4)),
+        *itertools.product((16, 32), (64,), (4,), (2,)),
     )
 ]
 CONV_BLOCKS = tuple(itertools.product((8, 16, 32, 64), (128, 256, 512), (2, 4, 8)))
@@ -118,7 +118,7 @@ class Inputs:
     def scan_flops(self, config: Config) -> float:
         """Of the tensor cores; channels that pad a tile are not counted."""
         H, P, _, N = self.sizes
-        chunk, programs = config.chunk, P // config.tile if P % config.tile == 0 else 1
+        chunk, programs = config.chunk, math.ceil(P / config.tile)
         products = chunk * chunk * (programs * N + P) + 3 * chunk * P * N
         chunks = sum(math.ceil(length / chunk) for length in self.lengths)
         return 2.0 * products * chunks * H
