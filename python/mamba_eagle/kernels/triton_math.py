@@ -21,6 +21,17 @@ def exact_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def rounded_dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a·b, both in the dtype with fewer bits. The interpreter, which cuts, does not round."""
+    if not INTERPRETED and a.dtype != b.dtype:
+        if a.dtype == tl.float32:
+            a = a.to(b.dtype)
+        else:
+            b = b.to(a.dtype)
+    return exact_dot(a, b, acc, PRECISION)
+
+
+@triton.jit
 def _high_part(a, dtype: tl.constexpr):
     """Float32 ``a`` with as many bits as dtype has, in float32."""
     if dtype == tl.bfloat16:  # cut, not rounded: converting number by number is slow

@@ -29,7 +29,7 @@ PROMPTS = (
 class Batch(NamedTuple):
     prompts: Sequence[Prompt]
     x: Tensor  # [n, H, P], a view
-    dt: Tensor  # [n, H] float32
+    dt: Tensor  # [n, H] float32, tokens side by side, as prefill_conv leaves it
     A: Tensor  # [H]
     B: Tensor  # [n, G, N], a view
     C: Tensor  # [n, G, N], a view
@@ -48,11 +48,12 @@ def make_batch(
     H, P, G, N = sizes
     n = sum(prompt.length for prompt in prompts)
     xbc = torch.randn(n, H * P + 2 * G * N, generator=generator).to(dtype)
+    dt = torch.rand(n, H, generator=generator) * largest_step
     x, B, C = xbc.split([H * P, G * N, G * N], dim=1)
     return Batch(
         prompts=prompts,
         x=x.unflatten(1, (H, P)),
-        dt=torch.rand(n, H, generator=generator) * largest_step,
+        dt=dt.t().contiguous().t(),
         A=random_rates(H, generator),
         B=B.unflatten(1, (G, N)),
         C=C.unflatten(1, (G, N)),

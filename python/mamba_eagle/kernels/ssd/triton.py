@@ -1,18 +1,18 @@
 """The chunked scan over prompts of several requests, from and to checkpoints, in one kernel.
 
-A program owns TILE of the H*P channels of one request, with all N states of each: a tile of the
-state that stays in registers while the program walks over the request's tokens, a chunk at a time.
-Within a chunk the dual form is used (SSD, arXiv 2405.21060 section 6), as tree_verify.triton does
-for a chain: all outputs, and the state after the chunk. So nothing but inputs, outputs and wanted
-states touches memory, and a state is saved after any token by ending a chunk there. The order of
-chunks costs no time where requests x tiles fill the device: a layer of 128 heads of 80 channels has
-160 tiles of 64 to walk over even a single prompt.
+A program owns a tile of the channels of one head of one request, with all N states of each: they
+stay in registers while the program walks over the request's tokens, a chunk at a time. Within a
+chunk the dual form is used (SSD, arXiv 2405.21060 section 6), as tree_verify.triton does for a
+chain: all outputs, and the state after the chunk. So nothing but inputs, outputs and wanted states
+touches memory, and a state is saved after any token by ending a chunk there.
 
-Tiles are powers of two and P need not be: as in tree_verify.triton a tile may lie in two heads.
+Tiles are powers of two and P need not be: what is left of a head is a narrower tile, with a program
+of its own (80 = 64 + 16).
 
-Precision: rows of 16 bits are exact operands, what multiplies them (the state, too) is split into
-two such numbers. With float32 rows every product is made of three tf32 ones. Sums are float32, and
-running sums of dt·A start again with each chunk.
+Precision: what goes into an output that is rounded to 16 bits is rounded to 16 bits. What goes into
+a state is not: beside rows of 16 bits, exact operands, it is split into two such numbers. With
+float32 rows every product is made of three tf32 ones. Sums are float32, and running sums of dt·A
+start again with each chunk.
 """
 
 from __future__ import annotations
@@ -25,16 +25,113 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
-from mamba_eagle.kernels.triton_math import dual_weights, exact_dot, split_dot
+from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
 
 
 class Config(NamedTuple):
     """How the work is cut; the result does not depend on it but for rounding."""
 
-    tile: int  # channels: a power of two, at least 16, at most P; divides those of a group
+    tile: int  # channels of a program: a power of two, at least 16
     chunk: int  # tokens: a power of two, at least 16
     warps: int
-    stages: int  # chunks on their way
+    stages: int  # chunks on their way, at least 2: with 1, some kernels read beyond their chunks
+
+
+@triton.jit
+def _walk(
+    x,
+    B,
+    C,
+    dt,
+    A,
+    D,
+    state,
+    y,
+    requests,
+    segments,
+    x_stride,
+    B_stride,
+    C_stride,
+    dt_token,
+    dt_head,
+    state_stride,
+    head,
+    first,  # channel of the head
+    H: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Through the tokens of a request with TILE channels of a head."""
+    request = tl.program_id(1)
+    group = head // (H // G)
+    channel = first + tl.arange(0, TILE)
+    in_head = (channel < P)[None, :]
+    n = tl.arange(0, N)
+    token = tl.arange(0, CHUNK)  # of the chunk
+    visible = token[:, None] >= token[None, :]
+    own = token[:, None] == token[None, :]
+    x += head * P
+    y += head * P
+    B += group * N
+    C += group * N
+    dt += head * dt_head
+    state += head * P * N
+    in_state = channel[None, :] * N + n[:, None]
+    rate = tl.load(A + head) * 1.4426950408889634  # log2(e): decays are powers of two
+    skip = tl.load(D + head)
+
+    segment = tl.load(requests + request * 3)
+    last_segment = tl.load(requests + request * 3 + 1)
+    source = tl.load(requests + request * 3 + 2).to(tl.int64)
+    before = tl.zeros([N, TILE], tl.float32)
+    if source >= 0:
+        start = state + source * state_stride + in_state
+        before = tl.load(start, mask=in_head, other=0.0).to(tl.float32)
+
+    # what is kept from one round to the next costs more registers than it saves work
+    for s in tl.range(segment, last_segment, disable_licm=True):
+        begin = tl.load(segments + s * 3).to(tl.int64)
+        end = tl.load(segments + s * 3 + 1).to(tl.int64)
+        slot = tl.load(segments + s * 3 + 2).to(tl.int64)
+        for at in tl.range(begin, end, CHUNK, num_stages=STAGES, disable_licm=True):
+            # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
+            valid = token < end - at
+            inside = valid[:, None] & in_head
+            x_rows = x + at * x_stride + (token * x_stride)[:, None]
+            B_rows = B + at * B_stride + (token * B_stride)[:, None]
+            C_rows = C + at * C_stride + (token * C_stride)[:, None]
+            x_chunk = tl.load(x_rows + channel[None, :], mask=inside, other=0.0)
+            B_chunk = tl.load(B_rows + n[None, :], mask=valid[:, None], other=0.0)
+            C_chunk = tl.load(C_rows + n[None, :], mask=valid[:, None], other=0.0)
+            steps = dt + at * dt_token + token * dt_token
+            step = tl.load(steps, mask=valid, other=0.0)
+            later = (token + 1 < end - at) & (token + 1 < CHUNK)
+            next_step = tl.load(steps + dt_token, mask=later, other=0.0)
+
+            log = tl.cumsum(step * rate)
+            # masked before exp2: above the diagonal the difference grows without bound
+            gap = tl.where(visible, log[:, None] - log[None, :], float("-inf"))
+            scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+            scores = exact_dot(C_chunk, tl.trans(B_chunk), scores, PRECISION)
+            weights = tl.exp2(gap) * step[None, :] * scores + tl.where(own, skip, 0.0)
+            out = tl.zeros([CHUNK, TILE], tl.float32)
+            out = rounded_dot(C_chunk, before, out, PRECISION) * tl.exp2(log)[:, None]
+            out = rounded_dot(weights, x_chunk, out, PRECISION)
+            y_rows = y + at * (H * P) + (token * (H * P))[:, None]
+            tl.store(y_rows + channel[None, :], out, mask=inside)
+
+            # summed from the end: the last tokens' gaps to it are small, and exact
+            share = tl.exp2(tl.cumsum(next_step * rate, reverse=True)) * step
+            dtx = x_chunk.to(tl.float32) * share[:, None]
+            before *= tl.exp2(tl.sum(step * rate))
+            before = split_dot(tl.trans(B_chunk), dtx, before, PRECISION)
+        if slot >= 0:
+            tl.store(state + slot * state_stride + in_state, before, mask=in_head)
 
 
 @triton.jit
@@ -60,108 +157,35 @@ def _scan_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
     TILE: tl.constexpr,
+    REST: tl.constexpr,  # channels of the last tile, padded; 0 if TILE divides P
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    TWO_HEADS: tl.constexpr = P % TILE != 0
-    first = tl.program_id(0) * TILE
-    request = tl.program_id(1)
-    group = first // (H // G * P)
-    channel = first + tl.arange(0, TILE)
-    head = first // P
-    head_2 = (first + TILE - 1) // P
-    in_first = (channel < (head + 1) * P)[:, None]
-    n = tl.arange(0, N)
-    token = tl.arange(0, CHUNK)  # of the chunk
-    visible = token[:, None] <= token[None, :]
-    own = token[:, None] == token[None, :]
-    in_state = channel[:, None] * N + n[None, :]
-    x += channel
-    y += channel
-    B += group * N + n
-    C += group * N + n
-    rate = tl.load(A + head)
-    skip = tl.load(D + head)
-    rate_2 = tl.load(A + head_2)
-    skip_2 = tl.load(D + head_2)
-
-    segment = tl.load(requests + request * 3)
-    last_segment = tl.load(requests + request * 3 + 1)
-    source = tl.load(requests + request * 3 + 2).to(tl.int64)
-    before = tl.zeros([TILE, N], tl.float32)
-    if source >= 0:
-        before = tl.load(state + source * state_stride + in_state).to(tl.float32)
-
-    for s in range(segment, last_segment):
-        begin = tl.load(segments + s * 3).to(tl.int64)
-        end = tl.load(segments + s * 3 + 1).to(tl.int64)
-        slot = tl.load(segments + s * 3 + 2).to(tl.int64)
-        for at in tl.range(begin, end, CHUNK, num_stages=STAGES):
-            valid = token < end - at
-            x_rows = x + at * x_stride
-            B_rows = B + at * B_stride
-            C_rows = C + at * C_stride
-            # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
-            x_chunk = tl.load(
-                x_rows[None, :] + (token * x_stride)[:, None], mask=valid[:, None], other=0.0
-            )
-            B_chunk = tl.load(
-                B_rows[None, :] + (token * B_stride)[:, None], mask=valid[:, None], other=0.0
-            )
-            C_chunk = tl.load(
-                C_rows[None, :] + (token * C_stride)[:, None], mask=valid[:, None], other=0.0
-            )
-            steps = dt + at * dt_token + token * dt_token
-            step = tl.load(steps + head * dt_head, mask=valid, other=0.0)
-            log = tl.cumsum(step * rate)
-            end_log = tl.sum(step * rate)
-            decay = tl.exp(log)[None, :]
-            if TWO_HEADS:
-                step_2 = tl.load(steps + head_2 * dt_head, mask=valid, other=0.0)
-                log_2 = tl.cumsum(step_2 * rate_2)
-                end_log_2 = tl.sum(step_2 * rate_2)
-                decay = tl.where(in_first, decay, tl.exp(log_2)[None, :])
-
-            C_chunk = tl.trans(C_chunk)  # [N, CHUNK]
-            x_chunk = tl.trans(x_chunk)  # [TILE, CHUNK]
-            out = split_dot(before, C_chunk, tl.zeros([TILE, CHUNK], tl.float32), PRECISION)
-            out *= decay
-            scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-            scores = exact_dot(B_chunk, C_chunk, scores, PRECISION)
-            weights = dual_weights(log, log, step, skip, scores, visible, own)
-            if TWO_HEADS:
-                out = split_dot(tl.where(in_first, x_chunk, 0.0), weights, out, PRECISION)
-                weights = dual_weights(log_2, log_2, step_2, skip_2, scores, visible, own)
-                out = split_dot(tl.where(in_first, 0.0, x_chunk), weights, out, PRECISION)
-            else:
-                out = split_dot(x_chunk, weights, out, PRECISION)
-            y_rows = y + at * (H * P)
-            tl.store(y_rows[:, None] + (token * (H * P))[None, :], out, mask=valid[None, :])
-
-            share = (tl.exp(end_log - log) * step)[None, :]  # of a token in the state after all
-            through = tl.exp(end_log)
-            if TWO_HEADS:
-                share_2 = (tl.exp(end_log_2 - log_2) * step_2)[None, :]
-                share = tl.where(in_first, share, share_2)
-                through = tl.where(in_first, through, tl.exp(end_log_2))
-            dtx = x_chunk.to(tl.float32) * share
-            before = split_dot(dtx, B_chunk, before * through, PRECISION)
-        if slot >= 0:
-            tl.store(state + slot * state_stride + in_state, before)
+    TILES: tl.constexpr = P // TILE  # whole ones
+    program = tl.program_id(0)
+    if program < H * TILES:
+        _walk(
+            x, B, C, dt, A, D, state, y, requests, segments, x_stride, B_stride, C_stride,
+            dt_token, dt_head, state_stride, program // TILES, program % TILES * TILE,
+            H, P, G, N, TILE, CHUNK, PRECISION, STAGES,
+        )  # fmt: skip
+    elif REST:
+        _walk(
+            x, B, C, dt, A, D, state, y, requests, segments, x_stride, B_stride, C_stride,
+            dt_token, dt_head, state_stride, program - H * TILES, TILES * TILE,
+            H, P, G, N, REST, CHUNK, PRECISION, STAGES,
+        )  # fmt: skip
 
 
-def choose_config(
-    heads: int, head_dim: int, groups: int, state_size: int, dtype: torch.dtype
-) -> Config:
-    """What compiles for Hopper with few spilled registers; not yet tuned by measurement."""
-    channels = heads // groups * head_dim
-    fitting = [t for t in (16, 32, 64) if t <= head_dim and channels % t == 0]
-    if not fitting:
-        raise ValueError(f"{channels} channels a group, {head_dim} a head: must be multiples of 16")
-    if dtype == torch.float32:  # shared memory
-        return Config(fitting[-1], 64, 4, 1)
-    return Config(fitting[-1], 64, 8, 1) if state_size > 128 else Config(fitting[-1], 64, 4, 2)
+def choose_config(head_dim: int, state_size: int, dtype: torch.dtype) -> Config:
+    """Measured on an H100 for bfloat16, P = 80, N = 128; elsewhere what fits by analogy."""
+    if head_dim < 16:
+        raise ValueError(f"heads of {head_dim} channels: must have at least 16")
+    if dtype == torch.float32:  # two warps: no products of warp groups; four where those spill
+        return Config(16, 16, 4 if state_size > 128 else 2, 2)
+    tile = min(64, 2 ** (head_dim.bit_length() - 1))
+    return Config(tile, 64, 8 if state_size > 128 else 4, 2)
 
 
 def scan(
@@ -185,9 +209,11 @@ def scan(
     """
     n, H, P = x.shape
     G, N = B.shape[1:]
-    config = config or choose_config(H, P, G, N, x.dtype)
+    config = config or choose_config(P, N, x.dtype)
+    rest = P % config.tile and max(16, triton.next_power_of_2(P % config.tile))
+    tiles = triton.cdiv(P, config.tile)
     y = torch.empty(n, H * P, dtype=x.dtype, device=x.device)
-    _scan_kernel[(H * P // config.tile, len(plan.requests))](
+    _scan_kernel[(H * tiles, len(plan.requests))](
         x,
         B,
         C,
@@ -208,6 +234,7 @@ def scan(
         G=G,
         N=N,
         TILE=config.tile,
+        REST=rest,
         CHUNK=config.chunk,
         PRECISION="tf32" if x.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
