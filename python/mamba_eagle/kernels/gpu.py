@@ -14,6 +14,7 @@ import torch
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 _TENSOR_CORES = (8, 0)  # compute capability from which bfloat16 is multiplied on them
+_DEPENDENT_LAUNCH = (9, 0)
 
 
 @cache  # asked in every step
@@ -24,6 +25,13 @@ def _is_installed(package: str) -> bool:
 @cache
 def _is_capable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TENSOR_CORES
+
+
+@cache
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be started before the one ahead of it has ended, to wait on the device
+    (programmatic dependent launch). Kernels ask ``triton_math.previous_done`` before they read."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
 
 
 def usable(device: torch.device, *dtypes: torch.dtype) -> bool:

@@ -6,6 +6,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly; there products take float32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -99,3 +100,16 @@ def softplus(x):
 def step_sizes(raw, bias, lowest, highest):
     """dt from in_proj's output [tokens, heads]: ``clamp(softplus(raw + bias))`` in float32."""
     return tl.minimum(tl.maximum(softplus(raw.to(tl.float32) + bias[None, :]), lowest), highest)
+
+
+@triton.jit
+def previous_done(OVERLAP: tl.constexpr):
+    """Wait until the kernel launched before this one has ended; the next one may start now.
+
+    For kernels launched with ``launch_pdl=OVERLAP``. Every program must come by here, also one that
+    has nothing to do: the end of a kernel tells the next one that all before it have ended, too.
+    What a kernel reads ahead of this call, the kernel ahead must not write.
+    """
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()

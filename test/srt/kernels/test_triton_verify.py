@@ -63,6 +63,7 @@ CASES = [
         Case(SMALL, 5, 12, (12, 0, 7), (True, True, False), Config(16, 5, 4, 2)), id="fold"
     ),
     pytest.param(Case(SMALL, 1, 9, (9, 0, 4)), id="decode"),
+    pytest.param(Case(SMALL, 1, 9, (9, 0, 4), (True, True, False)), id="decode-fold"),
     pytest.param(
         Case(SMALL, 1, 9, (9, 0, 4), config=Config(16, 1, 4, 1)), id="decode-on-tensor-cores"
     ),
@@ -117,6 +118,8 @@ def gpu_cases() -> list[object]:
         Config(32, 8, 4, 2),
         Config(64, 4, 4, 2, bulk=True),
         Config(64, 1, 4, 1, bulk=True),
+        Config(64, 1, 4, 1, early=True),
+        Config(64, 5, 4, 2, bulk=True, early=True),
     ):
         case = cases["nano-fold"]._replace(config=config, dtype=torch.bfloat16)
         found.append(pytest.param(case, id=f"nano-fold-{config}"))

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
-from mamba_eagle.kernels.triton_math import silu, step_sizes
+from mamba_eagle.kernels.triton_math import previous_done, silu, step_sizes
 
 
 class ConvWeights(NamedTuple):
@@ -187,10 +188,12 @@ def _tree_conv_kernel(
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     CHANNEL_BLOCKS: tl.constexpr = (CONV_DIM + BLOCK - 1) // BLOCK
     block = tl.program_id(0)
     request = tl.program_id(1)
+    previous_done(OVERLAP)
     slot = tl.load(slots + request).to(tl.int64)
     if block < CHANNEL_BLOCKS:
         _convolve(
@@ -234,6 +237,7 @@ def tree_conv(
         block, warps = (256, 4) if T == 1 else (32, 8) if b <= 4 else (128, 8)
     head_block = 16 if padded > 16 else 32
     low, high = weights.step_limit
+    overlap = launches_overlap(xbc.device)
     _tree_conv_kernel[(triton.cdiv(conv_dim, block) + triton.cdiv(H, head_block), b)](
         xbc,
         dt_raw,
@@ -267,7 +271,9 @@ def tree_conv(
         BLOCK=block,
         HEAD_BLOCK=head_block,
         FOLD=step.fold is not None,
+        OVERLAP=overlap,
         num_warps=warps,
+        launch_pdl=overlap,
     )
     return C
 

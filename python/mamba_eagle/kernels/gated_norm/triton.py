@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.triton_math import silu
+from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.triton_math import previous_done, silu
 
 
 @triton.jit
@@ -22,7 +23,9 @@ def _gated_norm_kernel(
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    previous_done(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < GROUP
@@ -44,6 +47,7 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: fl
     n, size = y.shape
     out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
     group = size // num_groups
+    overlap = launches_overlap(y.device)
     _gated_norm_kernel[(n, num_groups)](
         y,
         gate,
@@ -55,6 +59,8 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: fl
         SIZE=size,
         GROUP=group,
         BLOCK=triton.next_power_of_2(group),
+        OVERLAP=overlap,
         num_warps=4 if group > 512 else 1,
+        launch_pdl=overlap,
     )
     return out

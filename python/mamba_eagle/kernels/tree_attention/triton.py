@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.tree_verify.triton import ancestor_bits
-from mamba_eagle.kernels.triton_math import exact_dot
+from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -107,6 +108,7 @@ def _tree_attention_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) % KV_HEADS
@@ -114,7 +116,9 @@ def _tree_attention_kernel(
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
 
+    previous_done(OVERLAP)
     length = tl.load(prefix + request).to(tl.int32)
+    table = slot_table + tl.load(slots + request).to(tl.int64) * positions
     share, shares = _share(length, splits, least, KEYS)
     if split >= shares:
         return
@@ -134,7 +138,6 @@ def _tree_attention_kernel(
     acc = tl.zeros([ROWS, DP], tl.float32)
     scale *= LOG2_E
     in_slot = kv_head * D + d[None, :]
-    table = slot_table + tl.load(slots + request).to(tl.int64) * positions
     end = tl.minimum(split * share + share, length)
     for first in tl.range(split * share, end, KEYS, num_stages=STAGES):
         position = first + tl.arange(0, KEYS)
@@ -203,8 +206,10 @@ def _join_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,  # splits, padded
+    OVERLAP: tl.constexpr,
 ):
     """out = the mean of the shares' outputs, weighed by their sums of weights."""
+    previous_done(OVERLAP)
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(prefix + request).to(tl.int32)
     _, shares = _share(length, splits, least, KEYS)
@@ -227,6 +232,7 @@ def _join_kernel(
 
 PROGRAMS = 256  # about two on each of a Hopper GPU's 132 multiprocessors
 MOST_SPLITS = 32
+JOINED = 1024  # numbers that a program of _join_kernel adds up
 
 
 def choose_config(
@@ -235,21 +241,28 @@ def choose_config(
     """For Hopper; positions: of the slot table, so the longest prefix there can be.
 
     Rows of one tile where they fit, since each tile reads all keys; then as many shares as give
-    every multiprocessor two programs. See benchmark/kernels/bench_tree_attention.py.
+    every multiprocessor two programs, or one with 8 warps. Measured by
+    benchmark/kernels/bench_tree_attention.py, see docs/design/kernels.md.
     """
     wide = max(1, triton.next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
     needed = triton.next_power_of_2(nodes * heads // kv_heads)
     rows = min(max(16, needed), max(16, 128 // wide))
-    keys = max(16, 64 // wide)
+    if itemsize > 2:
+        # 64 rows are multiplied by wgmma, and there ptxas 12.8 makes code that reads outside of
+        # shared memory; float32 is not what speed is asked of
+        rows = min(rows, 32)
     tiles = triton.cdiv(nodes * heads // kv_heads, rows)
-    # each share costs a partial result: worth it where it has twice as many keys as a row tile
-    least = max(128, 2 * rows)
+    programs = PROGRAMS if rows <= 64 else PROGRAMS // 2
     splits = 1
-    while splits * 2 * batch * kv_heads * tiles <= PROGRAMS and splits < MOST_SPLITS:
+    while splits * 2 * batch * kv_heads * tiles <= programs and splits < MOST_SPLITS:
         splits *= 2
+    # joining shares costs more than it saves on a short prefix, unless the device is nearly empty
+    least = max(64, rows) if splits > 8 else 256
     most = triton.next_power_of_2(triton.cdiv(positions, least))
-    warps = 8 if rows > 64 or itemsize > 2 else 4
-    return Config(rows, keys, min(splits, most), least, warps, 2 if wide > 1 else 3)
+    warps = 8 if rows > 64 else 4
+    if splits == 1 and rows == 16 and wide == 1:
+        return Config(rows, 128, 1, least, warps, 2)
+    return Config(rows, max(16, 64 // wide), min(splits, most), least, warps, 2 if wide > 1 else 3)
 
 
 def paged_tree_attention(
@@ -286,6 +299,7 @@ def paged_tree_attention(
     heads, D = q.shape[1:]
     kv_heads, positions = k.shape[1], slot_table.shape[1]
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
+    overlap = launches_overlap(q.device)
     config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     splits = config.splits
@@ -327,11 +341,13 @@ def paged_tree_attention(
         KEYS=config.keys,
         PRECISION="tf32" if pool_k.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
+        OVERLAP=overlap,
         num_warps=config.warps,
+        launch_pdl=overlap,
     )
     if splits > 1:
         padded = triton.next_power_of_2(D)
-        rows = max(1, 8192 // (splits * padded))
+        rows = max(1, JOINED // (splits * padded))
         _join_kernel[(triton.cdiv(T * heads, rows), b)](
             parts,
             sizes,
@@ -345,6 +361,8 @@ def paged_tree_attention(
             ROWS=rows,
             KEYS=config.keys,
             SPLITS=splits,
+            OVERLAP=overlap,
             num_warps=4,
+            launch_pdl=overlap,
         )
     return out

@@ -4,7 +4,8 @@ A program owns some tiles of a group of one request: TILE of the H*P channels, a
 heads of a group share B and C, so it forms B·Cᵀ once; then it streams tile after tile through the
 tensor cores while the next are on their way. Tiles are powers of two and P need not be: a tile may
 lie in two heads (80 channels: 4 heads are 5 tiles of 64), and then takes the weights of both. Plain
-decoding, a tree of one node, has a kernel of its own.
+decoding, a tree of one node, has a kernel of its own. In a step in which requests may fold those
+that do are left to a second launch, whose programs end at once where there are none.
 
 Precision: rows of 16 bits are exact operands, what multiplies them is split into two such numbers
 (to 2**-16), and S0·C takes S0 in tf32. With float32 rows every product is made of three
@@ -23,7 +24,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mamba_eagle.kernels.triton_math import dual_weights, end_shares, exact_dot, split_dot
+from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.triton_math import (
+    dual_weights,
+    end_shares,
+    exact_dot,
+    previous_done,
+    split_dot,
+)
 
 
 class Sizes(NamedTuple):
@@ -71,12 +79,23 @@ class Config(NamedTuple):
     stages: int  # tiles on their way
     bulk: bool = False  # state by the bulk copy engine (TMA)
     vector: bool = False  # for one node and no fold: without the tensor cores
+    early: bool = False  # reads the state before the kernel ahead has ended
 
 
 def ancestor_bits(ancestors: Tensor) -> Tensor:
     """[b, T, T] bool -> [b, T] int64, bit j of entry i: ancestors[:, i, j]."""
     bits = torch.ones_like(ancestors[0, 0], dtype=torch.int64).cumsum(0) - 1
     return (ancestors.to(torch.int64) << bits).sum(2)
+
+
+@triton.jit
+def _is_mine(fold, request, length, FOLDING: tl.constexpr):
+    """Whether this launch takes the request: those that fold have a launch of their own."""
+    mine = True
+    if fold is not None:
+        folding = (tl.load(fold + request) != 0) & (length > 0)
+        mine = folding == FOLDING
+    return mine
 
 
 @triton.jit
@@ -109,24 +128,42 @@ def _tree_verify_kernel(
     J: tl.constexpr,  # packed rows [tree ; chain], padded
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
     TILES: tl.constexpr,  # a program, all of one group
-    FOLD: tl.constexpr,
+    FOLDING: tl.constexpr,  # takes the requests that fold, and not the others
     BULK: tl.constexpr,
+    EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     TWO_HEADS: tl.constexpr = P % TILE != 0
     WIDTH: tl.constexpr = H * P + G * N
+    ONE_LOAD: tl.constexpr = TILES == 1 and not BULK
     first_tile = tl.program_id(0) * TILES
     request = tl.program_id(1)
     group = first_tile * TILE // (H // G * P)
+
+    if not EARLY:
+        previous_done(OVERLAP)
+    length = tl.load(chain_len + request).to(tl.int32)
+    if not _is_mine(fold, request, length, FOLDING):
+        if EARLY:
+            previous_done(OVERLAP)
+        return
+    checkpoint = tl.load(checkpoints + request).to(tl.int64)
+    state += checkpoint * state_stride
+    after_chain += checkpoint * state_stride
+    n = tl.arange(0, N)
+    in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
+    if ONE_LOAD:  # the longest wait begins first
+        only = tl.load(state + first_tile * TILE * N + in_tile)
+    if EARLY:
+        previous_done(OVERLAP)
 
     node = tl.arange(0, TP)
     packed = tl.arange(0, J)
     valid_nodes = node < T
     is_node = packed < T
     slot = tl.load(slots + request).to(tl.int64)
-    checkpoint = tl.load(checkpoints + request).to(tl.int64)
-    length = tl.load(chain_len + request).to(tl.int32)
     node_row = tl.load(rows + request * T + packed, mask=is_node, other=0)
     in_table = (packed >= T) & (packed < T + M)
     chain_row = tl.load(chain + request * M + packed - T, mask=in_table, other=0)
@@ -138,16 +175,14 @@ def _tree_verify_kernel(
     above = (bits[None, :] >> tl.minimum(packed, 63).to(tl.int64)[:, None]) & 1
     visible = ((above != 0) & is_node[:, None]) | in_chain[:, None]  # [J, TP]
     own = packed[:, None] == node[None, :]
+    if FOLDING:
+        last_row = tl.sum(tl.where(packed == T + length - 1, row, 0))
 
     xB += slot * W * WIDTH
     dt += slot * W * H
     log_decay += slot * W * H
-    state += checkpoint * state_stride
-    after_chain += checkpoint * state_stride
     y += request.to(tl.int64) * T * (H * P)
 
-    n = tl.arange(0, N)
-    in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
     C_rows = C + (request * T + node) * (G * N) + group * N
     C_nodes = tl.load(C_rows[:, None] + n[None, :], mask=valid_nodes[:, None], other=0.0)
     B_rows = xB + row * WIDTH + H * P + group * N
@@ -157,30 +192,18 @@ def _tree_verify_kernel(
     if C_nodes.dtype != state.dtype.element_ty:
         C_nodes = C_nodes.to(tl.float32)
 
-    folding = False
-    last_row = 0
-    if FOLD:
-        folding = (tl.load(fold + request) != 0) & (length > 0)
-        last_row = tl.sum(tl.where(packed == T + length - 1, row, 0))
-
     for i in tl.range(0, TILES, num_stages=STAGES):
         first = (first_tile + i) * TILE
         channel = first + tl.arange(0, TILE)  # of the flat H*P
         head = first // P
-        if BULK:
-            before = state_rows.load([checkpoint.to(tl.int32) * (H * P) + first, 0])
-        else:
-            before = tl.load(state + first * N + in_tile)  # [TILE, N]
         x_rows = xB + row * WIDTH
         x = tl.load(x_rows[:, None] + channel[None, :], mask=valid_rows[:, None], other=0.0)
         step = tl.load(dt + row * H + head, mask=valid_rows, other=0.0)
         row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
         node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
         skip = tl.load(D + head)
-        end_log = 0.0
-        if FOLD:
-            # a folded request's nodes count from the end of the chain
-            end_log = tl.where(folding, tl.load(log_decay + last_row * H + head), 0.0)
+        if FOLDING:  # the nodes' L counts from the end of the chain
+            end_log = tl.load(log_decay + last_row * H + head)
             row_log += tl.where(is_node, end_log, 0.0)
             node_log += end_log
         if TWO_HEADS:
@@ -190,11 +213,16 @@ def _tree_verify_kernel(
             row_log_2 = tl.load(log_decay + row * H + head_2, mask=valid_rows, other=0.0)
             node_log_2 = tl.load(log_decay + own_row * H + head_2, mask=valid_nodes, other=0.0)
             skip_2 = tl.load(D + head_2)
-            end_log_2 = 0.0
-            if FOLD:
-                end_log_2 = tl.where(folding, tl.load(log_decay + last_row * H + head_2), 0.0)
+            if FOLDING:
+                end_log_2 = tl.load(log_decay + last_row * H + head_2)
                 row_log_2 += tl.where(is_node, end_log_2, 0.0)
                 node_log_2 += end_log_2
+        if ONE_LOAD:
+            before = only
+        elif BULK:
+            before = state_rows.load([checkpoint.to(tl.int32) * (H * P) + first, 0])
+        else:
+            before = tl.load(state + first * N + in_tile)  # [TILE, N]
 
         weights = dual_weights(row_log, node_log, step, skip, scores, visible, own)
         node_decay = tl.exp(node_log)[None, :]
@@ -213,7 +241,7 @@ def _tree_verify_kernel(
         outputs = y + node[None, :] * (H * P) + channel[:, None]
         tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
 
-        if folding:
+        if FOLDING:
             share = end_shares(row_log, end_log, step, in_chain)[:, None]
             decay = tl.exp(end_log)
             if TWO_HEADS:
@@ -240,6 +268,7 @@ def _one_node_kernel(
     chain,
     chain_len,
     rows,
+    fold,
     W,
     M,
     state_stride,
@@ -249,8 +278,10 @@ def _one_node_kernel(
     N: tl.constexpr,
     J: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """A tree of one node: products with a vector, in float32 and without the tensor cores."""
+    """A tree of one node, of a request that does not fold: products with a vector, in float32."""
     WIDTH: tl.constexpr = H * P + G * N
     first = tl.program_id(0) * TILE
     request = tl.program_id(1)
@@ -261,9 +292,20 @@ def _one_node_kernel(
     packed = tl.arange(0, J)  # the node, then the chain
     n = tl.arange(0, N)
 
-    slot = tl.load(slots + request).to(tl.int64)
-    checkpoint = tl.load(checkpoints + request).to(tl.int64)
+    if not EARLY:
+        previous_done(OVERLAP)
     length = tl.load(chain_len + request).to(tl.int32)
+    if not _is_mine(fold, request, length, False):
+        if EARLY:
+            previous_done(OVERLAP)
+        return
+    checkpoint = tl.load(checkpoints + request).to(tl.int64)
+    state += checkpoint * state_stride + first * N
+    before = tl.load(state + tl.arange(0, TILE)[:, None] * N + n[None, :])  # [TILE, N]
+    if EARLY:
+        previous_done(OVERLAP)
+
+    slot = tl.load(slots + request).to(tl.int64)
     own_row = tl.load(rows + request).to(tl.int32)
     in_table = (packed >= 1) & (packed <= M)
     chain_row = tl.load(chain + request * M + packed - 1, mask=in_table, other=0).to(tl.int32)
@@ -272,9 +314,7 @@ def _one_node_kernel(
     xB += slot * W * WIDTH
     dt += slot * W * H
     log_decay += slot * W * H
-    state += checkpoint * state_stride + first * N
 
-    before = tl.load(state + tl.arange(0, TILE)[:, None] * N + n[None, :])  # [TILE, N]
     x = tl.load((xB + row * WIDTH)[:, None] + channel[None, :], mask=valid[:, None], other=0.0)
     B_rows = xB + row * WIDTH + H * P + group * N
     B = tl.load(B_rows[:, None] + n[None, :], mask=valid[:, None], other=0.0)  # [J, N]
@@ -316,26 +356,33 @@ def channel_tiles(sizes: Sizes) -> list[int]:
 
 
 def choose_config(
-    batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, fold: bool
+    batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, folding: bool = False
 ) -> Config:
-    """The best on an H100 at Nemotron-Nano-9B-v2's sizes (benchmark/kernels/bench_tree_verify.py).
+    """The best on an H100 at Nemotron-Nano-9B-v2's sizes, see docs/design/kernels.md.
 
-    Small batches want many programs; larger ones two programs a multiprocessor, each with two
-    tiles on their way. Where tiles are too large for that, one tile a program.
+    A small batch has a program for each tile, which asks for it first of all. From about two
+    programs a multiprocessor on, five tiles share what is read for their group, until there are so
+    many programs that more of them at once are worth more. Where shared memory or registers would
+    not do for that, one tile a program.
     """
     fitting = channel_tiles(sizes)
-    channels = sizes.heads // sizes.groups * sizes.head_dim
-    if nodes == 1 and not fold:
-        return Config(min(32, fitting[-1]), 1, 4, 1, vector=True)
     tile = fitting[-1]
+    channels = sizes.heads // sizes.groups * sizes.head_dim
+    programs = batch * sizes.groups * channels // tile
+    if nodes == 1 and not folding:
+        # many programs that wait for their turn would only be in the way
+        early = programs < 512
+        wide = not early and batch > 16
+        return Config(min(64 if wide else 32, tile), 1, 8 if wide else 4, 1, False, True, early)
     many_states, many_rows = sizes.state_size > 128, nodes + rows > 64
-    if many_states and many_rows:  # shared memory
+    if many_states and many_rows:
         return Config(min(32, tile), 1, 4, 1)
-    large = many_states or many_rows or dtype == torch.float32
-    if large or batch * sizes.groups * channels // tile < 512:
-        return Config(tile, 1, 4, 1)
+    if many_states or many_rows or dtype == torch.float32 or programs < 512:
+        return Config(tile, 1, 4, 1, early=programs < 512)
     tiles = max(t for t in range(1, 6) if channels // tile % t == 0)
-    return Config(tile, tiles, 4, 2, bulk=not fold)
+    if folding:
+        return Config(tile, tiles, 4, 2)
+    return Config(tile, 1, 4, 1, bulk=True) if programs > 4096 else Config(tile, tiles, 4, 2, True)
 
 
 def tree_verify(
@@ -349,44 +396,89 @@ def tree_verify(
 ) -> Tensor:
     """Outputs of all nodes, ``D x`` included; with ``step.fold`` also S0 after the chain, in place.
 
+    On Hopper it starts before the kernel launched ahead of it has ended. That one may write rows
+    and C, as causal_conv.triton does, but neither the state nor the step's indices.
+
     Args:
         buffers: contiguous; the nodes' rows are already there (see causal_conv.triton).
         C: [b, T, G*N], dtype of the rows; D: [H] float32.
         state: [slots, H, P, N], the layer's part of the pool, contiguous.
+        config: for all launches; None chooses.
     Returns: [b*T, H*P], dtype of the rows.
     """
     b, T = step.rows.shape
-    H, P, G, N = sizes
-    W, M = buffers.xB.shape[1], step.chain.shape[1]
+    H, P = sizes.heads, sizes.head_dim
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
-    fold = step.fold is not None
-    config = config or choose_config(b, T, M, sizes, buffers.xB.dtype, fold)
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
-    if config.vector and T == 1 and not fold:
-        _one_node_kernel[(H * P // config.tile, b)](
-            *buffers,
-            C,
-            D,
-            state,
-            y,
-            step.slots,
-            step.checkpoints,
-            step.chain,
-            step.chain_len,
-            step.rows,
-            W,
-            M,
-            state.stride(0),
-            H=H,
-            P=P,
-            G=G,
-            N=N,
-            J=triton.next_power_of_2(1 + M),
-            TILE=config.tile,
-            num_warps=config.warps,
+    # two launches, not a branch: what folding needs takes registers from the other side, and ptxas
+    # 12.8 mixes up the shared memory addresses of two sides that both multiply
+    for folding in (False,) if step.fold is None else (False, True):
+        chosen = config or choose_config(
+            b, T, step.chain.shape[1], sizes, buffers.xB.dtype, folding
         )
-        return y
+        if chosen.vector and T == 1 and not folding:
+            _launch_one_node(buffers, C, D, state, y, step, sizes, chosen)
+        else:
+            _launch(buffers, C, D, state, y, step, sizes, chosen, folding)
+    return y
+
+
+def _launch_one_node(
+    buffers: RowBuffers,
+    C: Tensor,
+    D: Tensor,
+    state: Tensor,
+    y: Tensor,
+    step: TreeStep,
+    sizes: Sizes,
+    config: Config,
+) -> None:
+    H, P, G, N = sizes
+    W, (b, M) = buffers.xB.shape[1], step.chain.shape
+    overlap = config.early and launches_overlap(C.device)
+    _one_node_kernel[(H * P // config.tile, b)](
+        *buffers,
+        C,
+        D,
+        state,
+        y,
+        step.slots,
+        step.checkpoints,
+        step.chain,
+        step.chain_len,
+        step.rows,
+        step.fold,
+        W,
+        M,
+        state.stride(0),
+        H=H,
+        P=P,
+        G=G,
+        N=N,
+        J=triton.next_power_of_2(1 + M),
+        TILE=config.tile,
+        EARLY=config.early,
+        OVERLAP=overlap,
+        num_warps=config.warps,
+        launch_pdl=overlap,
+    )
+
+
+def _launch(
+    buffers: RowBuffers,
+    C: Tensor,
+    D: Tensor,
+    state: Tensor,
+    y: Tensor,
+    step: TreeStep,
+    sizes: Sizes,
+    config: Config,
+    folding: bool,
+) -> None:
+    (b, T), (H, P, G, N) = step.rows.shape, sizes
+    W, M = buffers.xB.shape[1], step.chain.shape[1]
+    overlap = launches_overlap(C.device)
     state_rows = None
     if config.bulk:
         state_rows = TensorDescriptor.from_tensor(state.view(-1, N), [config.tile, N])
@@ -417,10 +509,12 @@ def tree_verify(
         J=max(16, triton.next_power_of_2(T + M)),
         TILE=config.tile,
         TILES=config.tiles,
-        FOLD=fold,
+        FOLDING=folding,
         BULK=config.bulk,
+        EARLY=config.early,
         PRECISION="tf32" if buffers.xB.dtype != torch.float32 else "tf32x3",
         STAGES=config.stages,
+        OVERLAP=overlap,
         num_warps=config.warps,
+        launch_pdl=overlap,
     )
-    return y

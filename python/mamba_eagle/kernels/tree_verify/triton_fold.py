@@ -110,10 +110,7 @@ def fold_chains(
     """
     layers, R, W, _ = buffers.xB.shape
     H, P, G, N = sizes
-    (b, M), tile = chain.shape, channel_tiles(sizes)[-1]
-    exact = buffers.xB.dtype == torch.float32
-    if N > 128 and (exact or M > 64):  # shared memory
-        tile = min(32, tile)
+    (b, M), tile = chain.shape, min(32, channel_tiles(sizes)[-1])
     _fold_kernel[(H * P // tile, layers, b)](
         *buffers,
         state,
@@ -131,6 +128,6 @@ def fold_chains(
         N=N,
         J=max(16, triton.next_power_of_2(M)),
         TILE=tile,
-        PRECISION="tf32x3" if exact else "tf32",
+        PRECISION="tf32x3" if buffers.xB.dtype == torch.float32 else "tf32",
         num_warps=4,
     )
