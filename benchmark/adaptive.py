@@ -31,7 +31,7 @@ import httpx
 from compare_server import running_server
 from safetensors.torch import save_file
 
-from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
+from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k, results
 from mamba_eagle.eval.few_shot_gsm8k import ask
 from mamba_eagle.models.config import ModelConfig
@@ -79,9 +79,9 @@ def server_flags(shapes: list[str], useless_head: Path) -> dict[str, list[str]]:
 
 def write_useless_head(folder: Path) -> None:
     """The embedded head's shape with random weights: what it drafts is never right."""
-    head = EagleHead(ModelConfig.from_pretrained(EMBEDDED_HEAD))
+    head = EagleHead(ModelConfig.from_pretrained(EMBEDDED_HEADS["EAGLE"]))
     random_weights(head, 1)
-    shutil.copy(EMBEDDED_HEAD / "config.json", folder)
+    shutil.copy(EMBEDDED_HEADS["EAGLE"] / "config.json", folder)
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
     save_file(weights, folder / "model.safetensors")
 

@@ -12,7 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
+
+from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.eval import gsm8k
 
 Logits = Callable[[list[int]], Tensor]  # tokens [n] -> float32 [n, V], row i about token i + 1
 
@@ -66,6 +70,16 @@ class Comparison(NamedTuple):
             for p in sorted(self.partings, key=lambda p: -abs(p.gap))
         ]
         return "\n".join(lines)
+
+
+def problem_prompts(count: int) -> list[list[int]]:
+    """The embedded problems, and as many that break off in the middle: how an answer goes on the
+    embedded model is sure of, how a question does it cannot know."""
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count)
+    texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return prompts + [prompt[: len(prompt) // 2] for prompt in prompts]
 
 
 def compare(

@@ -10,16 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from near_ties import Answer, assert_only_near_ties, compare
+from near_ties import Answer, assert_only_near_ties, compare, problem_prompts
 from runner_harness import PlainModel
-from tokenizers import Tokenizer
 
 from mamba_eagle.config import EMBEDDED_MODEL
-from mamba_eagle.eval import gsm8k
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e]
 
-PROMPTS, PARALLEL = 200, 32
+PROBLEMS, PARALLEL = 200, 32
 NEW_TOKENS = 192
 ON_GPU = [
     *("--device", "cuda", "--dtype", "bfloat16", "--mem-fraction-static", "0.9"),
@@ -62,7 +60,7 @@ def greedy_body(prompt: list[int], max_new_tokens: int, **others: Any) -> dict[s
 
 
 def answers(base_url: str, prompts: list[list[int]]) -> list[Answer]:
-    asks = {"return_logprob": True, "top_logprobs_num": 2}
+    asks = {"return_logprob": True, "top_logprobs_num": 4}
     bodies = [greedy_body(prompt, NEW_TOKENS, **asks) for prompt in prompts]
     found = []
     for reply in asyncio.run(post_all(base_url, bodies)):
@@ -74,10 +72,7 @@ def answers(base_url: str, prompts: list[list[int]]) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
-    task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, PROMPTS)
-    texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
-    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return problem_prompts(PROBLEMS)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +120,7 @@ def test_texts_with_trees_part_only_at_near_ties(
         gap = prefill_gap(plain_server.base_url, prefix, parting.tokens)
         print(f"  text {parting.prompt}: gap {gap:+.4f} in a prefill")
         assert abs(gap) <= comparison.bound
-    assert len(comparison.plain_errors) > PROMPTS * 20, "texts of one token would prove nothing"
+    assert len(comparison.plain_errors) > PROBLEMS * 20, "texts of one token would prove nothing"
     assert_only_near_ties(comparison)
 
 

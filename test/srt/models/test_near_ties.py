@@ -5,29 +5,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from near_ties import Answer, Comparison, Parting, assert_only_near_ties, compare
+from near_ties import (
+    Answer,
+    Comparison,
+    Parting,
+    assert_only_near_ties,
+    compare,
+    problem_prompts,
+)
 from runner_harness import Engine, PlainModel, Settings, greedy
-from tokenizers import Tokenizer
 
-from mamba_eagle.config import EMBEDDED_HEAD, EMBEDDED_MODEL
-from mamba_eagle.eval import gsm8k
+from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
 
-PROMPTS, BATCH = 12, 4
+PROBLEMS, BATCH = 6, 4
 NEW_TOKENS = 48
 TREE = Settings(topk=4, steps=5, nodes=16)
 TREES = {"deferred": TREE, "snapshot": TREE._replace(scheme="snapshot")}
 
 pytestmark = pytest.mark.skipif(
-    not (EMBEDDED_HEAD / "model.safetensors").exists(), reason="the embedded weights are missing"
+    not (EMBEDDED_HEADS["EAGLE"] / "model.safetensors").exists(),
+    reason="the embedded weights are missing",
 )
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
-    task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, PROMPTS)
-    texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
-    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return problem_prompts(PROBLEMS)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +40,12 @@ def exact() -> PlainModel:
 
 def answers(settings: Settings, prompts: list[list[int]]) -> list[Answer]:
     engine = Engine(
-        EMBEDDED_MODEL, EMBEDDED_HEAD, settings, dtype="bfloat16", max_total_tokens=4000
+        EMBEDDED_MODEL, EMBEDDED_HEADS["EAGLE"], settings, dtype="bfloat16", max_total_tokens=4000
     )
     lives = []
     for first in range(0, len(prompts), BATCH):
         batch = [
-            engine.start(prompt, greedy(NEW_TOKENS), return_logprob=True, top_logprobs=2)
+            engine.start(prompt, greedy(NEW_TOKENS), return_logprob=True, top_logprobs=4)
             for prompt in prompts[first : first + BATCH]
         ]
         engine.finish(batch)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from mamba_eagle.config import EMBEDDED_HEAD, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.config import EMBEDDED_HEADS, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import TreeShape
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
@@ -48,9 +48,9 @@ def test_servers_differ_in_what_they_draft_and_in_nothing_else(
     large, chain = TreeShape(topk=4, steps=5, nodes=16), TreeShape(topk=1, steps=3, nodes=4)
     assert drafts.pop("plain")[:2] == (TreeShape(), False)
     assert drafts == {
-        "4x5x16": (large, False, str(EMBEDDED_HEAD)),
-        "1x3x4": (chain, False, str(EMBEDDED_HEAD)),
-        "adaptive": (large, True, str(EMBEDDED_HEAD)),
+        "4x5x16": (large, False, str(EMBEDDED_HEADS["EAGLE"])),
+        "1x3x4": (chain, False, str(EMBEDDED_HEADS["EAGLE"])),
+        "adaptive": (large, True, str(EMBEDDED_HEADS["EAGLE"])),
         "useless": (large, True, str(tmp_path)),
     }
 
@@ -61,7 +61,7 @@ def test_the_useless_head_is_a_head_that_knows_nothing(
     adaptive.write_useless_head(tmp_path)
     head, again = (EagleHead(ModelConfig.from_pretrained(tmp_path)) for _ in range(2))
     load_weights(head, tmp_path)
-    load_weights(again, EMBEDDED_HEAD)
+    load_weights(again, EMBEDDED_HEADS["EAGLE"])
     own, trained = head.fc.weight.flatten(), again.fc.weight.flatten()
     assert abs(torch.corrcoef(torch.stack([own, trained]))[0, 1]) < 0.1
 
