@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.draft_tree import cpu
-from mamba_eagle.kernels.top_log_probs import TopTokens
+from mamba_eagle.kernels.top_log_probs import MOST, TopTokens
 
 
 class Tree(NamedTuple):
@@ -205,7 +205,7 @@ def candidates(roots: Tensor, topk: int, steps: int) -> Candidates:
     """For ``steps`` expansions at most; the fastest on the roots' device."""
     if numba_math.usable(roots.device):
         return FusedCandidates(roots, topk)
-    if gpu.usable(roots.device):
+    if topk <= MOST and gpu.usable(roots.device):
         from mamba_eagle.spec.triton_tree import TritonCandidates  # needs triton
 
         return TritonCandidates(roots, topk, steps)

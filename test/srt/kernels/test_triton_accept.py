@@ -108,7 +108,8 @@ def test_a_step_is_accepted_as_in_torch(nodes: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-def test_a_graph_accepts_other_trees() -> None:
+def test_a_graph_accepts_other_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_math, "numba", None)  # behind a cut its nodes are other ones
     (table, slots, tree, target, kv_slots), *others = cases(8)
     ours = copied(table, DEVICE)
     ours.stop_tokens = torch.full((REQUESTS, 8), -1, device=DEVICE)

@@ -9,8 +9,9 @@ pytest.importorskip("triton")
 
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 
-from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.tree import Candidates, single_node_tree
+from mamba_eagle.kernels import gpu, numba_math
+from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
+from mamba_eagle.spec.tree import Candidates, candidates, single_node_tree
 from mamba_eagle.spec.triton_tree import TritonCandidates
 
 on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
@@ -63,6 +64,15 @@ def test_trees_are_those_of_torch(steps: int, topk: int, nodes: int, kind: str) 
 @pytest.mark.parametrize("kind", ["random", "ties"])
 def test_large_trees_are_those_of_torch(kind: str) -> None:
     assert_same_trees(steps=4, topk=16, nodes=64, b=1, kind=kind)
+
+
+@runs_kernels
+def test_torch_takes_over_where_lanes_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "usable", lambda device, *dtypes: True)
+    monkeypatch.setattr(numba_math, "numba", None)
+    kinds = [type(candidates(torch.tensor([3], device=DEVICE), k, 2)) for k in (16, 17)]
+    assert kinds == [TritonCandidates, Candidates]
+    assert top_log_probs(torch.randn(2, 40, device=DEVICE), 17).tokens.shape == (2, 17)
 
 
 @runs_kernels

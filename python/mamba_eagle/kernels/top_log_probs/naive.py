@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+MOST = 16  # tokens of a row that a GPU's kernels choose; torch takes over beyond
+
 
 class TopTokens(NamedTuple):
     """The k best tokens of some rows, best first."""

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.top_log_probs.naive import TopTokens
+from mamba_eagle.kernels.top_log_probs.naive import MOST, TopTokens
 
-MOST = 16  # tokens a row
 BLOCK = 2048
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
 NO_KEY = tl.constexpr(-(2**63))
