@@ -57,6 +57,15 @@ class PointwiseOps:
         [size] -> [n, size]."""
         return naive.gated_group_rms_norm(y, gate, weight, group_size, eps)
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Channel i < half turns with channel i + half, those behind stay: x [n, heads, D], which
+        nobody looks at afterwards; cos, sin [n, 1, half] float32."""
+        half = cos.shape[-1]
+        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+        first, second = first.float(), second.float()
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)
+
 
 class TritonOps(PointwiseOps):
     """What FlashInfer does not have."""
@@ -67,8 +76,10 @@ class TritonOps(PointwiseOps):
         # they need triton
         from mamba_eagle.kernels.gated_norm.triton import gated_norm
         from mamba_eagle.kernels.relu_squared.triton import relu_squared_
+        from mamba_eagle.kernels.rotary.triton import rotate_
 
         self._gated_norm, self._relu_squared = gated_norm, relu_squared_
+        self._rotate = rotate_
 
     def relu_squared(self, x: Tensor) -> Tensor:
         return self._relu_squared(x.contiguous())
@@ -77,6 +88,9 @@ class TritonOps(PointwiseOps):
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
     ) -> Tensor:
         return self._gated_norm(y, gate, weight, y.shape[1] // group_size, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._rotate(x, cos, sin)
 
 
 class FlashInferOps(TritonOps):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.norm import RMSNorm
@@ -40,7 +41,10 @@ class Rotary:
         if self.frequencies.device != device:
             self.frequencies = self.frequencies.to(device)
         angles = positions.to(device).float()[:, None, None] * self.frequencies
-        return Rotation(angles.cos() * self.magnitude, angles.sin() * self.magnitude)
+        cos, sin = angles.cos(), angles.sin()
+        if self.magnitude != 1.0:
+            cos, sin = cos * self.magnitude, sin * self.magnitude
+        return Rotation(cos, sin)
 
 
 def rope_frequencies(config: RopeConfig) -> Tensor:
@@ -77,18 +81,6 @@ def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
     return (pairs - first) / max(last - first, 1e-3)
 
 
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [n, heads, D]: channel i < dim/2 turns with channel i + dim/2; those from dim on stay."""
-    half = rotation.cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    first, second = first.float(), second.float()
-    turned = (
-        first * rotation.cos - second * rotation.sin,
-        second * rotation.cos + first * rotation.sin,
-    )
-    return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)
-
-
 class RotaryAttention(Attention):
     """Attention whose queries and keys are turned by position, after a norm of each head if the
     family has one."""
@@ -102,9 +94,15 @@ class RotaryAttention(Attention):
         input_size: int = 0,
     ) -> None:
         super().__init__(config, hidden_size, index, input_size)
+        self._ops = TORCH
         if config.head_norm:
             self.q_norm = RMSNorm(config.head_dim, norm_eps)
             self.k_norm = RMSNorm(config.head_dim, norm_eps)
+
+    def prepare(self) -> None:
+        weight = self.q_proj.weight
+        self._ops = pointwise_ops(weight.device, weight.dtype)
+        super().prepare()
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         if self.config.head_norm:
@@ -113,7 +111,7 @@ class RotaryAttention(Attention):
                 for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
         assert ctx.rotation is not None, "the model sets it as its pass begins"
-        return rotate(q, ctx.rotation), rotate(k, ctx.rotation)
+        return self._ops.rotate(q, *ctx.rotation), self._ops.rotate(k, *ctx.rotation)
 
 
 def make_attention(

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.rotary import rotate
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
@@ -55,6 +55,11 @@ class SharedAttention(Layer):
                 self.add_module(f"linear_{name}_adapter_list", added)
         self.adapted = bool(config.raw.get("use_shared_attention_adapter"))
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
+        self._ops = TORCH
+
+    def prepare(self) -> None:
+        weight = self.o_proj.weight
+        self._ops = pointwise_ops(weight.device, weight.dtype)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, use: int) -> Tensor:
         made = []
@@ -66,7 +71,7 @@ class SharedAttention(Layer):
             made.append(projected.unflatten(-1, (-1, self.config.head_dim)))
         q, k, v = made
         if ctx.rotation is not None:
-            q, k = rotate(q, ctx.rotation), rotate(k, ctx.rotation)
+            q, k = (self._ops.rotate(x, *ctx.rotation) for x in (q, k))
         place: Any = Place(use, self.config.scale, self.config)
         return self.o_proj(ctx.attention(place, q, k, v).flatten(1))
 

@@ -81,6 +81,7 @@ class StandIn(FlashInferOps):
 
     relu_squared = PointwiseOps.relu_squared
     gated_group_rms_norm = PointwiseOps.gated_group_rms_norm
+    rotate = PointwiseOps.rotate
 
 
 @pytest.fixture
@@ -143,6 +144,10 @@ def test_flashinfer_gives_what_torch_gives(dtype: torch.dtype) -> None:
         gated = (x, gate, weight, size // 8, 1e-5)
         assert_close(ops.gated_group_rms_norm(*gated), TORCH.gated_group_rms_norm(*gated))
         assert_close(ops.relu_squared(x.clone()), TORCH.relu_squared(x))
+        heads = torch.randn(n, 24, 128, device="cuda").to(dtype)[:, 3:19]  # of a fused product
+        angles = torch.rand(n, 1, 48, device="cuda") * 100
+        turned = TORCH.rotate(heads, angles.cos(), angles.sin())
+        assert_close(ops.rotate(heads, angles.cos(), angles.sin()), turned)
         both = torch.randn(n, 2 * size, device="cuda").to(dtype)
         assert_close(ops.silu_and_mul(both), TORCH.silu_and_mul(both))
 
