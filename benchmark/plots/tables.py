@@ -208,7 +208,7 @@ def versions(lines: Lines) -> str:
     """What the figures were made with."""
     rates: dict[str, list[float]] = {}
     for line in lines.all:
-        if "engine" not in line:
+        if "engine" not in line and line.get("copy_tb_s"):
             made = f"torch {line['torch']}, triton {line['triton']}, {line['date']}"
             rates.setdefault(f"{line['gpu']}, {made}", []).append(line["copy_tb_s"])
     return "\n".join(

@@ -98,11 +98,17 @@ class Experts(Layer):
         return weighted.sum(1).to(x.dtype)
 
 
+def experts_on_device(config: MoEConfig | None, dtype: torch.dtype) -> bool:
+    """Whether a GPU multiplies by experts in one kernel, and the host need not know how many tokens
+    go to each."""
+    return config is None or dtype == torch.bfloat16
+
+
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows ``[ends[e-1], ends[e])`` of x [m, in] by expert e's weight [E, out, in] -> [m, out]."""
     # one kernel without a round trip to the CPU; it takes rows that begin at multiples of 16 bytes,
     # as those of all published models do
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16:  # as experts_on_device says
         inner, width = (-size % 8 for size in weight.shape[1:])
         padded = F.pad(weight, (0, width, 0, inner)) if inner or width else weight
         x = F.pad(x, (0, width)) if width else x

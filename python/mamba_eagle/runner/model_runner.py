@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.core import PLAIN, SamplingParams
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.pointwise import pointwise_ops
 from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.moe import experts_on_device
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import (
@@ -182,7 +183,7 @@ class ModelRunner:
             return EagerSteps(self.step)
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
         steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
-        steps.warm_up([PLAIN] if self.shape == PLAIN else [PLAIN, self.shape])
+        steps.warm_up(self.config.step_shapes)
         return steps
 
     def _capturable(self) -> bool:
@@ -191,8 +192,7 @@ class ModelRunner:
         model = self.model_config
         if model.attention is not None and not gpu.usable(self.device, self.dtype):
             return False
-        # products of experts in other dtypes are made one by one, in numbers that the host reads
-        return self.scheme.on_device and (model.moe is None or self.dtype == torch.bfloat16)
+        return self.scheme.on_device and experts_on_device(model.moe, self.dtype)
 
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.core import PLAIN, TreeShape, candidates
 from mamba_eagle.message import ShapeUse, SpeculationState
 from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes
 
@@ -252,13 +252,3 @@ class _Use:
             accept_length=self.tokens / max(self.rows, 1),
             step_ms=1000 * self.seconds / self.steps,
         )
-
-
-def candidates(configured: TreeShape) -> list[TreeShape]:
-    """Plain decoding, chains, and trees up to the configured one; smaller ones first."""
-    topk, steps, nodes = configured.topk, configured.steps, configured.nodes
-    half = (steps + 1) // 2
-    shapes = [PLAIN, *(TreeShape(1, depth, depth + 1) for depth in (1, half, steps))]
-    shapes += [TreeShape(topk, half, 1 + round((nodes - 1) * half / steps)), configured]
-    possible = [shape for shape in shapes if shape.nodes <= nodes and not shape.problems()]
-    return [PLAIN, *dict.fromkeys(possible)]

@@ -28,7 +28,7 @@ def test_a_squared_relu_is_torchs(size: int) -> None:
 @runs_kernels
 @pytest.mark.parametrize("heads, dim, turned", [(1, 16, 16), (3, 24, 16), (5, 8, 6)])
 def test_queries_and_keys_turn_as_by_torch(heads: int, dim: int, turned: int) -> None:
-    """In a fused product, whose other heads stay as they are; channels past ``turned`` stay, too."""
+    """In a fused product, whose other heads stay; channels past ``turned`` stay, too."""
     generator = torch.Generator().manual_seed(heads)
     packed = torch.randn(7, heads + 2, dim, generator=generator).to(DEVICE)
     angles = (torch.rand(7, 1, turned // 2, generator=generator) * 100).to(DEVICE)

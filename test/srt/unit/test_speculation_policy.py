@@ -12,7 +12,7 @@ import pytest
 from simulated_steps import CPU, GPU, Machine, Noise, Run, Simulation
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.core import PLAIN, TreeShape, candidates
 from mamba_eagle.scheduler.estimates import RequestDrafts
 from mamba_eagle.scheduler.speculation import (
     SAVINGS,
@@ -21,7 +21,6 @@ from mamba_eagle.scheduler.speculation import (
     Choice,
     FixedShape,
     Outcome,
-    candidates,
     shape_policy,
 )
 

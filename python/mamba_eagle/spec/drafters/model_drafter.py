@@ -12,6 +12,7 @@ from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.accept.cpu import append_pending
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_of
+from mamba_eagle.layers.moe import experts_on_device
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import (
     PrefillPart,
@@ -33,6 +34,9 @@ from mamba_eagle.spec.drafters.pending import pending_entries
 from mamba_eagle.spec.tree import Tree, candidates, chain_tree, head_of_chain
 
 MOST_PENDING = 16  # entries of tokens that plain steps made; beyond that they are run
+# In all, of a drafter that needs no row for each: so that plain decoding seldom stops for it. The
+# slot table has room for 64 positions behind a request.
+MOST_WITHOUT_ROWS = 62
 SPARE_ROWS = 8  # longer chains of the drafter's own state, fewer folds
 
 
@@ -45,6 +49,11 @@ def max_lanes(config: EngineConfig) -> int:
 def most_pending(config: EngineConfig) -> int:
     """Room for entries that wait: plain steps may fill it, and a step of drafts comes on top."""
     return MOST_PENDING + config.tree_shape.steps + 1
+
+
+def most_without_rows(config: EngineConfig) -> int:
+    """The same of a drafter without recurrent layers."""
+    return max(most_pending(config), MOST_WITHOUT_ROWS)
 
 
 def draft_rows(config: EngineConfig) -> int:
@@ -66,7 +75,9 @@ class ModelDrafter(Drafter):
     def __init__(self, network: DraftNetwork, parts: DraftParts) -> None:
         config, net = parts.config, network.config
         self.network, self.table = network, parts.table
-        self.max_lanes, self.most_pending = max_lanes(config), most_pending(config)
+        self.max_lanes = max_lanes(config)
+        room = most_without_rows if net.mamba is None else most_pending
+        self.most_pending = room(config)
         requests, device = parts.table.run.shape[0], parts.device
         self.kv = KVPool(
             net.num_attention_layers,
@@ -302,8 +313,9 @@ class ModelDrafter(Drafter):
 
     @property
     def on_device(self) -> bool:  # type: ignore[override]
-        has_kernels = gpu.usable(self.device, self.kv.k.dtype)
-        return self.scheme.on_device and (has_kernels or not self.kv.k.shape[0])
+        dtype, config = self.kv.k.dtype, self.network.config
+        attends = not self.kv.k.shape[0] or gpu.usable(self.device, dtype)
+        return self.scheme.on_device and attends and experts_on_device(config.moe, dtype)
 
     @property
     def num_bytes(self) -> int:
