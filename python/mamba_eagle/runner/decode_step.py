@@ -124,17 +124,24 @@ class DecodeStep:
 class EagerRun:
     """A step of one batch, each operation launched by itself."""
 
-    def __init__(self, step: DecodeStep, batch: DecodeBatch, noisy: bool) -> None:
-        self.step, self.steps = step, batch.shape.steps
-        device = step.table.run.device
+    def __init__(self, step: DecodeStep, batch: DecodeBatch) -> None:
+        self.step, self.batch = step, batch
+
+    def verify(self) -> Verified:
+        """Draft, and what the target says of it."""
+        step, batch, device = self.step, self.batch, self.step.table.run.device
+        step.drafter.prepare(batch.slots, batch.shape)
         self.slots = to_device(batch.slots, device=device)
         self.kv_slots = to_device(batch.kv_slots, device=device)
+        noisy = step.sampling.any_noise(batch.slots)
         tree = step.draft(self.slots, self.kv_slots, batch.shape, noisy)
         self.verified = step.verify(self.slots, self.kv_slots, tree)
+        return self.verified
 
     def commit(self, target: Tensor) -> Outcome:
         """target [b, T] int64, what the target samples at each node."""
-        outcome = self.step.commit(self.slots, self.kv_slots, self.verified, target, self.steps)
+        steps = self.batch.shape.steps
+        outcome = self.step.commit(self.slots, self.kv_slots, self.verified, target, steps)
         self.step.told(self.slots, self.verified, outcome.accepted)
         return outcome
 
@@ -150,7 +157,5 @@ class EagerSteps:
     def warm_up(self, shapes: list[TreeShape]) -> None:
         """Nothing to prepare."""
 
-    def begin(self, batch: DecodeBatch) -> EagerRun:
-        """Draft and verify."""
-        self.step.drafter.prepare(batch.slots, batch.shape)
-        return EagerRun(self.step, batch, self.step.sampling.any_noise(batch.slots))
+    def prepare(self, batch: DecodeBatch) -> EagerRun:
+        return EagerRun(self.step, batch)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.message import DecodeBatch
-from mamba_eagle.runner.decode_step import DecodeStep, Outcome
-from mamba_eagle.runner.transfer import to_device
+from mamba_eagle.runner.decode_step import DecodeStep, Outcome, Verified
+from mamba_eagle.runner.transfer import host_tensor, to_device
 from mamba_eagle.spec.tree import Tree
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -54,10 +54,14 @@ class GraphedRun:
     """A step of one batch: its rows are the first of the graph's."""
 
     def __init__(self, graph: _Graph, batch: DecodeBatch) -> None:
-        self.graph, self.b = graph, len(batch.slots)
+        self.graph, self.batch, self.b = graph, batch, len(batch.slots)
         self.slots = graph.slots[: self.b]
-        graph.load(batch)
         self.verified = graph.verified.rows(self.b)
+
+    def verify(self) -> Verified:
+        """Draft, and what the target says of it."""
+        self.graph.load(self.batch)
+        return self.verified
 
     def commit(self, target: Tensor) -> Outcome:
         """target [b, T] int64, what the target samples at each node."""
@@ -109,7 +113,7 @@ class _Graph:
         """Draft and verify."""
         rows = [[slot, *nodes] for slot, nodes in zip(batch.slots, batch.kv_slots)]
         rows += [self.padding] * (self.kind.batch - len(rows))
-        self.inputs.copy_(torch.tensor(rows, pin_memory=True), non_blocking=True)
+        self.inputs.copy_(host_tensor(rows, device=self.inputs.device), non_blocking=True)
         if self.tree is not None:
             inputs = self.inputs[: len(batch.slots)]
             slots, kv_slots = inputs[:, 0].contiguous(), inputs[:, 1:].contiguous()
@@ -146,7 +150,9 @@ class GraphedSteps:
     def warm_up(self, shapes: list[TreeShape]) -> None:
         """Capture the steps of these shapes, for all batch sizes of the ladder, greedy ones."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
-        for shape in shapes:
+        # the largest first, plain steps last: these leave entries for the drafter to catch up on,
+        # and a step that does is of another kind
+        for shape in reversed(shapes):
             for batch in self.ladder:
                 self._graph([self.padded_slot] * batch, shape)
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
@@ -157,8 +163,8 @@ class GraphedSteps:
             self.num_bytes / 1e9,
         )
 
-    def begin(self, batch: DecodeBatch) -> GraphedRun:
-        """Draft and verify."""
+    def prepare(self, batch: DecodeBatch) -> GraphedRun:
+        """What comes before the step, and is not of its time: a kind that is new is captured."""
         return GraphedRun(self._graph(batch.slots, batch.shape), batch)
 
     def _graph(self, slots: list[int], shape: TreeShape) -> _Graph:

@@ -25,8 +25,8 @@ from mamba_eagle.models.loader import (
     random_weights,
 )
 from mamba_eagle.models.registry import model_class
-from mamba_eagle.runner.decode_step import DecodeStep, EagerSteps
-from mamba_eagle.runner.graphs import GraphedSteps
+from mamba_eagle.runner.decode_step import DecodeStep, EagerRun, EagerSteps
+from mamba_eagle.runner.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.launched import Launched, Moment, Times, TreesMade
 from mamba_eagle.runner.memory import memory_table, padding_slots, plan_memory, size_text
 from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
@@ -123,14 +123,16 @@ class ModelRunner:
         if plan.releases:
             self._release(plan.releases)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
-        decode_began = Moment(self.device) if plan.prefill else began
-        trees = self._decode(plan.decode) if plan.decode is not None else None
+        trees, decode_began = None, began
+        if plan.decode is not None:
+            run = self.steps.prepare(plan.decode)
+            decode_began = Moment(self.device)
+            trees = self._decode(plan.decode, run)
         before, self._ended = self._ended, Moment(self.device)
         return Launched(plan.step, prompts, trees, Times(before, began, decode_began, self._ended))
 
-    def _decode(self, batch: DecodeBatch) -> TreesMade:
-        run = self.steps.begin(batch)
-        verified = run.verified
+    def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> TreesMade:
+        verified = run.verify()
         after = verified.positions + 1
         target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
         return TreesMade(self.table, batch, verified, run.commit(target))

@@ -14,10 +14,17 @@ from torch import Tensor
 def to_device(
     values: Sequence, dtype: torch.dtype = torch.int64, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A list as a tensor on the device; from memory that is not pinned, the copy would wait."""
-    on_gpu = torch.device(device).type == "cuda"
-    host = torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
-    return host.to(device, non_blocking=True) if on_gpu else host
+    """A list as a tensor on the device."""
+    host = host_tensor(values, dtype, device)
+    return host.to(device, non_blocking=True)
+
+
+def host_tensor(
+    values: Sequence, dtype: torch.dtype = torch.int64, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A list as a tensor that is on its way to the device; from memory that is not pinned, the copy
+    would wait."""
+    return torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
 
 
 def to_host(made: Tensor) -> Tensor:

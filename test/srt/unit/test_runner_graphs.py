@@ -1,0 +1,116 @@
+"""Steps by kind, without a GPU: what a graph would repeat is run again instead.
+
+What is captured sees the same memory as on a GPU: inputs, padding, logits, outcomes. Capturing
+itself is what test_drafters.py sees, on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runner_harness import Engine, Settings, Tiny, greedy, random_prompt, sampled, write_tiny
+from torch import Tensor
+
+from mamba_eagle.core import PLAIN
+from mamba_eagle.runner import graphs, memory, model_runner
+from mamba_eagle.runner.graphs import GraphedSteps, batch_ladder
+
+TREE = Settings(topk=3, steps=3, nodes=9)
+SETTINGS = {
+    "none": Settings("NONE"),
+    "tree": TREE,
+    "tree-snapshot": TREE._replace(scheme="snapshot"),
+    "ngram": Settings("NGRAM", topk=3, steps=3, nodes=9),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def again(self: GraphedSteps, work: Callable[[], None]) -> SimpleNamespace:
+    """In place of a graph: results go to the memory of the first ones, as a graph's do."""
+    graph, name = work.__self__, {"_verify": "verified", "_commit": "outcome"}[work.__name__]
+    work()
+    kept = getattr(graph, name)
+
+    def replay() -> None:
+        work()
+        for own, new in zip(tensors(kept), tensors(getattr(graph, name)), strict=True):
+            own.copy_(new)
+        setattr(graph, name, kept)
+
+    return SimpleNamespace(replay=replay)
+
+
+def tensors(parts: Tensor | tuple) -> list[Tensor]:
+    """All of nested tuples."""
+    if isinstance(parts, Tensor):
+        return [parts]
+    return [each for part in parts for each in tensors(part)]
+
+
+@pytest.fixture
+def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphedSteps, "record", again)
+    for module in (memory, model_runner):
+        monkeypatch.setattr(module, "padding_slots", lambda device: 1)
+    monkeypatch.setattr(model_runner.ModelRunner, "_capturable", lambda self: True)
+    cuda = SimpleNamespace(
+        graph_pool_handle=lambda: None,
+        Stream=lambda device: None,
+        mem_get_info=lambda device: (0, 0),
+    )
+    monkeypatch.setattr(graphs.torch, "cuda", cuda)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> None:
+    """Batches of every size, so most are padded; requests end at different steps, and plain steps
+    come between."""
+    engine: Engine = tiny.engine(SETTINGS[name])
+    steps = engine.runner.steps
+    assert isinstance(steps, GraphedSteps)
+    lives = [
+        engine.start(random_prompt(9 + i, i), greedy(14 + 5 * i) if i % 2 else sampled(20, i))
+        for i in range(5)
+    ]
+    for _ in range(3):
+        engine.execute(decode=lives)
+        engine.execute(decode=lives, shape=PLAIN)
+    engine.finish(lives)
+    for live in lives:
+        assert live.output == tiny.plain.choices(live)
+    end = lives[0].run
+    left = engine.release(lives[0], fold_to=end)
+    turn = engine.start(lives[0].tokens[:end] + [5, 9], greedy(20), hit=left)
+    engine.finish([turn])
+    assert turn.output == tiny.plain.choices(turn)
+    used = {kind.batch for kind in steps.graphs}
+    assert used <= set(steps.ladder) and len(used) > 1
+
+
+def test_padding_changes_nothing_of_a_request(tiny: Tiny, graphed: None) -> None:
+    engine = tiny.engine(TREE)
+    live = engine.start(random_prompt(12, 1), greedy(12))
+    table, steps = engine.runner.table, engine.runner.steps
+    assert isinstance(steps, GraphedSteps)
+    before = {name: part.clone() for name, part in vars(table).items() if torch.is_tensor(part)}
+    steps.warm_up([PLAIN, engine.shape])
+    for name, part in before.items():
+        assert torch.equal(getattr(table, name)[:-1], part[:-1]), name
+    engine.finish([live])
+    assert live.output == tiny.plain.choices(live)
+
+
+def test_a_batch_finds_a_graph_that_holds_it_and_little_more() -> None:
+    for most in (1, 5, 32, 100, 300):
+        ladder = batch_ladder(most)
+        assert ladder[0] == most and ladder == sorted(set(ladder), reverse=True)
+        for size in range(1, most + 1):
+            holds = min(each for each in ladder if each >= size)
+            assert holds <= max(size + 1, 1.5 * size)
