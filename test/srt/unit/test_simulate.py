@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.spec.accept import accept
 from mamba_eagle.spec.simulate import simulated_walk
 from mamba_eagle.spec.tree import Candidates, Tree, chain_tree, single_node_tree
@@ -19,7 +20,7 @@ def random_trees(batch: int, seed: int = 0) -> Tree:
     grown = Candidates(torch.arange(batch), TOPK)
     for depth in range(STEPS):
         logits = 4 * torch.randn(batch, TOPK if depth else 1, VOCABULARY, generator=generator)
-        grown.expand(logits.log_softmax(-1))
+        grown.expand(TopTokens(*logits.log_softmax(-1).topk(TOPK)))
     return grown.select(NODES)
 
 
