@@ -85,9 +85,11 @@ def save_weights(weights: dict[str, Tensor], folder: Path, config: dict[str, Any
     _write_json(folder / "config.json", config)
 
 
-def save_model(model: nn.Module, folder: Path, tokenizer_folder: Path) -> None:
-    """A complete checkpoint of the language model: weights, configs and tokenizer."""
-    save_weights(model.state_dict(), folder, MODEL_CONFIG)
+def save_model(
+    model: nn.Module, folder: Path, tokenizer_folder: Path, config: dict[str, Any]
+) -> None:
+    """A complete checkpoint of a language model: weights, configs and tokenizer."""
+    save_weights(model.state_dict(), folder, config)
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _write_json(folder / "generation_config.json", {**generation, "do_sample": False})
     for name in TOKENIZER_FILES:

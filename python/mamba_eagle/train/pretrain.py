@@ -1,4 +1,4 @@
-"""Trains the embedded 6M hybrid from nothing.
+"""Trains the embedded 6M hybrid from nothing, or with ``--config`` another model on the same text.
 
 ``python -m mamba_eagle.train.pretrain --output DIR``: eight minutes on one H100 by default. The
 text is generated (see ``problems.py``); a GSM8K file can be mixed in with ``--extra-data``. Weights
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,21 +86,24 @@ def evaluate(model: NemotronHForCausalLM, encoder: ProblemEncoder, problems: lis
     return f"exact match {zero:.3f}, with {SHOTS} examples {few:.3f}"
 
 
-def train(args: argparse.Namespace) -> NemotronHForCausalLM:
+def train(args: argparse.Namespace, config: dict[str, Any]) -> NemotronHForCausalLM:
+    """config: the model's config.json."""
     rows_ahead = min(128, max(4, args.batch_rows))
     data = RowStream(
         args.tokenizer, args.seed, args.length, args.workers, rows_ahead, args.extra_data
     )
     try:
-        return _train(args, data)
+        return _train(args, config, data)
     finally:
         data.close()
 
 
-def _train(args: argparse.Namespace, data: RowStream) -> NemotronHForCausalLM:
+def _train(
+    args: argparse.Namespace, config: dict[str, Any], data: RowStream
+) -> NemotronHForCausalLM:
     loop.set_precision()
     device = args.device
-    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    model = NemotronHForCausalLM(ModelConfig.from_dict(config)).float()
     initialize(model, args.seed)
     if args.init_from is not None:
         load_weights(model, args.init_from)
@@ -116,7 +121,7 @@ def _train(args: argparse.Namespace, data: RowStream) -> NemotronHForCausalLM:
         data,
         compute_loss=lambda: loss_function(model, *to_device(data.batch(args.batch_rows), device)),
         evaluate=lambda: evaluate(model, encoder, problems),
-        save=lambda: save_model(model, args.output, args.tokenizer),
+        save=lambda: save_model(model, args.output, args.tokenizer, config),
     )
     return model
 
@@ -141,6 +146,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     loop.add_arguments(parser, minutes=8.0, lr=3e-3)
     parser.add_argument("--tokenizer", type=Path, default=loop.DEFAULT_TOKENIZER)
+    parser.add_argument(
+        "--config", type=Path, help="config.json of a nemotron_h model; default: the embedded one's"
+    )
     parser.add_argument("--init-from", type=Path, help="go on from this checkpoint's weights")
     parser.add_argument("--final-count", type=int, default=200, help="held-out problems to report")
     args = parser.parse_args(argv)
@@ -150,8 +158,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    model = train(args)
-    save_model(model, args.output, args.tokenizer)
+    config = json.loads(args.config.read_text(encoding="utf-8")) if args.config else MODEL_CONFIG
+    model = train(args, config)
+    save_model(model, args.output, args.tokenizer, config)
     load_weights(model, args.output)  # what is measured now is what was saved
     print(f"saved {args.output}", flush=True)
     report(model, args)
