@@ -1,6 +1,6 @@
 """Acceptance length, right answers, tokens/s of every drafter, chain and tree, temperature 0 and 1.
 
-    python benchmark/drafting.py --drafter EAGLE NGRAM
+    python benchmark/drafting.py
     python benchmark/drafting.py --drafter EAGLE EAGLE3=DIR MTP=DIR --batch-size 1 8
 
 The embedded problems as prompts, in batches, in this process. Rounds of the contestants alternate,
@@ -124,7 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-path", default="", help="target; empty: the embedded model")
     parser.add_argument(
-        "--drafter", nargs="+", default=["EAGLE", "NGRAM"], help="NAME, or NAME=FOLDER of a drafter"
+        "--drafter",
+        nargs="+",
+        default=["EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM"],
+        help="NAME, or NAME=FOLDER of a drafter; default: all that come with the embedded model",
     )
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])

@@ -17,12 +17,13 @@ from mamba_eagle.spec.drafters import DRAFTERS, draft_source
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
-EMBEDDED_HEADS = {  # by the drafter that they are for; auto takes the first
+EMBEDDED_HEADS = {  # by the drafter that they are for
     "EAGLE": ASSETS / "mamba2-math-6m-eagle",
     "EAGLE3": ASSETS / "mamba2-math-6m-eagle3",
     "MTP": ASSETS / "mamba2-math-6m-mtp",
     "NEXTN": ASSETS / "mamba2-math-6m-mtp",
 }
+EMBEDDED_DRAFTERS = {**EMBEDDED_HEADS, "STANDALONE": ASSETS / "mamba2-math-1m"}
 
 
 class ConfigError(ValueError):
@@ -87,10 +88,13 @@ class EngineConfig:
 
     speculative_algorithm: str = setting(
         "auto",
-        "drafter; auto: what the drafter's folder is made for, NONE without one",
+        "drafter; auto: what the drafter's folder is made for; without one NONE, for the embedded "
+        "model EAGLE",
         ("auto", *DRAFTERS, "NONE"),
     )
-    speculative_draft_model_path: str = setting("", "the drafter's folder")
+    speculative_draft_model_path: str = setting(
+        "", "the drafter's folder; the embedded model has one for every drafter that needs one"
+    )
     speculative_num_steps: int = setting(5, "depth of the draft tree")
     speculative_eagle_topk: int = setting(2, "lanes of the draft tree; 1: a chain")
     speculative_num_draft_tokens: int = setting(8, "nodes verified in a step, the root included")
@@ -119,7 +123,7 @@ class EngineConfig:
         problems = self._find_folders(values)
         algorithm = self.speculative_algorithm
         if embedded and not draft:
-            draft = str(EMBEDDED_HEADS.get("EAGLE" if algorithm == "auto" else algorithm, ""))
+            draft = str(EMBEDDED_DRAFTERS.get("EAGLE" if algorithm == "auto" else algorithm, ""))
         folder = values.setdefault("speculative_draft_model_path", draft)
         if algorithm == "auto":
             algorithm = draft_algorithm(folder) if folder else "NONE"

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from mamba_eagle.config import EMBEDDED_DRAFTERS
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
@@ -224,6 +226,23 @@ def test_transformers_can_initialize_from_the_config(checkpoint: Path) -> None:
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_pretraining_with_a_config_gives_the_drafter_of_that_config(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    """Of the embedded STANDALONE drafter's, for one step."""
+    folder = EMBEDDED_DRAFTERS["STANDALONE"]
+    arguments = ["--output", str(tmp_path), "--config", str(folder / "config.json"), *SMALL]
+    arguments += ["--tokenizer", str(tokenizer_folder), "--steps", "1", "--final-count", "0"]
+    pretrain.main(arguments)
+    config = json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    shapes = [
+        {name: weight.shape for name, weight in load_file(path / "model.safetensors").items()}
+        for path in (tmp_path, folder)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_sigterm_ends_a_run_and_nothing_else() -> None:

@@ -1,4 +1,4 @@
-"""The draft heads that come with the embedded model."""
+"""The drafters that come with the embedded model: heads, and a smaller model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from mamba_eagle.config import ASSETS, EMBEDDED_HEADS, EngineConfig
+from mamba_eagle.config import ASSETS, EMBEDDED_DRAFTERS, EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
@@ -52,14 +52,20 @@ def generate() -> Generate:
 
 
 @pytest.mark.parametrize("temperature", LEAST_LENGTH)
-@pytest.mark.parametrize("algorithm", EMBEDDED_HEADS)
-def test_an_embedded_head_drafts_what_the_model_writes(
+@pytest.mark.parametrize("algorithm", EMBEDDED_DRAFTERS)
+def test_an_embedded_drafter_drafts_what_the_model_writes(
     algorithm: str, temperature: float, generate: Generate
 ) -> None:
-    """No folder is named: the head is found. Texts are those of plain decoding."""
+    """No folder is named: the drafter's is found. Texts are those of plain decoding."""
     made = generate(algorithm, temperature)
     assert made.tokens == generate("NONE", temperature).tokens
     assert made.accept_length >= LEAST_LENGTH[temperature]
+
+
+def test_the_embedded_model_drafts_with_its_eagle_head_unless_another_drafter_is_named() -> None:
+    config = EngineConfig().resolved()
+    assert config.speculative_algorithm == "EAGLE"
+    assert config.speculative_draft_model_path == str(EMBEDDED_DRAFTERS["EAGLE"])
 
 
 def test_the_embedded_files_stay_small() -> None:
