@@ -3,9 +3,14 @@
     python benchmark/adaptive.py
     python benchmark/adaptive.py --batch-size 1 8 --rounds 3 --common "--device cpu --cpu-threads 1"
 
+    python benchmark/adaptive.py --geometry --batch-size 1 8 32
+
 Starts all servers at once: without drafts, with each fixed shape, and adaptive ones with the
 embedded head and with one of random weights. They answer the same problems one after the other, in
-rounds, and each round gives ratios to its own plain run: a slow minute of the machine hits all.
+rounds, and each round gives ratios to its own plain run: a slow minute of the machine hits all. The
+ratio of the fastest rounds, of all there were, is what an undisturbed machine would show.
+--geometry: the sizes of Nemotron-Nano-9B-v2 and a drafter of two layers, random weights both, so
+that what they draft is never right; with and without drafts, and nothing else.
 Appends one JSON line a server and batch size to benchmark/results/adaptive.jsonl.
 
 Goals: ``useless`` at 0.97 of ``plain`` or more, ``adaptive`` at 0.97 of the best fixed one or more.
@@ -26,10 +31,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import httpx
 from compare_server import running_server
 from safetensors.torch import save_file
+from server_start import GEOMETRY, answer_all
 
 from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k, results
@@ -67,14 +74,24 @@ def tree_flags(shape: str) -> list[str]:
 
 def server_flags(shapes: list[str], useless_head: Path) -> dict[str, list[str]]:
     """name -> flags. The adaptive servers draft the first shape at most."""
-    eagle = ["--speculative-algorithm", "EAGLE"]
+    eagle = ["--model-path", str(EMBEDDED_MODEL), "--speculative-algorithm", "EAGLE"]
     largest = tree_flags(shapes[0])
-    servers = {PLAIN: ["--speculative-algorithm", "NONE"]}
+    servers = {PLAIN: ["--model-path", str(EMBEDDED_MODEL), "--speculative-algorithm", "NONE"]}
     for shape in shapes:
         servers[shape] = [*eagle, *tree_flags(shape), "--no-speculative-adaptive"]
     servers[ADAPTIVE] = [*eagle, *largest]
     servers[USELESS] = [*eagle, *largest, "--speculative-draft-model-path", str(useless_head)]
     return servers
+
+
+def geometry_flags(shape: str) -> dict[str, list[str]]:
+    drafter = Path(__file__).parent / "models" / "llama-2-layers"
+    standalone = ["--speculative-algorithm", "STANDALONE", *tree_flags(shape)]
+    standalone += ["--speculative-draft-model-path", str(drafter)]
+    return {
+        PLAIN: [*GEOMETRY, "--speculative-algorithm", "NONE"],
+        USELESS: [*GEOMETRY, *standalone],
+    }
 
 
 def write_useless_head(folder: Path) -> None:
@@ -86,25 +103,66 @@ def write_useless_head(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def run_round(contestant: Contestant, prompts: list[str], batch: int, new_tokens: int) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "stop": gsm8k.STOP}
+class Made(NamedTuple):
+    """By the requests of a round."""
+
+    tokens: int
+    steps: int  # counted once a request; 0: not known
+
+
+class Problems:
+    """The embedded ones, answered by the embedded model."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        problems = gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
+        self.prompts = [gsm8k.make_prompt([], problem.question) for problem in problems]
+        self.each, self.new_tokens = args.problems, args.max_new_tokens
+
+    def answer(self, base_url: str, batch: int) -> Made:
+        wanted = [self.prompts[i % len(self.prompts)] for i in range(self.each * batch)]
+        sampling = {"temperature": 0, "max_new_tokens": self.new_tokens, "stop": gsm8k.STOP}
+        replies = asyncio.run(ask(base_url, wanted, sampling, batch))
+        return Made(
+            sum(reply.completion_tokens for reply in replies),
+            sum(reply.verify_steps for reply in replies),
+        )
+
+
+class Prompts:
+    """Made of any tokens, for weights that mean nothing."""
+
+    LENGTH = 256
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.each, self.new_tokens = args.problems, args.max_new_tokens
+
+    def answer(self, base_url: str, batch: int) -> Made:
+        tokens = 0
+        for _ in range(self.each):
+            made = asyncio.run(answer_all(base_url, batch, self.LENGTH, self.new_tokens))
+            tokens += sum(map(len, made))
+        return Made(tokens, 0)
+
+
+def run_round(contestant: Contestant, work: Problems | Prompts, batch: int) -> None:
     begin = time.perf_counter()
-    replies = asyncio.run(ask(contestant.base_url, prompts, sampling, batch))
-    tokens = sum(reply.completion_tokens for reply in replies)
-    steps = sum(reply.verify_steps for reply in replies)
-    contestant.speeds.append(tokens / (time.perf_counter() - begin))
-    contestant.accept_length = tokens / steps if steps else 1.0
+    made = work.answer(contestant.base_url, batch)
+    contestant.speeds.append(made.tokens / (time.perf_counter() - begin))
+    contestant.accept_length = made.tokens / made.steps if made.steps else 1.0
 
 
-def measure_batch(contestants: list[Contestant], prompts: list[str], batch: int, args) -> None:
+def measure_batch(
+    contestants: list[Contestant], work: Problems | Prompts, batch: int, rounds: int
+) -> None:
     """Fills ``speeds``. The first to answer changes from round to round."""
     for contestant in contestants:
-        run_round(contestant, prompts, batch, args.max_new_tokens)
+        for _ in range(2):
+            run_round(contestant, work, batch)
         contestant.speeds.clear()  # it was learning what pays
-    for number in range(args.rounds):
+    for number in range(rounds):
         first = number % len(contestants)
         for contestant in contestants[first:] + contestants[:first]:
-            run_round(contestant, prompts, batch, args.max_new_tokens)
+            run_round(contestant, work, batch)
 
 
 def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -> None:
@@ -114,10 +172,13 @@ def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -
     best = max(fixed, key=lambda each: median(each.speeds))
     for each in contestants:
         ratios, of_best = each.ratios(plain), each.ratios(best)
+        fastest = max(each.speeds) / max(plain.speeds)
+        fastest_of_best = max(each.speeds) / max(max(other.speeds) for other in fixed)
         print(
             f"{batch:>5} {each.name:>10} {median(each.speeds):>10.0f} {each.accept_length:>6.2f} "
-            f"{median(ratios):>8.3f} {min(ratios):>6.3f} to {max(ratios):.3f} "
-            f"{median(of_best):>8.3f} {min(of_best):>6.3f} to {max(of_best):.3f}",
+            f"{median(ratios):>8.3f} {min(ratios):>6.3f} to {max(ratios):.3f} {fastest:>8.3f} "
+            f"{median(of_best):>8.3f} {min(of_best):>6.3f} to {max(of_best):.3f} "
+            f"{fastest_of_best:>8.3f}",
             flush=True,
         )
         record = {
@@ -128,6 +189,8 @@ def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -
             "value": round(median(ratios), 4),
             "least": round(min(ratios), 4),
             "most": round(max(ratios), 4),
+            "fastest": round(fastest, 4),
+            "fastest_of_best_fixed": round(fastest_of_best, 4),
             "rounds": args.rounds,
             "best_fixed": best.name,
             "of_best_fixed": round(median(of_best), 4),
@@ -153,6 +216,9 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=4, help="of each client in a round")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument(
+        "--geometry", action="store_true", help="a model of 9B parameters, weights random"
+    )
+    parser.add_argument(
         "--fixed",
         nargs="+",
         default=["4x5x16", "2x5x8", "1x5x6"],
@@ -165,26 +231,28 @@ def main() -> None:
     args.facts = results.facts("cpu" if "--device cpu" in args.common else "auto")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and stop the servers
 
-    problems = gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
-    prompts = [gsm8k.make_prompt([], problem.question) for problem in problems]
+    work = Prompts(args) if args.geometry else Problems(args)
     # each round is the first one to the server
-    common = ["--model-path", str(EMBEDDED_MODEL), "--disable-radix-cache"]
-    common += shlex.split(args.common)
+    common = ["--disable-radix-cache", *shlex.split(args.common)]
     with contextlib.ExitStack() as stack:
         useless_head = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_useless_head(useless_head)
         flags = server_flags(args.fixed, useless_head)
+        if args.geometry:
+            args.fixed, flags = [], geometry_flags(args.fixed[0])
         servers = [running_server([*common, *own]) for own in flags.values()]
         with ThreadPoolExecutor() as pool:
             urls = pool.map(stack.enter_context, servers)
             contestants = [Contestant(name, url) for name, url in zip(flags, urls)]
         print(f"{args.facts['gpu']}, commit {args.facts['commit']}, {args.rounds} rounds")
-        print("batch     server   tokens/s accept    of plain: least to most   of the best fixed")
+        print(
+            "batch     server   tokens/s accept  of plain: least to most   fastest   "
+            "of the best fixed: …  fastest"
+        )
         for batch in args.batch_size:
             for contestant in contestants:
                 contestant.speeds.clear()
-            wanted = [prompts[i % len(prompts)] for i in range(args.problems * batch)]
-            measure_batch(contestants, wanted, batch, args)
+            measure_batch(contestants, work, batch, args.rounds)
             report(contestants, args.fixed, batch, args)
         for contestant in contestants:
             if contestant.name in (ADAPTIVE, USELESS):

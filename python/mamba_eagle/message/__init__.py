@@ -144,6 +144,7 @@ class SpeculationState(msgspec.Struct, kw_only=True):
 
     adaptive: bool = False
     current: str = "plain"  # the last step's
+    given_up: bool = False  # the drafter is of no use, and does not follow new requests
     shapes: dict[str, ShapeUse] = {}
 
 
@@ -186,6 +187,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     history: list[int] = []  # all tokens of [0, start), if sampling or the drafter needs them
     return_spec_trace: bool = False
     # of every chunk:
+    follow: bool = True  # the drafter takes it in
     logprob_start: int = -1  # absolute position of the first wanted logprob in this chunk; -1: none
     top_logprobs: int = 0
     return_logprob: bool = False
@@ -211,6 +213,7 @@ class Plan(Struct):
     """One step: releases first, then prefill, then decode."""
 
     step: int
+    unfollow: list[int] = []  # before all: slots of requests that the drafter may forget
     releases: list[Release] = []
     prefill: list[PrefillItem] = []
     decode: DecodeBatch | None = None

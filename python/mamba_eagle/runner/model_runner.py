@@ -120,6 +120,8 @@ class ModelRunner:
         """Run a plan. On a GPU all of it is under way when this returns, and the next plan may be
         launched before the result is read; results come in the order of the plans."""
         began = Moment(self.device)
+        if plan.unfollow:
+            self.drafter.unfollow(plan.unfollow)
         if plan.releases:
             self._release(plan.releases)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None

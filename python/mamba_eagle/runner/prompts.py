@@ -91,7 +91,7 @@ class PromptRunner:
             span = slice(part.first, part.first + part.length)
             self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
         start_finished(self.step.scheme, items, self.device)
-        self.step.drafter.observe_prefill(items, tokens, features, before)
+        self._show_drafter(parts, tokens, features, before)
         made = PromptsMade(items)
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
@@ -100,6 +100,22 @@ class PromptRunner:
         if over:
             self._first_tokens(over, features, made)
         return made
+
+    def _show_drafter(
+        self, parts: Sequence[PrefillPart], tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        """The chunks of followed requests; before [parts, F]."""
+        drafter = self.step.drafter
+        new = [part.item.slot for part in parts if part.item.is_first and not part.item.follow]
+        if new:
+            drafter.unfollow(new)
+        shown = [i for i, part in enumerate(parts) if part.item.follow]
+        if len(shown) < len(parts):
+            ranges = [range(p.first, p.first + p.length) for p in map(parts.__getitem__, shown)]
+            rows = self._indices([row for each in ranges for row in each])
+            tokens, features, before = tokens[rows], features[rows], before[self._indices(shown)]
+        if shown:
+            drafter.observe_prefill([parts[i].item for i in shown], tokens, features, before)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return to_device(values, device=self.device)
@@ -151,7 +167,14 @@ class PromptRunner:
         table.last_token[rows] = tokens
         is_stop = (table.stop_tokens[rows] == tokens[:, None]).any(1)
         table.remaining[rows] = torch.where(is_stop, 0, budget)
-        self.step.drafter.observe_first_tokens(slots, tokens, own)
+        shown = [i for i, part in enumerate(parts) if part.item.follow]
+        if len(shown) == len(parts):
+            self.step.drafter.observe_first_tokens(slots, tokens, own)
+        elif shown:
+            those = self._indices(shown)
+            self.step.drafter.observe_first_tokens(
+                [slots[i] for i in shown], tokens[those], own[those]
+            )
         made.first_tokens = to_host(tokens)
         for i, part in enumerate(parts):
             if part.item.return_logprob:

@@ -282,11 +282,11 @@ class DeferredVerify(RecurrentVerify):
         return marks[:, :W].argsort(dim=1, stable=True)[:, :count]
 
     def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
-        nodes = tree.tokens.shape[1]
-        crowded = self.chain_len[slots] + nodes + self.size.spare > self.size.rows
+        # one limit for trees of every size: more rows cost a small one more than folding does
+        crowded = self.chain_len[slots] > self.size.rows - self.size.nodes - self.size.spare
         if bool(crowded.any()):
             self._fold(slots[crowded])
-        return self.free_rows(slots, nodes)
+        return self.free_rows(slots, tree.tokens.shape[1])
 
     def _recur(self, layer: Mamba2Mixer, inputs: Inputs) -> Tensor:
         i, step = layer.index, self.step

@@ -28,11 +28,13 @@ class DecodeManager:
         youngest running request, to be retracted; it has no row.
         """
         ready = [request for request in running if request.decodable]
+        followed = [request for request in ready if request.drafts.followed]
         if ready:
             step.choice = self.policy.choose(
                 [request.drafts for request in ready],
                 [earlier.choice for earlier in in_flight if earlier.rows],
             )
+        step.unfollow = [request.slot for request in followed if not request.drafts.followed]
         for request in sorted(ready, key=lambda request: request.order):
             kv_slots = self.pools.take_kv(step.choice.shape.nodes)
             if kv_slots is None:

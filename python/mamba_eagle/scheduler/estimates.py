@@ -22,6 +22,9 @@ STALE = 200  # steps of others after which a step time may have been that of a b
 UNSEEN = 100.0  # plain steps, and …
 UNUSED = 500.0  # … steps of other shapes after which what is known counts 1/e
 REQUEST_STEPS = 32.0  # the memory of what one request's drafts did
+LEAST_USEFUL = 0.1  # accepted drafts of a row; a drafter that has fewer is given up
+USEFUL_ROWS = 64.0  # the memory of that
+FEWEST_USELESS = 8  # rows before it is said
 LIKE_OTHERS = 8.0  # drafts for which a request is taken to be like the others
 
 
@@ -133,17 +136,43 @@ def _size(shape: TreeShape) -> int:
 class RequestDrafts:
     """How well one request's drafts do, compared with those of all."""
 
+    followed: bool = True  # by the drafter; if not, nothing is expected of its drafts
+    probe: bool = False  # to see whether a drafter that was given up has become of use
     accepted: float = 0.0
     expected: float = 0.0
 
     @property
     def ratio(self) -> float:
+        if not self.followed:
+            return 0.0
         return (self.accepted + LIKE_OTHERS) / (self.expected + LIKE_OTHERS)
 
     def observe(self, accepted: int, expected: float) -> None:
         keep = 1 - 1 / REQUEST_STEPS
         self.accepted = keep * self.accepted + accepted
         self.expected = keep * self.expected + expected
+
+
+class Usefulness:
+    """Whether a drafter is worth its costs whatever they are: its own passes over prompts and
+    accepted tokens come on top of what a step's time tells."""
+
+    def __init__(self) -> None:
+        self.rows = self.accepted = 0.0
+
+    def observe(self, accepted: list[int]) -> None:
+        """Accepted drafts of the rows of a step of drafts."""
+        for each in accepted:
+            self.rows += 1
+            self.accepted += each
+        if self.rows > USEFUL_ROWS:
+            self.accepted *= USEFUL_ROWS / self.rows
+            self.rows = USEFUL_ROWS
+
+    @property
+    def none(self) -> bool:
+        """Even if drafts cost nothing, there would be next to nothing to win."""
+        return self.rows >= FEWEST_USELESS and self.accepted < LEAST_USEFUL * self.rows
 
 
 class Expected(NamedTuple):

@@ -9,6 +9,7 @@ from mamba_eagle.cache.pools import Pools
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import CheckpointSave, PrefillItem
 from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.speculation import ShapePolicy
 from mamba_eagle.scheduler.step import Chunk, Step
 from mamba_eagle.spec.drafters import needs_history
 
@@ -22,9 +23,11 @@ MOST_SORTED = 128  # longer queues are served in order of arrival whatever the p
 class PrefillManager:
     """The queue, and the prompts that are being run."""
 
-    def __init__(self, config: EngineConfig, pools: Pools, chunk_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, policy: ShapePolicy, pools: Pools, chunk_size: int
+    ) -> None:
         """chunk_size: most prompt tokens in one step."""
-        self.pools = pools
+        self.policy, self.pools = policy, pools
         self.chunk_size = chunk_size
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
@@ -120,6 +123,7 @@ class PrefillManager:
         assert slot is not None and kv is not None
         request.admit(slot[0], checkpoint, match, kv)
         request.started()
+        self.policy.admit(request.drafts)
         if match.position > 0:
             step.reads.add(match.checkpoint)
         return True
@@ -142,6 +146,7 @@ class PrefillManager:
             output_start=request.prompt_len,
             top_logprobs=request.top_logprobs,
             return_logprob=request.return_logprob,
+            follow=request.drafts.followed,
         )
         if request.wants_input_logprobs and request.logprob_start < end:
             item.logprob_start = max(request.logprob_start, start)

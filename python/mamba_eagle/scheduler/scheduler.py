@@ -34,9 +34,8 @@ class Scheduler:
             runner.max_running_requests,
             use_cache=not config.disable_radix_cache,
         )
-        self.prefill = PrefillManager(
-            config, self.pools, config.chunked_prefill_size or runner.chunked_prefill_size
-        )
+        chunk_size = config.chunked_prefill_size or runner.chunked_prefill_size
+        self.prefill = PrefillManager(config, self.policy, self.pools, chunk_size)
         self.decode = DecodeManager(self.policy, self.pools)
         self.stats = Stats()
         self._live: dict[str, Request] = {}  # those that have not ended

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, TreeShape, candidates
 from mamba_eagle.message import ShapeUse, SpeculationState
-from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes
+from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes, Usefulness
 
 SHARE = 0.01  # of the time may be lost on steps that are believed to be worse than others, …
 START = 2.0  # … and beforehand the time of so many plain steps
@@ -18,6 +18,8 @@ SAVINGS = 12.0  # plain steps' time: the most that is saved up
 TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps made
 MARGIN = 1.02  # by how much a shape must be better than the one in use
 FEWEST_ROWS = 4  # of a shape before it is relied on
+PROBE_EVERY = 16  # requests, of which one is followed by a drafter that was given up
+RETHINK = 4  # steps of a batch for which a choice holds: thinking takes 50 to 100 us
 TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
 
 
@@ -44,14 +46,20 @@ class ShapePolicy(ABC):
     """
 
     adaptive: bool
+    given_up = False  # the drafter
 
     def __init__(self) -> None:
         self._current = PLAIN
         self._used: dict[TreeShape, _Use] = {}
 
+    def admit(self, request: RequestDrafts) -> None:
+        """Its prompt is about to be run: says whether the drafter follows it."""
+        request.followed = True
+
     @abstractmethod
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
-        """For a step of these requests, one at least, behind the steps ``in_flight``."""
+        """For a step of these requests, one at least, behind the steps ``in_flight``. Sets
+        ``followed`` of those that the drafter need not follow any longer."""
 
     @abstractmethod
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
@@ -72,6 +80,7 @@ class ShapePolicy(ABC):
         return SpeculationState(
             adaptive=self.adaptive,
             current=self._current.name,
+            given_up=self.given_up,
             shapes={shape.name: use.summary() for shape, use in self._used.items()},
         )
 
@@ -107,6 +116,9 @@ class AdaptiveShape(ShapePolicy):
     ``ahead``: what speculation has won over plain decoding. Below 0 there is none, so that no
     wrong belief costs more (a conservative bandit, arXiv 1602.04282).
     ``budget``: pays for what trials lose against the best shape known.
+
+    A drafter that hits next to nothing is given up: it follows one request of some, to be tried
+    on, and the others cost no more than they do without a drafter.
     """
 
     adaptive = True
@@ -116,20 +128,43 @@ class AdaptiveShape(ShapePolicy):
         self.shapes = candidates(configured)
         self.times = StepTimes()
         self.acceptance = Acceptance()
+        self.usefulness = Usefulness()
         self.ahead = self.budget = START
         self._best = PLAIN
         self._trial = PLAIN
         self._trial_steps = 0  # of it, that are still to be chosen
         self._since_plain = 0  # steps of drafts
         self._missed = False  # the drafter has not been asked since a plain step
+        self._unprobed = 0  # requests since the last probe
+        self._held = Held()
 
     # ── choosing ─────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def given_up(self) -> bool:  # type: ignore[override]
+        return self.usefulness.none
+
+    def admit(self, request: RequestDrafts) -> None:
+        request.followed, request.probe = True, False
+        if self.given_up:
+            self._unprobed += 1
+            request.followed = request.probe = self._unprobed >= PROBE_EVERY
+        if request.followed:
+            self._unprobed = 0
+
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         batch = len(requests)
-        if not self.times.knows(PLAIN):
+        if self.given_up:
+            for request in requests:
+                request.followed = request.followed and request.probe
+        num_followed = sum(request.followed for request in requests)
+        if not self.times.knows(PLAIN) or not num_followed:
             return self._chosen(Choice(PLAIN))
-        quality = sum(request.ratio for request in requests) / batch
+        if self._held.steps and self._held.requests == (batch, num_followed):
+            self._held.steps -= 1
+            return self._chosen(Choice(self._best))
+        total = sum(request.ratio for request in requests)
+        quality = Quality(total / batch, total / num_followed)
         odds = {shape: self._odds(shape, batch, quality) for shape in self.shapes}
         best = self._best = self._best_known(odds)
         trying = any(choice.trial for choice in in_flight)
@@ -139,6 +174,8 @@ class AdaptiveShape(ShapePolicy):
         if self._trial_steps:
             self._trial_steps -= 1
             return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
+        if best == PLAIN or self.ahead > START:
+            self._held = Held(RETHINK - 1, (batch, num_followed))
         return self._chosen(Choice(best))
 
     def _chosen(self, choice: Choice) -> Choice:
@@ -149,17 +186,17 @@ class AdaptiveShape(ShapePolicy):
         catches_up, self._missed = self._missed, False
         return choice._replace(catches_up=catches_up)
 
-    def _odds(self, shape: TreeShape, batch: int, quality: float) -> Odds:
+    def _odds(self, shape: TreeShape, batch: int, quality: Quality) -> Odds:
         drafts = self.acceptance.of(shape)
         seconds, hoped = self.times.of(shape, batch), self.times.hoped(shape, batch)
 
-        def tokens(accepted: float) -> float:
+        def tokens(accepted: float, quality: float) -> float:
             return batch * (1 + quality * max(accepted, 0.0))
 
         return Odds(
-            rate=tokens(drafts.mean) / seconds,
-            low=tokens(drafts.mean - drafts.error) / hoped,
-            high=tokens(drafts.mean + drafts.error) / hoped,
+            rate=tokens(drafts.mean, quality.now) / seconds,
+            low=tokens(drafts.mean - drafts.error, quality.now) / hoped,
+            high=tokens(drafts.mean + drafts.error, quality.followed) / hoped,
             plain_steps=hoped / self.times.of(PLAIN, batch),
             relied_on=self.times.knows(shape) and drafts.rows >= FEWEST_ROWS,
         )
@@ -200,12 +237,14 @@ class AdaptiveShape(ShapePolicy):
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
         shape, batch = choice.shape, len(outcomes)
         tokens = sum(outcome.tokens for outcome in outcomes)
-        drafted = [each for each in outcomes if each.tokens]
-        expected = self.acceptance.of(shape).mean
+        drafted = [each for each in outcomes if each.tokens and each.drafts.followed]
+        accepted = [outcome.tokens - 1 for outcome in drafted]
         if shape != PLAIN:
+            expected = self.acceptance.of(shape).mean
             for outcome in drafted:
                 outcome.drafts.observe(outcome.tokens - 1, expected)
-        self.acceptance.observe(shape, [outcome.tokens - 1 for outcome in drafted])
+            self.usefulness.observe(accepted)
+        self.acceptance.observe(shape, accepted)
         if seconds <= 0:
             return
         seconds /= self.times.pace
@@ -228,13 +267,28 @@ class AdaptiveShape(ShapePolicy):
         self.budget = min(self.budget + saved - lost, SAVINGS)
 
 
+@dataclass
+class Held:
+    """A choice that is made for so many steps more, of a batch of the same size."""
+
+    steps: int = 0
+    requests: tuple[int, int] = (0, 0)  # all, and those that are followed
+
+
+class Quality(NamedTuple):
+    """Of the requests' drafts, compared with all there were."""
+
+    now: float
+    followed: float  # if all were followed as some are
+
+
 @dataclass(frozen=True)
 class Odds:
     """Tokens a second of a shape: what is expected, and how bad or good it may well be."""
 
     rate: float
     low: float
-    high: float
+    high: float  # if all requests were followed
     plain_steps: float  # time of a step
     relied_on: bool
 

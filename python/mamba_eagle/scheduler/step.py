@@ -30,6 +30,7 @@ class Step:
     releases: list[Release] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    unfollow: list[int] = field(default_factory=list)  # slots of requests the drafter gives up
     choice: Choice = Choice(PLAIN)  # the shape of the rows' trees
     short_of_kv: bool = False  # a running request has to skip it for want of KV slots
     reads: set[int] = field(default_factory=set)  # checkpoints that its prefill starts from
@@ -48,6 +49,7 @@ class Step:
             )
         return Plan(
             step=self.number,
+            unfollow=self.unfollow,
             releases=self.releases,
             prefill=[chunk.item for chunk in self.chunks],
             decode=decode,

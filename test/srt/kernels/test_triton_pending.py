@@ -12,9 +12,15 @@ from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, r
 
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.pending import PendingEntries, Taken, TritonPendingEntries
+from mamba_eagle.spec.drafters.pending import (
+    NONE_EVER,
+    PendingEntries,
+    Taken,
+    TritonPendingEntries,
+)
 
 REQUESTS, WIDTH, CONTEXT, BIN, DEEP = 6, 14, 90, 9999, 5
+UNFOLLOWED = 4  # a slot for which nothing waits, ever
 PADDED = REQUESTS - 1  # the slot of rows that pad a batch: it has ended
 
 
@@ -28,6 +34,7 @@ def entries(kind: type[PendingEntries], features: int, device: torch.device) -> 
     table.remaining[:] = torch.tensor([5, 0, 7, 1, 3, 0])
     table.kv_slots[:] = torch.arange(REQUESTS * (CONTEXT + 64)).view(REQUESTS, -1)
     made = kind(table, WIDTH, features, torch.float32, BIN)
+    made.pending[UNFOLLOWED] = NONE_EVER
     made.run[:-1] = torch.arange(REQUESTS - 1, device=device) * 3
     return made
 
@@ -80,12 +87,13 @@ def test_entries_wait_and_are_taken_as_in_torch(features: int) -> None:
         if step % 3:
             assert_same(ours.take(held, None, WIDTH - DEEP), plain.take(slots, None, WIDTH - DEEP))
         else:  # as if a request left
-            some = torch.minimum(plain.pending[slots], torch.tensor(2))
+            some = plain.pending[slots].clamp(0, 2)
             found = ours.take(held, some.to(DEVICE), 3)
             assert_same(found, plain.take(slots, some, 3))
             for each in (plain, ours):
-                each.pending.zero_()
+                each.pending.clamp_(max=0)
         assert_same_tables(ours, plain)
+    assert plain.pending[UNFOLLOWED] == NONE_EVER
     assert int(plain.run.max()) > 15, "entries were run"
 
 

@@ -70,6 +70,7 @@ class Slot:
     decoding: bool = False
     ended: bool = False
     traced: bool = False
+    followed: bool = True  # by the drafter
 
     @property
     def num_output(self) -> int:
@@ -96,6 +97,8 @@ class FakeRunner:
         self.slots: dict[int, Slot] = {}
         self.last_step = 0
         self.prefilled_tokens = 0
+        self.drafts_accepted = True  # some of them
+        self.followed = 0  # requests
         self.decode_steps: Counter[str] = Counter()  # by the name of their shape
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
@@ -104,8 +107,12 @@ class FakeRunner:
         assert plan.step == self.last_step + 1, "plans must be numbered in order"
         self.last_step = plan.step
         assert plan.releases or plan.prefill or plan.decode, "an empty plan"
+        for slot in plan.unfollow:
+            assert self.slots[slot].followed, "given up twice"
+            self.slots[slot].followed = False
         for release in plan.releases:
             self._release(release.slot, release.fold_to)
+        self.followed += sum(item.is_first and item.follow for item in plan.prefill)
         written: list[int] = []
         for item in plan.prefill:
             written += item.kv_slots
@@ -152,6 +159,7 @@ class FakeRunner:
         else:
             slot = self.slots[item.slot]
             assert slot.checkpoint == item.checkpoint and not slot.decoding
+            assert slot.followed == item.follow
         assert item.start == len(slot.table) == len(slot.tokens)
         self._check(slot)
         for token, kv in zip(item.token_ids, item.kv_slots):
@@ -200,6 +208,7 @@ class FakeRunner:
             table=list(item.prefix_kv_slots),
             folded=item.start,
             traced=item.return_spec_trace,
+            followed=item.follow,
         )
         if item.sampling.needs_history or self.needs_history:
             assert item.history == slot.tokens
@@ -232,6 +241,7 @@ class FakeRunner:
             return DecodeResult(folded=slot.folded)
         luck = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
         drafts = luck.randint(0, min(batch.shape.steps, batch.shape.nodes - 1))
+        drafts *= self.drafts_accepted
         path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
         root, tokens, nodes = slot.tokens[-1], [], []
         for node in path:

@@ -188,10 +188,12 @@ class Engine:
         decode: list[Live] | None = None,
         releases: list[Release] | None = None,
         shape: TreeShape | None = None,
+        unfollow: list[Live] | None = None,
     ) -> StepResult:
         """One plan; the results of ``decode`` go to its requests."""
         self.steps += 1
         plan = Plan(step=self.steps, releases=releases or [], prefill=prefill or [])
+        plan.unfollow = [live.slot for live in unfollow or []]
         shape = shape or self.shape
         slots = [[self.free_kv.pop() for _ in range(shape.nodes)] for _ in decode or []]
         if decode:
@@ -281,6 +283,7 @@ class Engine:
             output_start=live.prompt_len,
             return_logprob=live.asks.get("return_logprob", False),
             top_logprobs=live.asks.get("top_logprobs", 0),
+            follow=live.asks.get("follow", True),
         )
         first = live.asks.get("logprob_start", -1)
         if 0 <= first < end:

@@ -32,6 +32,7 @@ class Machine(NamedTuple):
     plain: Callable[[int], float]  # of a batch size
     extra: Callable[[int], float]  # what a node or a drafting step adds, in plain steps
     following: float = 0.01  # what a drafter that is told of plain steps adds to them
+    taking_in: float = 0.0  # what it takes for a prompt, in plain steps of one request
     catching_up: float = 1.0  # on tokens of many plain steps, in plain steps
 
     def seconds(self, shape: TreeShape, batch: int, missed: int) -> float:
@@ -97,7 +98,8 @@ class Simulation:
     ) -> None:
         self.policy, self.machine, self.rate, self.noise = policy, machine, rate, noise
         self.length, self.seed = length, seed
-        self.requests = [RequestDrafts() for _ in range(batch)]
+        self.taken_in = 0.0  # seconds
+        self.requests = [self._admitted() for _ in range(batch)]
         self.numbers = list(range(batch))
         # they are at different places from the beginning
         self.positions = [i * length // batch for i in range(batch)]
@@ -113,6 +115,13 @@ class Simulation:
             self._step(run)
         return run
 
+    def _admitted(self) -> RequestDrafts:
+        request = RequestDrafts()
+        self.policy.admit(request)
+        if request.followed:
+            self.taken_in += self.machine.taking_in * self.machine.plain(1)
+        return request
+
     def _choose(self) -> None:
         choice = self.policy.choose(self.requests, [each[0] for each in self.in_flight])
         self.in_flight.append((choice, list(self.requests)))
@@ -122,13 +131,15 @@ class Simulation:
         shape, batch = choice.shape, len(requests)
         seconds = self.machine.seconds(shape, batch, self.missed)
         if shape == PLAIN:
-            seconds *= 1 + self.machine.following
+            followed = sum(request.followed for request in requests) / batch
+            seconds *= 1 + self.machine.following * followed
         self.missed = self.missed + 1 if shape == PLAIN else 0
         outcomes = []
         for place, request in enumerate(requests):
             ended = request is not self.requests[place]  # in the step before
             outcomes.append(Outcome(request, 0 if ended else self._make(place, shape)))
-        run.seconds += seconds
+        run.seconds += seconds + self.taken_in
+        self.taken_in = 0.0
         run.tokens += sum(outcome.tokens for outcome in outcomes)
         run.steps[shape.name] += 1
         run.choices.append(choice)
@@ -146,7 +157,7 @@ class Simulation:
         tokens = min(drafts + 1, self.length - position)
         self.positions[place] += tokens
         if self.positions[place] == self.length:
-            self.requests[place] = RequestDrafts()
+            self.requests[place] = self._admitted()
             self.numbers[place] += len(self.requests)
             self.positions[place] = 0
         return tokens

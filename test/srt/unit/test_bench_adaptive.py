@@ -27,7 +27,7 @@ SHAPES = ["4x5x16", "1x3x4"]
 def adaptive(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARK))
     yield importlib.import_module("adaptive")
-    for name in ("adaptive", "compare_server"):
+    for name in ("adaptive", "compare_server", "server_start"):
         sys.modules.pop(name, None)
 
 

@@ -24,6 +24,7 @@ from tiny_model import write_model
 from mamba_eagle.config import ConfigError
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.ngram import MOST_UNREAD, NgramDrafter
 from mamba_eagle.spec.drafters.ngram_index import NgramIndex
@@ -128,8 +129,8 @@ def test_a_released_slot_is_forgotten(target: Path) -> None:
 def test_trees_are_the_indexs_on_any_device(device: str) -> None:
     """Told of tensors there, over more steps than are read at once; a request had ended."""
     shape, texts = TreeShape(topk=2, steps=3, nodes=6), [random_prompt(20, 1), [5, 6, 5, 6]]
-    alone, told = (NgramIndex(2, 200, 10_000, 6) for _ in range(2))
-    drafter = NgramDrafter(told, torch.device(device))
+    alone, told = (NgramIndex(2, 2000, 10_000, 6) for _ in range(2))
+    drafter = NgramDrafter(told, RequestTable(2, 2000, torch.device(device)))
     slots = torch.tensor([1, 0], device=device)
     features = torch.zeros(1, device=device)
     for slot, text in enumerate(texts):

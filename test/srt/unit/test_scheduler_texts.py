@@ -9,6 +9,7 @@ from fake_runner import EOS, FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.scheduler.speculation import PROBE_EVERY
 
 TREE = {
     "speculative_algorithm": "EAGLE",
@@ -271,6 +272,26 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
             assert server.last[rid].completion_tokens == stopped[rid]
         else:
             assert server.texts[rid] == text
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_drafter_of_no_use_follows_one_request_of_some(pool):
+    """And no text changes, whoever is followed, retracted or aborted."""
+    luck = random.Random(5)
+    runner = FakeRunner(*POOLS[pool], context=100)
+    runner.drafts_accepted = False
+    server = Server(config(**SHAPES["adaptive"]), runner, luck)
+    expected = {}
+    for number, prompt in enumerate(prompts(luck, 160)):
+        how = SamplingParams(max_new_tokens=30, ignore_eos=True, seed=number)
+        server.add(f"{number}", prompt, how)
+        expected[f"{number}"] = expected_text(prompt, how)
+        for _ in range(12):
+            server.step()
+    server.finish()
+    assert server.texts == expected
+    assert server.scheduler.policy.given_up
+    assert 160 // PROBE_EVERY <= runner.followed <= 80
 
 
 def test_a_runner_that_makes_no_token_is_an_error_not_a_hang():

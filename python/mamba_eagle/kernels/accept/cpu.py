@@ -60,11 +60,14 @@ def append_pending(slots, nodes, tokens, count, entries, waiting_tokens, waiting
     """Accepted nodes wait for the drafter.
 
     slots, count [b]; nodes, tokens [b, D]; entries [b, T, F], of all nodes; by request slot,
-    changed: waiting_tokens [R, E], waiting_entries [R, E, F], waiting [R].
+    changed: waiting_tokens [R, E], waiting_entries [R, E, F], waiting [R], where that is not
+    negative.
     """
     for r in range(slots.shape[0]):
         slot = slots[r]
         first = waiting[slot]
+        if first < 0:
+            continue
         for step in range(count[r]):
             waiting_tokens[slot, first + step] = tokens[r, step]
             waiting_entries[slot, first + step] = entries[r, nodes[r, step]]

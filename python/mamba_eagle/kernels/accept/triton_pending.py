@@ -37,7 +37,7 @@ def _take_kernel(
     prefix = tl.load(run + slot)
     waiting = tl.load(pending + slot)
     if ALL:
-        count = tl.where(tl.load(remaining + slot) > 0, waiting, 0)
+        count = tl.where(tl.load(remaining + slot) > 0, tl.maximum(waiting, 0), 0)
     else:
         count = tl.load(counts + request)
     entry = tl.arange(0, EP)
@@ -81,7 +81,7 @@ def take_pending(
 
     Args:
         slots: [b]; counts: [b], how many; None: all that wait, of requests that have not ended,
-            and they wait no longer.
+            and they wait no longer; a negative ``pending`` counts as none.
         remaining, run, pending: [R]; pending_tokens: [R, width]; kv_slots: [R, positions].
         Out: nodes, tokens: [b, E], E entries at most; count: [b]; finished: [b] bool; prefix: [b],
             what was run before; own: [b, E], KV slots, ``bin_slot`` where there is no entry;
@@ -130,8 +130,9 @@ def _append_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
-    kept = tl.load(count + request)
-    first = slot * width + tl.load(pending + slot)
+    waiting = tl.load(pending + slot)
+    kept = tl.where(waiting < 0, 0, tl.load(count + request))
+    first = slot * width + waiting
     step = tl.arange(0, DP)
     token = tl.load(tokens + request * D + step, mask=step < kept, other=0)
     tl.store(pending_tokens + first + step, token, mask=step < kept)
@@ -141,7 +142,7 @@ def _append_kernel(
             made = tl.load(entries + (request * D + i) * F + column, mask=column < F)
             tl.store(pending_features + (first + i) * F + column, made, mask=column < F)
     tl.debug_barrier()  # all threads have read where it begins
-    tl.store(pending + slot, first - slot * width + kept)
+    tl.store(pending + slot, waiting + kept)
 
 
 def append_pending(
@@ -158,7 +159,7 @@ def append_pending(
     Args:
         slots, count: [b]; tokens: [b, D]; entries: [b, D, F], their features, any float dtype.
         Changed, by request slot: pending_tokens [R, width], pending_features [R, width, F],
-            pending [R].
+            pending [R], where it is not negative.
     """
     b, D, F = entries.shape
     _append_kernel[(b,)](

@@ -38,6 +38,10 @@ class Drafter(ABC):
     of its own, its recurrent states under the target's checkpoint slots. So a prefix that the
     target finds in the radix cache is there for the drafter too.
 
+    A request that is *unfollowed* costs it nothing: of its prompt it is told nothing, and what it
+    drafts for it need not be any good. Prefixes that such requests leave in the radix cache are as
+    good as unknown to it.
+
     ``features`` are what the target's forward pass returns: F numbers a token, the hidden state
     after the final norm and those that the drafter taps.
     """
@@ -64,6 +68,10 @@ class Drafter(ABC):
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """A decode step has ended, be it of drafts or plain. features [b, T, F], of all nodes."""
+
+    @abstractmethod
+    def unfollow(self, slots: Sequence[int]) -> None:
+        """The requests in ``slots`` are unfollowed from now on, until they are released."""
 
     @abstractmethod
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
@@ -94,6 +102,8 @@ class NoDrafter(Drafter):
     ) -> None: ...
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None: ...
+
+    def unfollow(self, slots: Sequence[int]) -> None: ...
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
         raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")

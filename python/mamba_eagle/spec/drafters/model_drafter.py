@@ -30,7 +30,7 @@ from mamba_eagle.runner.verify import VERIFY_SCHEMES, DeferredVerify, SchemeSize
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, KeyedNoise
 from mamba_eagle.spec.drafters.network import DraftNetwork
-from mamba_eagle.spec.drafters.pending import pending_entries
+from mamba_eagle.spec.drafters.pending import NONE_EVER, pending_entries
 from mamba_eagle.spec.tree import Tree, candidates, chain_tree, head_of_chain
 
 MOST_PENDING = 16  # entries of tokens that plain steps made; beyond that they are run
@@ -112,6 +112,7 @@ class ModelDrafter(Drafter):
         self.most_accepted = config.tree_shape.steps + 1
         width = self.most_pending + self.most_accepted
         self.waiting = [0] * requests  # entries of each request, or more: what the host knows
+        self.idle = False  # the step's requests are all unfollowed
         self.longest = 1  # entries that the next tree's requests run at most
         self.device = device
         self.entries = pending_entries(
@@ -119,6 +120,9 @@ class ModelDrafter(Drafter):
         )
         self.carry = torch.zeros(requests, network.carry_size, dtype=parts.dtype, device=device)
         self.longest_chain = chain_tree(parts.table.run.new_zeros(1, self.most_pending))
+        attends = not net.num_attention_layers or gpu.usable(device, parts.dtype)
+        on_device = self.scheme.on_device and attends
+        self.on_device = on_device and experts_on_device(net.moe, parts.dtype)
 
     # ── what became of the sequence ──
 
@@ -167,22 +171,29 @@ class ModelDrafter(Drafter):
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> Hashable:
         """How many entries the requests run, at most. Steps in flight may have added fewer than
         the host must reckon with."""
-        waiting = self._waiting(slots)
-        added = shape.steps + 1
+        followed = [slot for slot in slots if self.waiting[slot] != NONE_EVER]
+        waiting = dict(zip(followed, self._waiting(followed), strict=True))
+        self.idle, added = not followed, shape.steps + 1
         if shape != PLAIN:
-            self.longest = self._rounded_up(max(waiting))
-            for slot in slots:
+            self.longest = self._rounded_up(max(waiting.values(), default=0))
+            for slot in followed:
                 self.waiting[slot] = added
             return self.longest
-        crowded = [i for i, n in enumerate(waiting) if n + added > self.most_pending]
+        crowded = [slot for slot, n in waiting.items() if n + added > self.most_pending]
         if crowded:
-            self._run_all_but_roots([slots[i] for i in crowded])
-        for i, slot in enumerate(slots):
-            self.waiting[slot] = added + (1 if i in crowded else waiting[i])
+            self._run_all_but_roots(crowded)
+            waiting.update(dict.fromkeys(crowded, 1))
+        for slot, n in waiting.items():
+            self.waiting[slot] = n + added
         return None
 
+    def unfollow(self, slots: Sequence[int]) -> None:
+        self.entries.pending[to_device(slots, torch.int64, self.device)] = NONE_EVER
+        for slot in slots:
+            self.waiting[slot] = NONE_EVER
+
     def _waiting(self, slots: Sequence[int]) -> list[int]:
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or not slots:
             return [self.waiting[slot] for slot in slots]
         rows = list(slots)  # what is known there costs nothing to look at
         return torch.where(self.table.remaining[rows] > 0, self.entries.pending[rows], 0).tolist()
@@ -196,6 +207,8 @@ class ModelDrafter(Drafter):
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """Accepted nodes join those that wait."""
         waits = self.entries
+        if self.idle and self.device.type == "cpu":
+            return
         if numba_math.usable(slots.device, waits.features.dtype):
             pending = (waits.tokens, waits.features, waits.pending)
             # of all nodes: in a plain step, where it matters, these are the accepted ones
@@ -213,7 +226,11 @@ class ModelDrafter(Drafter):
         waits.append(slots, accepted, entries)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        kept = [(slot, position) for slot, position in zip(slots, positions) if position >= 0]
+        kept = [
+            (slot, position)
+            for slot, position in zip(slots, positions)
+            if position >= 0 and self.waiting[slot] != NONE_EVER
+        ]
         if kept:
             rows, ends = to_device(list(zip(*kept)), torch.int64, self.device)
             # a stop string may have cut tokens that were run: then there is less to do, or a part
@@ -310,12 +327,6 @@ class ModelDrafter(Drafter):
         waits.tokens[rows, 0] = waits.tokens[rows, counts]
         waits.features[rows, 0] = waits.features[rows, counts]
         waits.pending[rows] -= counts
-
-    @property
-    def on_device(self) -> bool:  # type: ignore[override]
-        dtype, config = self.kv.k.dtype, self.network.config
-        attends = not self.kv.k.shape[0] or gpu.usable(self.device, dtype)
-        return self.scheme.on_device and attends and experts_on_device(config.moe, dtype)
 
     @property
     def num_bytes(self) -> int:

@@ -12,13 +12,14 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.spec.accept import Truncated
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, KeyedNoise
 from mamba_eagle.spec.drafters.ngram_index import NgramIndex
 from mamba_eagle.spec.tree import Tree
 
-MOST_UNREAD = 32  # steps whose tokens wait on the device until somebody asks for a draft
+MOST_UNREAD = 256  # steps whose tokens wait on the device until somebody asks for a draft
 
 
 class NgramDrafter(Drafter):
@@ -27,9 +28,11 @@ class NgramDrafter(Drafter):
 
     on_device = False
 
-    def __init__(self, index: NgramIndex, device: torch.device) -> None:
-        self.index, self.device = index, device
+    def __init__(self, index: NgramIndex, table: RequestTable) -> None:
+        self.index, self.table, self.device = index, table, table.run.device
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
+        self.unfollowed: set[int] = set()
+        self.idle = False  # the step's requests are all unfollowed
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -44,13 +47,26 @@ class NgramDrafter(Drafter):
         rows = to_device(slots, torch.int64, self.device)
         self._remember(rows, torch.ones_like(rows), tokens[:, None])
 
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> None:
+        self.idle = self.unfollowed.issuperset(slots)
+
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        self._remember(slots, accepted.count, accepted.tokens)
+        if not self.idle:
+            self._remember(slots, accepted.count, accepted.tokens)
+
+    def unfollow(self, slots: Sequence[int]) -> None:
+        """What was counted of their texts is forgotten."""
+        self._read()
+        for slot in slots:
+            if self.index.roots[slot]:
+                self.index.end(slot, 0)
+            self.index.begin(slot, [])
+        self.unfollowed.update(slots)
 
     def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
         if self.device.type == "cpu":
             for slot, count, made in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
-                self.index.append(slot, made[:count])
+                self._append(slot, made[:count])
             return
         self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
         if len(self.unread) > MOST_UNREAD:
@@ -60,8 +76,12 @@ class NgramDrafter(Drafter):
         """Waits for the device."""
         for rows in self.unread:
             for slot, count, *made in rows.tolist():
-                self.index.append(slot, made[:count])
+                self._append(slot, made[:count])
         self.unread.clear()
+
+    def _append(self, slot: int, tokens: list[int]) -> None:
+        if slot not in self.unfollowed:
+            self.index.append(slot, tokens)
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
         """The noise is of no use: few tokens of the vocabulary have a probability here."""
@@ -71,15 +91,18 @@ class NgramDrafter(Drafter):
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         fields = _fields(buffer, len(slots), shape.nodes)
         self.index.draft(slots.tolist(), shape, *(field.numpy() for field in fields))
-        if not on_gpu:
-            return fields
-        return _fields(buffer.to(self.device, non_blocking=True), len(slots), shape.nodes)
+        if on_gpu:
+            fields = _fields(buffer.to(self.device, non_blocking=True), len(slots), shape.nodes)
+        if self.unfollowed:  # the index does not know where their texts end
+            fields.tokens[:, 0] = self.table.last_token[slots]
+        return fields
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         self._read()
         for slot, position in zip(slots, positions, strict=True):
             # the last token was never run, and is text all the same
             self.index.end(slot, position + 1)
+        self.unfollowed.difference_update(slots)
 
     @property
     def num_bytes(self) -> int:
@@ -138,4 +161,4 @@ class NgramSource(DraftSource):
             self.engine.speculative_ngram_capacity,
             self.engine.speculative_ngram_max_trie_depth,
         )
-        return NgramDrafter(index, parts.device)
+        return NgramDrafter(index, parts.table)

@@ -15,6 +15,8 @@ from mamba_eagle.kernels import gpu
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.spec.accept import Truncated
 
+NONE_EVER = -1  # in ``pending``: of an unfollowed request nothing waits, and nothing ever will
+
 
 class Taken(NamedTuple):
     """Entries of b requests that are about to be run, E at most of each."""
@@ -45,7 +47,8 @@ class PendingEntries:
         have not ended, and they wait no longer."""
         taken = counts
         if taken is None:
-            taken = torch.where(self.table.remaining[slots] > 0, self.pending[slots], 0)
+            waiting = self.pending[slots].clamp(min=0)
+            taken = torch.where(self.table.remaining[slots] > 0, waiting, 0)
             self.pending[slots] -= taken
         offsets = torch.arange(longest, device=slots.device)
         prefix = self.run[slots]
@@ -60,11 +63,12 @@ class PendingEntries:
     def append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
         """Accepted tokens join those that wait. entries [b, D, F]: their features."""
         deep = accepted.tokens.shape[1]
-        columns = self.pending[slots][:, None] + torch.arange(deep, device=slots.device)
+        waiting = self.pending[slots]
+        columns = waiting.clamp(min=0)[:, None] + torch.arange(deep, device=slots.device)
         # valid or not: hence there is room behind the most that may wait
         self.tokens[slots[:, None], columns] = accepted.tokens
         self.features[slots[:, None], columns] = entries.to(self.features.dtype)
-        self.pending[slots] += accepted.count
+        self.pending[slots] += torch.where(waiting < 0, 0, accepted.count)
 
 
 class TritonPendingEntries(PendingEntries):
