@@ -138,6 +138,8 @@ class SchedulerProcess:
     def answer_flushes(self) -> None:
         """Refused while requests run or wait. One that only waits for a last plan to come back
         is not what a client would call running: then the answer waits, too."""
+        if not self.flushes:
+            return
         if self.scheduler.busy:
             state = self.scheduler.state()
             running, waiting = int(state["num_running_reqs"]), int(state["num_queue_reqs"])
@@ -145,7 +147,7 @@ class SchedulerProcess:
             for call_id in self.flushes:
                 self.outputs.send(FlushReply(call_id=call_id, ok=False, message=text))
             self.flushes.clear()
-        elif self.scheduler.idle and self.flushes:
+        elif self.scheduler.idle:
             self.scheduler.flush()
             for call_id in self.flushes:
                 self.outputs.send(FlushReply(call_id=call_id, ok=True, message="cache flushed"))

@@ -217,7 +217,7 @@ class AdaptiveShape(ShapePolicy):
         if best != PLAIN and self._since_plain >= TIME_PLAIN:
             return PLAIN if self._affordable(odds[PLAIN], odds, best) else best
         others = [shape for shape in odds if shape not in (PLAIN, best)]
-        if not any(self.times.knows(shape) for shape in self.shapes[1:]):
+        if self.given_up or not any(self.times.knows(shape) for shape in self.shapes[1:]):
             others = others[:1]  # the smallest: it tells most for its price
         chosen, hope = best, MARGIN * odds[best].rate
         for shape in others:

@@ -112,7 +112,7 @@ class ModelDrafter(Drafter):
         self.most_accepted = config.tree_shape.steps + 1
         width = self.most_pending + self.most_accepted
         self.waiting = [0] * requests  # entries of each request, or more: what the host knows
-        self.idle = False  # the step's requests are all unfollowed
+        self.idle = False  # a plain step of unfollowed requests
         self.longest = 1  # entries that the next tree's requests run at most
         self.device = device
         self.entries = pending_entries(
@@ -173,7 +173,7 @@ class ModelDrafter(Drafter):
         the host must reckon with."""
         followed = [slot for slot in slots if self.waiting[slot] != NONE_EVER]
         waiting = dict(zip(followed, self._waiting(followed), strict=True))
-        self.idle, added = not followed, shape.steps + 1
+        self.idle, added = not followed and shape == PLAIN, shape.steps + 1
         if shape != PLAIN:
             self.longest = self._rounded_up(max(waiting.values(), default=0))
             for slot in followed:
@@ -207,7 +207,7 @@ class ModelDrafter(Drafter):
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """Accepted nodes join those that wait."""
         waits = self.entries
-        if self.idle and self.device.type == "cpu":
+        if self.idle:
             return
         if numba_math.usable(slots.device, waits.features.dtype):
             pending = (waits.tokens, waits.features, waits.pending)
