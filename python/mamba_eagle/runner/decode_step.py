@@ -135,7 +135,9 @@ class EagerRun:
     def verify(self) -> Verified:
         """Draft, and what the target says of it."""
         step, batch, device = self.step, self.batch, self.step.table.run.device
-        step.drafter.prepare(batch.slots, batch.shape)
+        behind = step.drafter.prepare(batch.slots, batch.shape)
+        if behind:
+            step.drafter.catch_up(to_device(behind, device=device))
         self.slots = to_device(batch.slots, device=device)
         self.kv_slots = to_device(batch.kv_slots, device=device)
         noisy = step.sampling.any_noise(batch.slots)

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: a step of hundreds of kernels is two launches for the host.
 
 A graph repeats the same kernels on the same memory, so there is one for each kind of step: tree
-shape, number of requests (a ladder of them; a batch takes the next larger one), whether drafts
-follow the sampler's noise, and what else the drafter names. What pads a batch stands in a request
+shape, number of requests (a ladder of them; a batch takes the next larger one), and whether drafts
+follow the sampler's noise. What pads a batch stands in a request
 slot, a checkpoint and a KV slot that nobody owns, and has no token left to make: it changes nothing
 of a request's.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -38,7 +38,6 @@ class Kind(NamedTuple):
     shape: TreeShape
     batch: int
     noisy: bool
-    drafter: Hashable  # what it says of a step
     stop_tokens: int  # width of their table, which grows
 
 
@@ -123,6 +122,24 @@ class _Graph:
         self.verify.replay()
 
 
+class _CatchUp:
+    """The drafter's pass over what plain steps made, for ``batch`` requests."""
+
+    def __init__(self, batch: int, graphs: GraphedSteps) -> None:
+        self.padding, self.drafter = graphs.padded_slot, graphs.step.drafter
+        self.slots = to_device([self.padding] * batch, device=graphs.logits.device)
+        self._work()  # compiles kernels; padding changes nothing
+        self.graph = graphs.record(self._work)
+
+    def _work(self) -> None:
+        self.drafter.catch_up(self.slots)
+
+    def run(self, slots: list[int]) -> None:
+        padded = [*slots, *[self.padding] * (len(self.slots) - len(slots))]
+        self.slots.copy_(host_tensor(padded, device=self.slots.device), non_blocking=True)
+        self.graph.replay()
+
+
 def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
     """Nodes that all hang on the root."""
     zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
@@ -145,16 +162,17 @@ class GraphedSteps:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         self.graphs: dict[Kind, _Graph] = {}
+        self.catching_up: dict[int, _CatchUp] = {}  # by batch size
         self.num_bytes = self.logits.nbytes
 
     def warm_up(self, shapes: list[TreeShape]) -> None:
         """Capture the steps of these shapes, for all batch sizes of the ladder, greedy ones."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
-        # the largest first, plain steps last: these leave entries for the drafter to catch up on,
-        # and a step that does is of another kind
-        for shape in reversed(shapes):
-            for batch in self.ladder:
+        for batch in self.ladder:  # the largest first
+            for shape in reversed(shapes):
                 self._graph([self.padded_slot] * batch, shape)
+            if shapes != [PLAIN] and self.step.drafter.on_device:
+                self._catch_up([self.padded_slot] * batch)
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
         log.info(
             "%d CUDA graphs in %.1f s, %.2f GB with the logits",
@@ -168,17 +186,30 @@ class GraphedSteps:
         return GraphedRun(self._graph(batch.slots, batch.shape), batch)
 
     def _graph(self, slots: list[int], shape: TreeShape) -> _Graph:
-        noted = self.step.drafter.prepare(slots, shape)
+        behind = self.step.drafter.prepare(slots, shape)
+        if behind:
+            self._catch_up(behind)
         kind = Kind(
             shape,
-            min(size for size in self.ladder if size >= len(slots)),
+            self._size(slots),
             shape != PLAIN and self.step.sampling.any_noise(slots),
-            noted,
             self.step.table.stop_tokens.shape[1],
         )
         if kind not in self.graphs:
             self.graphs[kind] = _Graph(kind, self)
         return self.graphs[kind]
+
+    def _catch_up(self, slots: list[int]) -> None:
+        if not self.step.drafter.on_device:
+            self.step.drafter.catch_up(to_device(slots, device=self.device))
+            return
+        size = self._size(slots)
+        if size not in self.catching_up:
+            self.catching_up[size] = _CatchUp(size, self)
+        self.catching_up[size].run(slots)
+
+    def _size(self, slots: list[int]) -> int:
+        return min(size for size in self.ladder if size >= len(slots))
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """What ``work`` launches, as a graph; nothing of it is run."""

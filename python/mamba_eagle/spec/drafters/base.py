@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -60,10 +60,15 @@ class Drafter(ABC):
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         """The prompts in ``slots`` are over: tokens [n] were sampled from features [n, F]."""
 
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> Hashable:
-        """The host's part of a step that is about to be run. Steps whose trees have the same shape,
-        and for which this gives the same, are the same work."""
-        return None
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
+        """The host's part of a step that is about to be run. Returns the slots for which
+        ``catch_up`` must come before it."""
+        return []
+
+    def catch_up(self, slots: Tensor) -> None:
+        """Take in what plain steps made of the requests in ``slots`` [b]; the device's work alone
+        where the drafter is ``on_device``."""
+        raise AssertionError("only of a drafter that asks for it")
 
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:

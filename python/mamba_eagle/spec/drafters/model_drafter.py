@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ MOST_PENDING = 16  # entries of tokens that plain steps made; beyond that they a
 # In all, of a drafter that needs no row for each: so that plain decoding seldom stops for it. The
 # slot table has room for 64 positions behind a request.
 MOST_WITHOUT_ROWS = 62
+FEW_PLAIN_STEPS = 2  # whose tokens a step of drafts takes in as well; after more it catches up
 SPARE_ROWS = 8  # longer chains of the drafter's own state, fewer folds
 
 
@@ -113,7 +114,8 @@ class ModelDrafter(Drafter):
         width = self.most_pending + self.most_accepted
         self.waiting = [0] * requests  # entries of each request, or more: what the host knows
         self.idle = False  # a plain step of unfollowed requests
-        self.longest = 1  # entries that the next tree's requests run at most
+        # entries that a tree's requests run at most; the same in all steps that a graph repeats
+        self.longest = min(self.most_accepted + FEW_PLAIN_STEPS, self.most_pending)
         self.device = device
         self.entries = pending_entries(
             parts.table, width, network.feature_size, parts.dtype, self.kv.bin_slot
@@ -168,24 +170,33 @@ class ModelDrafter(Drafter):
         for slot in slots:
             self.waiting[slot] = 1
 
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> Hashable:
-        """How many entries the requests run, at most. Steps in flight may have added fewer than
-        the host must reckon with."""
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
+        """Steps in flight may have added fewer entries than the host must reckon with."""
         followed = [slot for slot in slots if self.waiting[slot] != NONE_EVER]
         waiting = dict(zip(followed, self._waiting(followed), strict=True))
         self.idle, added = not followed and shape == PLAIN, shape.steps + 1
-        if shape != PLAIN:
-            self.longest = self._rounded_up(max(waiting.values(), default=0))
-            for slot in followed:
-                self.waiting[slot] = added
-            return self.longest
-        crowded = [slot for slot, n in waiting.items() if n + added > self.most_pending]
-        if crowded:
-            self._run_all_but_roots(crowded)
-            waiting.update(dict.fromkeys(crowded, 1))
-        for slot, n in waiting.items():
-            self.waiting[slot] = n + added
-        return None
+        if shape == PLAIN:
+            behind = [slot for slot, n in waiting.items() if n + added > self.most_pending]
+            waiting.update(dict.fromkeys(behind, 1))
+            for slot, n in waiting.items():
+                self.waiting[slot] = n + added
+            return behind
+        for slot in followed:
+            self.waiting[slot] = added
+        if self.device.type == "cpu":
+            self.longest = max([1, *waiting.values()])
+            return []
+        return [slot for slot, n in waiting.items() if n > self.longest]
+
+    def catch_up(self, slots: Tensor) -> None:
+        """All but the roots are run; these wait on, alone."""
+        waits = self.entries
+        counts = (waits.pending[slots] - 1).clamp(min=0)
+        longest = max(int(counts.max()), 1) if self.device.type == "cpu" else self.most_pending
+        self._run_pending(slots, counts, longest)
+        waits.tokens[slots, 0] = waits.tokens[slots, counts]
+        waits.features[slots, 0] = waits.features[slots, counts]
+        waits.pending[slots] -= counts
 
     def unfollow(self, slots: Sequence[int]) -> None:
         self.entries.pending[to_device(slots, torch.int64, self.device)] = NONE_EVER
@@ -197,12 +208,6 @@ class ModelDrafter(Drafter):
             return [self.waiting[slot] for slot in slots]
         rows = list(slots)  # what is known there costs nothing to look at
         return torch.where(self.table.remaining[rows] > 0, self.entries.pending[rows], 0).tolist()
-
-    def _rounded_up(self, entries: int) -> int:
-        """To one of two numbers on a GPU, so that there are few kinds of steps."""
-        if self.device.type == "cpu":
-            return max(entries, 1)
-        return self.most_accepted if entries <= self.most_accepted else self.most_pending
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """Accepted nodes join those that wait."""
@@ -317,16 +322,6 @@ class ModelDrafter(Drafter):
         if self.device.type == "cpu":
             return chain_tree(tokens)
         return head_of_chain(self.longest_chain, tokens)
-
-    def _run_all_but_roots(self, slots: Sequence[int]) -> None:
-        """Plain steps have filled the room: the root waits on, alone."""
-        rows = to_device(slots, torch.int64, self.device)
-        waits = self.entries
-        counts = (waits.pending[rows] - 1).clamp(min=0)
-        self._run_pending(rows, counts, self.most_pending)
-        waits.tokens[rows, 0] = waits.tokens[rows, counts]
-        waits.features[rows, 0] = waits.features[rows, counts]
-        waits.pending[rows] -= counts
 
     @property
     def num_bytes(self) -> int:

@@ -47,8 +47,9 @@ class NgramDrafter(Drafter):
         rows = to_device(slots, torch.int64, self.device)
         self._remember(rows, torch.ones_like(rows), tokens[:, None])
 
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> None:
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
         self.idle = self.unfollowed.issuperset(slots)
+        return []
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         if not self.idle:
