@@ -164,6 +164,14 @@ def test_all_bad_settings_are_listed_at_once(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().err
     for part in ("--output", "--target", "--depth 0", "'*Q'", "--prompt-template 'no place'"):
         assert part in said
+    assert command.main([*flags, "--head-pattern", ""]) == 2
+    assert "--head-pattern '': must be letters of layers" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_is_named(rig: Rig, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    assert command.main(rig.arguments(tmp_path / "file", "eagle")) == 1
+    assert f"--output {tmp_path / 'file'}: no such folder can be made" in capsys.readouterr().err
 
 
 def test_too_few_answers_or_none_that_fit(rig: Rig, tmp_path: Path, capsys) -> None:

@@ -44,7 +44,10 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
     recipe_class = RECIPES[settings.algorithm]
     if wrong := recipe_class.problems(settings, target_config):
         raise ConfigError(wrong)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"--output {folder}: no such folder can be made: {error}"]) from None
     record = Record(settings)
     if record.check():
         world.say(f"{folder} is trained already: nothing to do")
