@@ -139,9 +139,13 @@ class ModelConfig:
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
         """What ``read_values`` finds in the folder.
 
-        Raises: FileNotFoundError, UnsupportedModel.
+        Raises: FileNotFoundError, UnsupportedModel, which name the folder.
         """
-        return cls.from_dict(read_values(folder))
+        values = read_values(folder)
+        try:
+            return cls.from_dict(values)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{folder}: {error}") from None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -160,7 +164,7 @@ def read_values(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
+        raise FileNotFoundError(f"{path} does not exist: give the folder of a checkpoint")
     values = read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():

@@ -20,13 +20,14 @@ from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
 # what a new head is made with; of a published one its files say which of these it has
 OWN_WEIGHTS = ("lm_head.weight", "d2t")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(Layer):
@@ -180,8 +181,7 @@ def layer_ids(taps: tuple[int, ...]) -> list[int]:
 
 def _layer_ids(config: ModelConfig) -> list[int]:
     own = config.raw.get("eagle_config") or {}
-    key = "eagle_aux_hidden_state_layer_ids"
-    return list(own.get(key) or config.raw.get(key) or [])
+    return list(own.get(LAYER_IDS) or config.raw.get(LAYER_IDS) or [])
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
@@ -191,7 +191,8 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     Raises: UnsupportedModel naming what is another layout.
     """
     values = {**(values.get("transformer_layer_config") or {}), **values}
-    only(values, hidden_act="silu", num_hidden_layers=1, bias=False, norm_before_fc=False)
+    only(values, hidden_act="silu", num_hidden_layers=1, bias=False)
+    only(values, norm_before_fc=False, fc_norm=False, norm_output=False)  # EAGLE 3.1
     only(
         values.get("eagle_config") or {},
         use_aux_hidden_state=True,
@@ -201,9 +202,12 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         parallel_draft_step=1,
     )
     attention = attention_config(values)
-    return model_config(
+    config = model_config(
         values,
         ("attention",),
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         attention=attention_config(values, rope=rope_config(values, attention.head_dim)),
     )
+    if not all(isinstance(i, int) for i in _layer_ids(config)):
+        raise UnsupportedModel(f"{LAYER_IDS} {_layer_ids(config)}: must be whole numbers")
+    return config

@@ -41,6 +41,9 @@ HEAD_MODULES = {
 }
 
 
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     """config.json of a model or of a draft head, in the names our layers use.
 
@@ -73,6 +76,9 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
     Raises: UnsupportedModel naming what is not known.
     """
     quantization(values)  # refused before any file is read
+    for name in SIZES:
+        if not isinstance(values.get(name), int | None):
+            raise UnsupportedModel(f"{name} {values[name]!r}: must be a whole number")
     parse: Callable[[dict[str, Any]], ModelConfig]
     parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:
