@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,10 +144,8 @@ class ModelConfig:
         Raises: FileNotFoundError, UnsupportedModel, which name the folder.
         """
         values = read_values(folder)
-        try:
+        with naming(folder):
             return cls.from_dict(values)
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{folder}: {error}") from None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -153,6 +153,15 @@ class ModelConfig:
         from mamba_eagle.models.registry import parse_config  # families import this module
 
         return parse_config(values)
+
+
+@contextlib.contextmanager
+def naming(folder: str | Path) -> Iterator[None]:
+    """Whatever is unsupported inside is said of ``folder``."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:

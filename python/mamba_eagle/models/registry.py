@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel, naming, read_values
 from mamba_eagle.models.heads import head_algorithm
 from mamba_eagle.models.quantization import quantization
 
@@ -64,10 +64,9 @@ def read_as(module: str, folder: str | Path) -> ModelConfig:
 
     Raises: FileNotFoundError, UnsupportedModel, which name the folder.
     """
-    try:
-        return parse_as(module, read_values(folder))
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{folder}: {error}") from None
+    values = read_values(folder)
+    with naming(folder):
+        return parse_as(module, values)
 
 
 def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
