@@ -112,6 +112,23 @@ def test_a_head_of_another_kind_is_named_and_not_its_weights(tiny: Tiny) -> None
         ]
 
 
+def test_a_model_is_no_eagle_head(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner(TREE.config(tiny.model, tiny.model))
+    (problem,) = refused.value.problems
+    assert f"{tiny.model} is a NemotronHForCausalLM, a model and no EAGLE head" in problem
+
+
+def test_a_long_list_of_weights_is_cut(tiny: Tiny, tmp_path: Path) -> None:
+    others = {f"layers.9.{i}.weight": torch.ones(1) for i in range(60)}
+    head = write_head(tmp_path, tiny.model)
+    save_file({**load_file(head / "model.safetensors"), **others}, head / "model.safetensors")
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner(TREE.config(tiny.model, head))
+    assert len(refused.value.problems) == 41
+    assert refused.value.problems[-1] == f"{head}: … 20 more"
+
+
 def test_a_folder_that_is_not_given_is_one_problem() -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig(speculative_algorithm="STANDALONE").resolved()

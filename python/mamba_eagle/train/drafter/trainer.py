@@ -72,8 +72,8 @@ class Trainer:
         self.seconds = 0.0  # of all runs together
 
     def run(self) -> bool:
-        """Returns: False when SIGTERM or Ctrl-C has ended it before its last step. Either way the checkpoint
-        is written.
+        """Returns: False when SIGTERM or Ctrl-C has ended it before its last step. Either way the
+        checkpoint is written.
 
         Raises: Diverged
         """
