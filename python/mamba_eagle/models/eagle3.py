@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
@@ -55,9 +55,9 @@ class Eagle3Layer(Layer):
 class Eagle3Head(Layer):
     """Entry p takes token p and three of the target's hidden states at p-1, and predicts token p+1.
 
-    ``fuse`` makes one feature of the three; ``forward`` gives the layer's output before ``norm``,
-    which is what stands in for the feature of the next entry while drafting; ``logits`` are of the
-    draft vocabulary, whose token i is token ``target_ids[i]`` of the target.
+    ``fuse`` makes one feature of the three; ``forward`` gives what stands in for the feature of the
+    next entry while drafting: the layer's output before ``norm``, of some EAGLE 3.1 heads behind
+    it. Token i of the draft vocabulary is token ``target_ids[i]`` of the target.
     """
 
     def __init__(self, config: ModelConfig, stored: Container[str] = OWN_WEIGHTS) -> None:
@@ -67,7 +67,14 @@ class Eagle3Head(Layer):
         size, given = config.hidden_size, target_hidden_size(config)
         self.config = config
         self.draft_vocab_size = draft_vocab_size(config)
-        self.fc = Linear(num_taps(config) * given, size)
+        taps = num_taps(config)
+        self.input_norm = self.fc_norm = None  # EAGLE 3.1: of the taps, together or each by itself
+        if told(config, "norm_before_fc"):
+            self.input_norm = RMSNorm(taps * given, config.norm_eps)
+        if told(config, "fc_norm"):
+            self.fc_norm = nn.ModuleList(RMSNorm(given, config.norm_eps) for _ in range(taps))
+        self.gives_normed = gives_normed(config)
+        self.fc = Linear(taps * given, size)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.norm_eps)
         reduced = self.draft_vocab_size != config.vocab_size
@@ -86,11 +93,21 @@ class Eagle3Head(Layer):
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's hidden states side by side [n, 3 * its hidden_size] -> [n, hidden_size]."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(taps)
 
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         """embeddings, features [n, hidden_size] -> [n, hidden_size]; ``ctx.rotation`` is set."""
-        return self.midlayer(embeddings, features, ctx)
+        hidden = self.midlayer(embeddings, features, ctx)
+        return self.norm(hidden) if self.gives_normed else hidden
+
+    def normed(self, outputs: Tensor) -> Tensor:
+        """What ``forward`` gave, as ``lm_head`` reads it."""
+        return outputs if self.gives_normed else self.norm(outputs)
 
     def target_ids(self) -> Tensor | None:
         """The target's token of each draft token, [draft_vocab_size] int64; None: the same."""
@@ -153,6 +170,18 @@ def num_taps(config: ModelConfig) -> int:
     return len(_layer_ids(config)) or 3
 
 
+def told(config: ModelConfig, name: str) -> bool:
+    """Whether config.json asks for it, by itself or in ``eagle_config``."""
+    return bool((config.raw.get("eagle_config") or {}).get(name) or config.raw.get(name))
+
+
+def gives_normed(config: ModelConfig) -> bool:
+    """``norm_output``: drafts are fed back behind the norm. So speculators' heads are trained;
+    SpecForge writes the same word, by itself, and trains with what is ahead of the norm."""
+    specforge = "norm_output" in config.raw and "transformer_layer_config" not in config.raw
+    return told(config, "norm_output") and not specforge
+
+
 def tap_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
     """The target's layers at whose input its hidden states are taken, ascending; ``layers`` stands
     for the input of the final norm.
@@ -192,7 +221,6 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     """
     values = {**(values.get("transformer_layer_config") or {}), **values}
     only(values, hidden_act="silu", num_hidden_layers=1, bias=False)
-    only(values, norm_before_fc=False, fc_norm=False, norm_output=False)  # EAGLE 3.1
     only(
         values.get("eagle_config") or {},
         use_aux_hidden_state=True,

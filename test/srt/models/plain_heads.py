@@ -53,6 +53,16 @@ def attention(w: Weights, name: str, x: Tensor, config: dict[str, Any], theta: f
 # ── EAGLE-3 ──
 
 
+def eagle3_features(w: Weights, config: dict[str, Any], taps: Tensor) -> Tensor:
+    """taps [length, 3, t] -> [length, h], with the norms of EAGLE 3.1 where they are asked for."""
+    if config.get("fc_norm"):
+        taps = torch.stack([rms(taps[:, i], w[f"fc_norm.{i}.weight"]) for i in range(3)], dim=1)
+    taps = taps.flatten(1)
+    if config.get("norm_before_fc"):
+        taps = rms(taps, w["input_norm.weight"])
+    return taps @ w["fc.weight"].T
+
+
 def eagle3(w: Weights, config: dict[str, Any], embeddings: Tensor, features: Tensor) -> Tensor:
     """embeddings, features [length, h] -> what comes out ahead of the norm."""
     normed = rms(features, w["midlayer.hidden_norm.weight"])

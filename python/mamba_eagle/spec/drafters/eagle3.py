@@ -29,7 +29,7 @@ from mamba_eagle.spec.drafters.network import DraftNetwork
 
 class EagleThreeNetwork(DraftNetwork):
     """An entry's feature is made of the tapped hidden states; while drafting, the head's output
-    before its norm stands in for it."""
+    stands in for it."""
 
     def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
         self.head, self.config = head, head.config
@@ -55,7 +55,7 @@ class EagleThreeNetwork(DraftNetwork):
         return self.head(self.embed(tokens), features, ctx)
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.lm_head(self.head.norm(outputs))
+        return self.lm_head(self.head.normed(outputs))
 
     def best(self, depth: int, outputs: Tensor, k: int) -> TopTokens:
         own = super().best(depth, outputs, k)
