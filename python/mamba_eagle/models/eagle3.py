@@ -7,6 +7,7 @@ Names and shapes are those of SafeAILab/EAGLE (``eagle/model/cnets.py``), which 
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -219,7 +220,8 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is another layout.
     """
-    values = {**(values.get("transformer_layer_config") or {}), **values}
+    layer = values.get("transformer_layer_config") or {}
+    values = {**layer, **values}
     only(values, hidden_act="silu", num_hidden_layers=1, bias=False)
     only(
         values.get("eagle_config") or {},
@@ -229,12 +231,12 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         use_mtp_layernorm=False,
         parallel_draft_step=1,
     )
-    attention = attention_config(values)
+    attention = attention_config(values, head_norm=layer.get("model_type") == "qwen3")
     config = model_config(
         values,
         ("attention",),
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        attention=attention_config(values, rope=rope_config(values, attention.head_dim)),
+        attention=replace(attention, rope=rope_config(values, attention.head_dim)),
     )
     if not all(isinstance(i, int) for i in _layer_ids(config)):
         raise UnsupportedModel(f"{LAYER_IDS} {_layer_ids(config)}: must be whole numbers")

@@ -43,6 +43,9 @@ def attention(w: Weights, name: str, x: Tensor, config: dict[str, Any], theta: f
     for head in range(heads):
         own = head * kv_heads // heads
         queries, keys = q[:, head * dim : (head + 1) * dim], k[:, own * dim : (own + 1) * dim]
+        if f"{name}.q_norm.weight" in w:
+            queries = rms(queries, w[f"{name}.q_norm.weight"])
+            keys = rms(keys, w[f"{name}.k_norm.weight"])
         if theta:
             queries, keys = turned(queries, theta), turned(keys, theta)
         scores = (queries @ keys.T / math.sqrt(dim)).masked_fill(~seen, float("-inf"))

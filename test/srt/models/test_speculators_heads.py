@@ -1,5 +1,5 @@
-"""EAGLE 3.1: norms of the taps, and drafts fed back behind the head's norm, as speculators writes
-them (``norm_before_fc``, ``fc_norm``, ``norm_output``)."""
+"""What speculators' heads may have beyond SafeAILab's: EAGLE 3.1's norms of the taps and drafts fed
+back behind the head's norm (``norm_before_fc``, ``fc_norm``, ``norm_output``); Qwen3's layer."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "each": {"fc_norm": True},
     "output": {"norm_output": True},
     "all": {"norm_before_fc": True, "norm_output": True},
+    "qwen3": {},
 }
 
 
@@ -46,10 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_are_what_the_file_says(model: Path, tmp_path: Path, form: str) -> None:
     asked = FORMS[form]
+    layer = {"model_type": "qwen3"} if form == "qwen3" else None
+    ids = {"eagle_aux_hidden_state_layer_ids": list(TAPS)}
     folder = write_eagle3_head(
-        tmp_path, model, eagle_config={"eagle_aux_hidden_state_layer_ids": list(TAPS), **asked}
+        tmp_path, model, eagle_config={**ids, **asked}, transformer_layer_config=layer
     )
     w, target = load_file(roughen(folder) / "model.safetensors"), tapped(model)
+    assert ("midlayer.self_attn.q_norm.weight" in w) == (form == "qwen3")
     network = eagle3_network(folder, target)
     tokens, drafted = random_tokens(LENGTH), [5, 60, 7]
     features = target(tokens, FullSequenceContext(1, LENGTH))
