@@ -129,9 +129,9 @@ def test_a_long_list_of_weights_is_cut(tiny: Tiny, tmp_path: Path) -> None:
     assert refused.value.problems[-1] == f"{head}: … 20 more"
 
 
-def test_a_folder_that_is_not_given_is_one_problem() -> None:
+def test_a_folder_that_is_not_given_is_one_problem(tiny: Tiny) -> None:
     with pytest.raises(ConfigError) as refused:
-        EngineConfig(speculative_algorithm="STANDALONE").resolved()
+        EngineConfig(model_path=str(tiny.model), speculative_algorithm="STANDALONE").resolved()
     (problem,) = refused.value.problems
     assert "needs --speculative-draft-model-path" in problem
 
