@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.core import PLAIN, TreeShape, candidates
-from mamba_eagle.models.heads import draft_algorithm
+from mamba_eagle.models.heads import draft_algorithm, head_in
 from mamba_eagle.spec.drafters import DRAFTERS, draft_source
 
 ASSETS = Path(__file__).parent / "assets"
@@ -137,8 +137,11 @@ class EngineConfig:
     def drafter_problems(self) -> list[str]:
         """Why the drafter's folder does not fit the target, where both can be read. The runner
         looks at that as it starts; here it is for those who fail before, since it takes torch."""
+        drafter = DRAFTERS.get(self.speculative_algorithm)
+        if drafter is None or self._folder_problems():
+            return []
         folders = (self.model_path, self.speculative_draft_model_path or self.model_path)
-        if self.speculative_algorithm not in DRAFTERS or not all(map(os.path.isdir, folders)):
+        if not all(map(os.path.isdir, folders)):
             return []
         from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 
@@ -188,15 +191,28 @@ class EngineConfig:
                 wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
         if not 0 < self.mem_fraction_static <= 1:
             wrong.append(f"--mem-fraction-static {self.mem_fraction_static}: must be in (0, 1]")
-        if (drafter := DRAFTERS.get(self.speculative_algorithm)) is not None:
+        if self.speculative_algorithm in DRAFTERS:
             wrong += self.tree_shape.problems()
-            if drafter.needs_folder and not self.speculative_draft_model_path:
-                wrong.append(
-                    f"--speculative-algorithm {self.speculative_algorithm} needs "
-                    "--speculative-draft-model-path, the folder of a drafter made for "
-                    f"{self.model_path}"
-                )
-        return wrong
+        return wrong + self._folder_problems()
+
+    def _folder_problems(self) -> list[str]:
+        """Whether the drafter's folder is there and of its kind."""
+        name, folder = self.speculative_algorithm, self.speculative_draft_model_path
+        drafter = DRAFTERS.get(name)
+        if drafter is None:
+            return []
+        if drafter.needs_folder and not folder:
+            return [
+                f"--speculative-algorithm {name} needs --speculative-draft-model-path, the folder "
+                f"of a drafter made for {self.model_path}"
+            ]
+        made_for = head_in(folder) if folder else None
+        if made_for is not None and DRAFTERS[made_for] != drafter:
+            return [
+                f"--speculative-algorithm {name}: {folder} has a head for {made_for}; leave the "
+                "flag out, or name the folder of another drafter"
+            ]
+        return []
 
     @property
     def tree_shape(self) -> TreeShape:

@@ -133,6 +133,9 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
         return {"type": "abort", "message": self.message, "status_code": self.status_code}
 
 
+MOST_NODES = 64  # of a tree: a node's ancestors are the bits of an integer
+
+
 class TreeShape(msgspec.Struct, frozen=True, array_like=True):
     """A draft tree: ``topk`` lanes, ``steps`` deep, ``nodes`` verified, the root among them.
 
@@ -151,20 +154,22 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
     def problems(self) -> list[str]:
         """Why no such tree can be formed; [] if it can."""
         wrong = []
-        if self.topk < 1:
-            wrong.append(f"--speculative-eagle-topk {self.topk}: must be 1 or more")
-        if self.steps < 1:
-            wrong.append(f"--speculative-num-steps {self.steps}: must be 1 or more")
-        if wrong:
-            return wrong
-        most = 1 + self.topk + (self.steps - 1) * self.topk**2
-        if not 2 <= self.nodes <= most:
+        for flag, value in (("num-steps", self.steps), ("eagle-topk", self.topk)):
+            if not 1 <= value < MOST_NODES:
+                wrong.append(
+                    f"--speculative-{flag} {value}: must be between 1 and {MOST_NODES - 1}"
+                )
+        if not 2 <= self.nodes <= MOST_NODES:
             wrong.append(
-                f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and {most}, "
+                f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and {MOST_NODES}, "
+                "the root included"
+            )
+        most = 1 + self.topk + (self.steps - 1) * self.topk**2
+        if not wrong and self.nodes > most:
+            wrong.append(
+                f"--speculative-num-draft-tokens {self.nodes}: must be at most {most}, "
                 f"the root and the candidates of {self.steps} steps with top-k {self.topk}"
             )
-        if self.nodes > 64:
-            wrong.append(f"--speculative-num-draft-tokens {self.nodes}: must be at most 64")
         return wrong
 
 

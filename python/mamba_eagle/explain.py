@@ -9,6 +9,7 @@ The text is taken as it stands, as /generate takes it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -82,7 +83,8 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
 
 
 def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
-    """What a server with these settings would reply; the model is loaded here.
+    """What a server with these settings would reply, with the configured tree in every step: one
+    request is too short to learn which is fastest. The model is loaded here.
 
     Raises: ExplainError
     """
@@ -90,6 +92,7 @@ def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dic
         tokenizer = TextTokenizer.load(config.tokenizer_path)
     except (OSError, ValueError) as error:
         raise ExplainError(f"--tokenizer-path {config.tokenizer_path}: {error}") from None
+    config = dataclasses.replace(config, speculative_adaptive=False)
     runner = make_driver(config).runner
     scheduler = Scheduler(config, runner.ready)
     ids = tokenizer.encode(text)

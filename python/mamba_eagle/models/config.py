@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,9 +141,11 @@ class ModelConfig:
     def from_pretrained(cls, folder: str | Path) -> ModelConfig:
         """What ``read_values`` finds in the folder.
 
-        Raises: FileNotFoundError, UnsupportedModel.
+        Raises: FileNotFoundError, UnsupportedModel, which name the folder.
         """
-        return cls.from_dict(read_values(folder))
+        values = read_values(folder)
+        with naming(folder):
+            return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -149,6 +153,15 @@ class ModelConfig:
         from mamba_eagle.models.registry import parse_config  # families import this module
 
         return parse_config(values)
+
+
+@contextlib.contextmanager
+def naming(folder: str | Path) -> Iterator[None]:
+    """Whatever is unsupported inside is said of ``folder``."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
@@ -160,7 +173,7 @@ def read_values(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: --model-path needs a checkpoint folder")
+        raise FileNotFoundError(f"{path} does not exist: give the folder of a checkpoint")
     values = read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():

@@ -7,10 +7,11 @@ Names and shapes are those of SafeAILab/EAGLE (``eagle/model/cnets.py``), which 
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
@@ -20,13 +21,14 @@ from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
 # what a new head is made with; of a published one its files say which of these it has
 OWN_WEIGHTS = ("lm_head.weight", "d2t")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(Layer):
@@ -54,9 +56,9 @@ class Eagle3Layer(Layer):
 class Eagle3Head(Layer):
     """Entry p takes token p and three of the target's hidden states at p-1, and predicts token p+1.
 
-    ``fuse`` makes one feature of the three; ``forward`` gives the layer's output before ``norm``,
-    which is what stands in for the feature of the next entry while drafting; ``logits`` are of the
-    draft vocabulary, whose token i is token ``target_ids[i]`` of the target.
+    ``fuse`` makes one feature of the three; ``forward`` gives what stands in for the feature of the
+    next entry while drafting: the layer's output before ``norm``, of some EAGLE 3.1 heads behind
+    it. Token i of the draft vocabulary is token ``target_ids[i]`` of the target.
     """
 
     def __init__(self, config: ModelConfig, stored: Container[str] = OWN_WEIGHTS) -> None:
@@ -66,7 +68,14 @@ class Eagle3Head(Layer):
         size, given = config.hidden_size, target_hidden_size(config)
         self.config = config
         self.draft_vocab_size = draft_vocab_size(config)
-        self.fc = Linear(num_taps(config) * given, size)
+        taps = num_taps(config)
+        self.input_norm = self.fc_norm = None  # EAGLE 3.1: of the taps, together or each by itself
+        if told(config, "norm_before_fc"):
+            self.input_norm = RMSNorm(taps * given, config.norm_eps)
+        if told(config, "fc_norm"):
+            self.fc_norm = nn.ModuleList(RMSNorm(given, config.norm_eps) for _ in range(taps))
+        self.gives_normed = gives_normed(config)
+        self.fc = Linear(taps * given, size)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.norm_eps)
         reduced = self.draft_vocab_size != config.vocab_size
@@ -85,11 +94,21 @@ class Eagle3Head(Layer):
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The target's hidden states side by side [n, 3 * its hidden_size] -> [n, hidden_size]."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(taps)
 
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         """embeddings, features [n, hidden_size] -> [n, hidden_size]; ``ctx.rotation`` is set."""
-        return self.midlayer(embeddings, features, ctx)
+        hidden = self.midlayer(embeddings, features, ctx)
+        return self.norm(hidden) if self.gives_normed else hidden
+
+    def normed(self, outputs: Tensor) -> Tensor:
+        """What ``forward`` gave, as ``lm_head`` reads it."""
+        return outputs if self.gives_normed else self.norm(outputs)
 
     def target_ids(self) -> Tensor | None:
         """The target's token of each draft token, [draft_vocab_size] int64; None: the same."""
@@ -152,6 +171,18 @@ def num_taps(config: ModelConfig) -> int:
     return len(_layer_ids(config)) or 3
 
 
+def told(config: ModelConfig, name: str) -> bool:
+    """Whether config.json asks for it, by itself or in ``eagle_config``."""
+    return bool((config.raw.get("eagle_config") or {}).get(name) or config.raw.get(name))
+
+
+def gives_normed(config: ModelConfig) -> bool:
+    """``norm_output``: drafts are fed back behind the norm. So speculators' heads are trained;
+    SpecForge writes the same word, by itself, and trains with what is ahead of the norm."""
+    specforge = "norm_output" in config.raw and "transformer_layer_config" not in config.raw
+    return told(config, "norm_output") and not specforge
+
+
 def tap_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
     """The target's layers at whose input its hidden states are taken, ascending; ``layers`` stands
     for the input of the final norm.
@@ -180,8 +211,7 @@ def layer_ids(taps: tuple[int, ...]) -> list[int]:
 
 def _layer_ids(config: ModelConfig) -> list[int]:
     own = config.raw.get("eagle_config") or {}
-    key = "eagle_aux_hidden_state_layer_ids"
-    return list(own.get(key) or config.raw.get(key) or [])
+    return list(own.get(LAYER_IDS) or config.raw.get(LAYER_IDS) or [])
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
@@ -190,8 +220,9 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is another layout.
     """
-    values = {**(values.get("transformer_layer_config") or {}), **values}
-    only(values, hidden_act="silu", num_hidden_layers=1, bias=False, norm_before_fc=False)
+    layer = values.get("transformer_layer_config") or {}
+    values = {**layer, **values}
+    only(values, hidden_act="silu", num_hidden_layers=1, bias=False)
     only(
         values.get("eagle_config") or {},
         use_aux_hidden_state=True,
@@ -200,10 +231,13 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         use_mtp_layernorm=False,
         parallel_draft_step=1,
     )
-    attention = attention_config(values)
-    return model_config(
+    attention = attention_config(values, head_norm=layer.get("model_type") == "qwen3")
+    config = model_config(
         values,
         ("attention",),
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        attention=attention_config(values, rope=rope_config(values, attention.head_dim)),
+        attention=replace(attention, rope=rope_config(values, attention.head_dim)),
     )
+    if not all(isinstance(i, int) for i in _layer_ids(config)):
+        raise UnsupportedModel(f"{LAYER_IDS} {_layer_ids(config)}: must be whole numbers")
+    return config

@@ -27,6 +27,7 @@ from mamba_eagle.models.quantization import (
 log = logging.getLogger("mamba_eagle.models")
 
 PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints are there before a bar could be read
+MOST_SHOWN = 40  # names of a message
 MAPPED_BYTES = 256 << 20  # of a file that may stay in memory while it is copied
 
 
@@ -84,8 +85,14 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 def refuse(folder: Path, wrong: list[str]) -> None:
     """Raises: CheckpointError, if anything is wrong."""
     if wrong:
-        shown = "\n  ".join(wrong[:40]) + (f"\n  … {len(wrong) - 40} more" if wrong[40:] else "")
+        shown = "\n  ".join(shortened(wrong))
         raise CheckpointError(f"{folder} does not fit its config.json:\n  {shown}")
+
+
+def shortened(wrong: list[str]) -> list[str]:
+    """Enough of a long list to see what is wrong: an expert layer has a thousand names."""
+    rest = len(wrong) - MOST_SHOWN
+    return wrong if rest <= 0 else [*wrong[:MOST_SHOWN], f"… {rest} more"]
 
 
 class Stored(NamedTuple):
@@ -173,7 +180,8 @@ def weight_problems(make: Callable[[], nn.Module], folder: str | Path) -> list[s
     try:
         with torch.device("meta"):
             model = make()
-        return [f"{folder}: {wrong}" for wrong in misfits(model, stored_tensors(Path(folder)))]
+        wrong = shortened(misfits(model, stored_tensors(Path(folder))))
+        return [f"{folder}: {one}" for one in wrong]
     except CheckpointError as error:
         return [str(error)]
 

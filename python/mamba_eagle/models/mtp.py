@@ -8,6 +8,8 @@ checkpoints as vLLM and SGLang read them (``nemotron_h_mtp.py`` of each).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,3 +128,17 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             "num_nextn_predict_layers": count,
         }
     )
+
+
+def stored_modules(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
+    """``config``, or that of its first module where a checkpoint's ``names`` have no other.
+
+    Exporters have counted the uses of a repeated module as modules, and written no
+    ``mtp_use_repeated_layer`` (NVIDIA-NeMo/Megatron-Bridge#5946).
+    """
+    length = len(config.blocks) // num_modules(config)
+    stored = {name.split(".")[2] for name in names if name.startswith("mtp.layers.")}
+    if stored != {str(i) for i in range(length)}:
+        return config
+    raw = {**config.raw, "num_nextn_predict_layers": 1}
+    return replace(config, blocks=config.blocks[:length], raw=raw)

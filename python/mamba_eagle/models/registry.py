@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
+from mamba_eagle.models.config import ModelConfig, UnsupportedModel, naming, read_values
 from mamba_eagle.models.heads import head_algorithm
 from mamba_eagle.models.quantization import quantization
 
@@ -41,6 +41,9 @@ HEAD_MODULES = {
 }
 
 
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     """config.json of a model or of a draft head, in the names our layers use.
 
@@ -61,10 +64,9 @@ def read_as(module: str, folder: str | Path) -> ModelConfig:
 
     Raises: FileNotFoundError, UnsupportedModel, which name the folder.
     """
-    try:
-        return parse_as(module, read_values(folder))
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{folder}: {error}") from None
+    values = read_values(folder)
+    with naming(folder):
+        return parse_as(module, values)
 
 
 def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
@@ -73,6 +75,9 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
     Raises: UnsupportedModel naming what is not known.
     """
     quantization(values)  # refused before any file is read
+    for name in SIZES:
+        if not isinstance(values.get(name), int | None):
+            raise UnsupportedModel(f"{name} {values[name]!r}: must be a whole number")
     parse: Callable[[dict[str, Any]], ModelConfig]
     parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:

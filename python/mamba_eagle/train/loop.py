@@ -68,19 +68,24 @@ class StopSignal:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[StopSignal]:
-    """Inside, SIGTERM asks for an end and does nothing else, so that the model can be saved."""
+def stop_on_signals() -> Iterator[StopSignal]:
+    """Inside, SIGTERM or Ctrl-C asks for an end and does nothing else, so that the model can be
+    saved. A second Ctrl-C is not waited for."""
     stop = StopSignal()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def ask(*_: object) -> None:
-        print("stopping: SIGTERM", flush=True)
+    def ask(number: int, frame: object) -> None:
+        print(f"stopping: {signal.Signals(number).name}", flush=True)
         stop.wanted = True
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    before = signal.signal(signal.SIGTERM, ask)
+    for number in before:
+        signal.signal(number, ask)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Progress:
@@ -167,7 +172,7 @@ def run(
     evaluate: Callable[[], str],
     save: Callable[[], None],
 ) -> None:
-    """Trains ``model`` until the time or the steps of ``args`` are over, or SIGTERM.
+    """Trains ``model`` until the time or the steps of ``args`` are over, SIGTERM or Ctrl-C.
 
     Args:
         compute_loss: fetches a batch and returns its loss; called under autocast.
@@ -180,7 +185,7 @@ def run(
     time_to_evaluate, time_to_save = Every(args.eval_seconds), Every(args.save_seconds)
     logged_at, logged_step = time.monotonic(), 0
 
-    with stop_on_sigterm() as stop:
+    with stop_on_signals() as stop:
         while not (progress.done or stop.wanted):
             lr = learning_rate(args.lr, progress.fraction) * rescue.lr_scale
             for group in optimizer.param_groups:

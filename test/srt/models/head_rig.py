@@ -10,17 +10,39 @@ import plain_heads
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_heads import GrowingSequence
-from tiny_model import VOCAB
+from tiny_model import VOCAB, load_model
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.eagle3 import Eagle3Head, published_name
+from mamba_eagle.models.loader import load_weights
+from mamba_eagle.models.registry import read_as
 from mamba_eagle.spec.drafters.base import FolderSource
+from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork
 from mamba_eagle.spec.drafters.network import DraftNetwork
 
 BATCH, LENGTH = 2, 21
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+TAPS = (0, 2, 4)
+
+
+def eagle3_network(folder: Path, target: CausalLM, prepared: bool = False) -> EagleThreeNetwork:
+    names = {published_name(name) for name in load_file(folder / "model.safetensors")}
+    head = Eagle3Head(read_as("eagle3", folder), names)
+    load_weights(head, folder)
+    if prepared:
+        prepare_for_inference(head)
+    return EagleThreeNetwork(head.requires_grad_(False), target)
+
+
+def tapped(folder: Path, taps: tuple[int, ...] = TAPS) -> CausalLM:
+    target = load_model(folder)
+    target.tap(taps)
+    return target
 
 
 def edit(folder: Path, change: dict[str, Tensor | None] | None = None, **config: Any) -> Path:
@@ -42,7 +64,7 @@ def roughen(folder: Path) -> Path:
     weights = load_file(folder / "model.safetensors")
     change: dict[str, Tensor | None] = {}
     for name, value in weights.items():
-        if name.endswith((".D", "norm.weight", "bias", "layernorm.weight")):
+        if "norm" in name or name.endswith((".D", "bias")):
             change[name] = value + 0.3 * torch.randn(value.shape, generator=generator)
         if "_proj" in name and "mixer" in name:
             change[name] = value * 4

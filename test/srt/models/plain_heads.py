@@ -43,6 +43,9 @@ def attention(w: Weights, name: str, x: Tensor, config: dict[str, Any], theta: f
     for head in range(heads):
         own = head * kv_heads // heads
         queries, keys = q[:, head * dim : (head + 1) * dim], k[:, own * dim : (own + 1) * dim]
+        if f"{name}.q_norm.weight" in w:
+            queries = rms(queries, w[f"{name}.q_norm.weight"])
+            keys = rms(keys, w[f"{name}.k_norm.weight"])
         if theta:
             queries, keys = turned(queries, theta), turned(keys, theta)
         scores = (queries @ keys.T / math.sqrt(dim)).masked_fill(~seen, float("-inf"))
@@ -51,6 +54,16 @@ def attention(w: Weights, name: str, x: Tensor, config: dict[str, Any], theta: f
 
 
 # ── EAGLE-3 ──
+
+
+def eagle3_features(w: Weights, config: dict[str, Any], taps: Tensor) -> Tensor:
+    """taps [length, 3, t] -> [length, h], with the norms of EAGLE 3.1 where they are asked for."""
+    if config.get("fc_norm"):
+        taps = torch.stack([rms(taps[:, i], w[f"fc_norm.{i}.weight"]) for i in range(3)], dim=1)
+    taps = taps.flatten(1)
+    if config.get("norm_before_fc"):
+        taps = rms(taps, w["input_norm.weight"])
+    return taps @ w["fc.weight"].T
 
 
 def eagle3(w: Weights, config: dict[str, Any], embeddings: Tensor, features: Tensor) -> Tensor:

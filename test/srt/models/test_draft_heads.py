@@ -4,6 +4,7 @@ take, and what their folders are refused for."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import plain_heads
@@ -13,50 +14,40 @@ from head_rig import (
     BATCH,
     CLOSE,
     LENGTH,
+    eagle3_network,
     edit,
+    engine_config,
     problems_of,
     random_tokens,
     roughen,
     run_chain,
     run_drafts,
+    tapped,
 )
 from peer_models import PEERS, make_peer
 from safetensors.torch import load_file, save_file
 from tiny_heads import EAGLE3_CONFIG, write_eagle3_head
 from tiny_model import VOCAB, load_model, write_model
 
-from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
-from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, published_name, tap_layers
+from mamba_eagle.models.eagle3 import (
+    LAYER_IDS,
+    Eagle3Head,
+    layer_ids,
+    tap_layers,
+)
+from mamba_eagle.models.heads import draft_algorithm
 from mamba_eagle.models.loader import CheckpointError, load_weights
 from mamba_eagle.models.registry import model_class, read_as
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork, EagleThreeSource
+from mamba_eagle.spec.drafters.eagle3 import EagleThreeSource
 
 torch.set_num_threads(1)
-
-TAPS = (0, 2, 4)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-def eagle3_network(folder: Path, target: CausalLM, prepared: bool = False) -> EagleThreeNetwork:
-    names = {published_name(name) for name in load_file(folder / "model.safetensors")}
-    head = Eagle3Head(read_as("eagle3", folder), names)
-    load_weights(head, folder)
-    if prepared:
-        prepare_for_inference(head)
-    return EagleThreeNetwork(head.requires_grad_(False), target)
-
-
-def tapped(folder: Path, taps: tuple[int, ...] = TAPS) -> CausalLM:
-    target = load_model(folder)
-    target.tap(taps)
-    return target
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}], ids=["plain", "normed"])
@@ -145,6 +136,14 @@ def test_eagle3_heads_under_speculators_names_are_the_same(model: Path, tmp_path
     save_file(renamed, folder / "model.safetensors")
     assert ModelConfig.from_pretrained(folder).vocab_size == VOCAB
     torch.testing.assert_close(run_chain(eagle3_network(folder, target), tokens, features), wanted)
+
+
+def test_eagle3_heads_that_bear_their_targets_name_are_known(model: Path, tmp_path: Path) -> None:
+    write_eagle3_head(tmp_path, model, architectures=["LlamaForCausalLMEagle3"])
+    for name in ("LlamaForCausalLMEagle3", "LlamaForCausalLM", "Qwen3ForCausalLM"):
+        edit(tmp_path, architectures=[name])
+        assert draft_algorithm(tmp_path) == "EAGLE3"
+    assert draft_algorithm(model) == "STANDALONE"
 
 
 # ── taps ──
@@ -239,7 +238,8 @@ def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Pat
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported; known: 1"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
-        ({"norm_before_fc": True}, "norm_before_fc True"),
+        ({"eagle_config": {LAYER_IDS: ["2", "5", "9"]}}, "'5', '9'.: must be whole numbers"),
+        ({"hidden_size": "64"}, "hidden_size '64': must be a whole number"),
         ({"num_attention_heads": None}, "num_attention_heads"),
     ],
 )
@@ -249,6 +249,14 @@ def test_another_layout_of_eagle3_is_refused(tmp_path: Path, changes: dict, word
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(UnsupportedModel, match=words):
         read_as("eagle3", tmp_path)
+
+
+def test_lanes_are_no_more_than_the_tokens_that_a_head_knows(model: Path, tmp_path: Path) -> None:
+    folder = write_eagle3_head(tmp_path, model)
+    config = replace(engine_config(model, folder), speculative_eagle_topk=61)
+    assert EagleThreeSource(config, ModelConfig.from_pretrained(model)).problems() == [
+        f"--speculative-eagle-topk 61: drafter {folder} knows 60 tokens; set it to 60 at most"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,17 @@ def test_a_layer_that_is_repeated_is_stored_once(tmp_path: Path) -> None:
         assert head.config.num_attention_layers == blocks
 
 
+def test_a_module_that_is_counted_by_its_uses_is_repeated(model: Path, tmp_path: Path) -> None:
+    """NVIDIA-NeMo/Megatron-Bridge#5946 wrote the number of uses for the number of modules."""
+    folder = write_mtp_head(tmp_path, model, num_nextn_predict_layers=1)
+    edit(folder, num_nextn_predict_layers=2)
+    source = MtpSource(engine_config(model, folder), ModelConfig.from_pretrained(model))
+    assert source.problems() == [] and source.module().num_modules == 1
+    assert source.config.num_attention_layers == 1
+    edit(folder, {"mtp.layers.2.norm.weight": torch.ones(64)})
+    assert "missing: mtp.layers.3.norm.weight" in problems_of(MtpSource, folder, model)
+
+
 # ── what is refused ──
 
 

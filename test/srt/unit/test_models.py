@@ -203,7 +203,7 @@ def test_unknown_architectures_are_refused_by_name() -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.*--model-path"):
+    with pytest.raises(FileNotFoundError, match="nowhere.*give the folder of a checkpoint"):
         ModelConfig.from_pretrained(tmp_path / "nowhere")
 
 

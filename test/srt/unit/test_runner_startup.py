@@ -23,6 +23,7 @@ from tiny_model import EOS, VOCAB, write_head, write_model
 from tokenizers import Tokenizer
 
 from mamba_eagle.config import EMBEDDED_MODEL, ConfigError, EngineConfig
+from mamba_eagle.core import TreeShape
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.memory import default_rows, least_rows, row_bytes, state_bytes
@@ -79,6 +80,60 @@ def test_all_that_is_wrong_with_a_drafter_is_said_at_once(tiny: Tiny, tmp_path: 
         "shape of fc.bias: [5] in the file, [32] by config.json",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((0, 0, 1), ("num-steps 0", "topk 0", "num-draft-tokens 1: must be between 2 and 64")),
+        ((-1, 64, 65), ("num-steps -1", "topk 64: must be between 1 and 63", "tokens 65")),
+        ((3, 1, 5), ("tokens 5: must be at most 4, the root and the candidates of 3 steps",)),
+        ((2, 3, 14), ("tokens 14: must be at most 13",)),
+    ],
+)
+def test_every_reason_against_a_tree_is_said(
+    shape: tuple[int, int, int], said: tuple[str, ...]
+) -> None:
+    steps, topk, nodes = shape
+    wrong = TreeShape(steps=steps, topk=topk, nodes=nodes).problems()
+    assert len(wrong) == len(said)
+    for problem, part in zip(wrong, said):
+        assert part in problem
+
+
+def test_a_head_of_another_kind_is_named_and_not_its_weights(tiny: Tiny) -> None:
+    given = {"model_path": str(tiny.model), "speculative_draft_model_path": str(tiny.head)}
+    for algorithm in ("EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM"):
+        with pytest.raises(ConfigError) as refused:
+            EngineConfig(speculative_algorithm=algorithm, **given).resolved()
+        assert refused.value.problems == [
+            f"--speculative-algorithm {algorithm}: {tiny.head} has a head for EAGLE; leave the "
+            "flag out, or name the folder of another drafter"
+        ]
+
+
+def test_a_model_is_no_eagle_head(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner(TREE.config(tiny.model, tiny.model))
+    (problem,) = refused.value.problems
+    assert f"{tiny.model} is a NemotronHForCausalLM, a model and no EAGLE head" in problem
+
+
+def test_a_long_list_of_weights_is_cut(tiny: Tiny, tmp_path: Path) -> None:
+    others = {f"layers.9.{i}.weight": torch.ones(1) for i in range(60)}
+    head = write_head(tmp_path, tiny.model)
+    save_file({**load_file(head / "model.safetensors"), **others}, head / "model.safetensors")
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner(TREE.config(tiny.model, head))
+    assert len(refused.value.problems) == 41
+    assert refused.value.problems[-1] == f"{head}: … 20 more"
+
+
+def test_a_folder_that_is_not_given_is_one_problem(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(model_path=str(tiny.model), speculative_algorithm="STANDALONE").resolved()
+    (problem,) = refused.value.problems
+    assert "needs --speculative-draft-model-path" in problem
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -245,13 +245,16 @@ def test_pretraining_with_a_config_gives_the_drafter_of_that_config(
     assert shapes[0] == shapes[1]
 
 
-def test_sigterm_ends_a_run_and_nothing_else() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with loop.stop_on_sigterm() as stop:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_and_nothing_else(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with loop.stop_on_signals() as stop:
         assert not stop.wanted
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop.wanted
-    assert signal.getsignal(signal.SIGTERM) == before
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(number) == before
 
 
 def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:

@@ -61,6 +61,17 @@ def test_a_killed_run_asks_only_for_the_answers_that_it_lacks(
     assert sorted(written + [lines[26]]) == sorted(lines)
 
 
+def test_ctrl_c_while_answering_is_no_traceback(
+    rig: Rig, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def interrupted(*others: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(answers.AnswerFile, "append", interrupted)
+    assert command.main(rig.arguments(tmp_path, "eagle")) == command.INTERRUPTED
+    assert "the same command goes on" in capsys.readouterr().err
+
+
 def test_answers_of_the_file_need_no_engine(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +175,14 @@ def test_all_bad_settings_are_listed_at_once(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().err
     for part in ("--output", "--target", "--depth 0", "'*Q'", "--prompt-template 'no place'"):
         assert part in said
+    assert command.main([*flags, "--head-pattern", ""]) == 2
+    assert "--head-pattern '': must be letters of layers" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_is_named(rig: Rig, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    assert command.main(rig.arguments(tmp_path / "file", "eagle")) == 1
+    assert f"--output {tmp_path / 'file'}: no such folder can be made" in capsys.readouterr().err
 
 
 def test_too_few_answers_or_none_that_fit(rig: Rig, tmp_path: Path, capsys) -> None:
@@ -171,6 +190,7 @@ def test_too_few_answers_or_none_that_fit(rig: Rig, tmp_path: Path, capsys) -> N
     assert "all 40 prompts have 3 tokens or more" in capsys.readouterr().err
     assert command.main(rig.arguments(tmp_path / "b", "eagle", "--held-out", "40")) == 1
     assert "lower --held-out" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists(), "no prompt is answered in vain"
     flags = ("--algorithm", "mtp", "--mtp-modules", "2")
     assert command.main(rig.arguments(tmp_path / "c", "mtp", *flags)) == 1
     assert f"--mtp-modules 2 with --depth {DEPTH}" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from torch import Tensor
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.registry import MODELS
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
 from mamba_eagle.spec.drafters.network import DraftNetwork
@@ -37,6 +38,14 @@ class EagleNetwork(DraftNetwork):
 
 class EagleSource(FolderSource):
     must_equal = ("vocab_size", "hidden_size")
+
+    def problems(self) -> list[str]:
+        if (name := self.own.architecture) in MODELS:
+            return [
+                f"drafter {self.path} is a {name}, a model and no EAGLE head: a smaller model "
+                "drafts with --speculative-algorithm STANDALONE"
+            ]
+        return super().problems()
 
     def module(self) -> EagleHead:
         return EagleHead(self.own)

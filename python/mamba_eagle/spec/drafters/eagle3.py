@@ -15,6 +15,7 @@ from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import (
     OWN_WEIGHTS,
     Eagle3Head,
+    draft_vocab_size,
     published_name,
     tap_layers,
     target_hidden_size,
@@ -28,7 +29,7 @@ from mamba_eagle.spec.drafters.network import DraftNetwork
 
 class EagleThreeNetwork(DraftNetwork):
     """An entry's feature is made of the tapped hidden states; while drafting, the head's output
-    before its norm stands in for it."""
+    stands in for it."""
 
     def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
         self.head, self.config = head, head.config
@@ -54,7 +55,7 @@ class EagleThreeNetwork(DraftNetwork):
         return self.head(self.embed(tokens), features, ctx)
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.lm_head(self.head.norm(outputs))
+        return self.lm_head(self.head.normed(outputs))
 
     def best(self, depth: int, outputs: Tensor, k: int) -> TopTokens:
         own = super().best(depth, outputs, k)
@@ -80,6 +81,7 @@ class EagleThreeSource(FolderSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         super().__init__(config, target)
+        self.topk = config.speculative_eagle_topk
         self.tap_layers = tap_layers(self.own, len(target.blocks))
 
     def read(self) -> ModelConfig:
@@ -92,6 +94,11 @@ class EagleThreeSource(FolderSource):
             wrong.append(
                 f"drafter {self.path} was made for a target of hidden_size {made_for}, this one "
                 f"has {given}: use one that was made for this target"
+            )
+        if self.topk > (known := draft_vocab_size(self.own)):
+            wrong.append(
+                f"--speculative-eagle-topk {self.topk}: drafter {self.path} knows {known} tokens; "
+                f"set it to {known} at most"
             )
         layers, taps = len(self.target.blocks), self.tap_layers
         if sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > layers:

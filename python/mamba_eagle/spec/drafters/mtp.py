@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.models.mtp import MtpHead, num_modules
+from mamba_eagle.models.loader import CheckpointError, stored_tensors
+from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
 from mamba_eagle.models.registry import read_as
 from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
@@ -86,7 +89,11 @@ class MtpSource(FolderSource):
         super().__init__(replace(config, speculative_draft_model_path=folder), target)
 
     def read(self) -> ModelConfig:
-        return read_as("mtp", self.path)
+        own = read_as("mtp", self.path)
+        if self.has_files:
+            with contextlib.suppress(CheckpointError):  # told as one of all problems
+                return stored_modules(own, stored_tensors(Path(self.path)))
+        return own
 
     def module(self) -> MtpHead:
         return MtpHead(self.own)

@@ -17,7 +17,7 @@ import sys
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.train.drafter.settings import TrainSettings
 
-STOPPED = 128 + 15  # exit code after SIGTERM, as shells give it
+STOPPED, INTERRUPTED = 128 + 15, 128 + 2  # exit codes after SIGTERM, SIGINT, as of shells
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,6 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     except RUN_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # outside of the training loop, which ends in order
+        print("stopped; the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
     return 0 if finished else STOPPED
 
 

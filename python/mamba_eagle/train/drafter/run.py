@@ -26,7 +26,7 @@ RUN_ERRORS = (*START_ERRORS, OSError, DataError, Diverged)
 
 
 def train(settings: TrainSettings, config: EngineConfig, command: str) -> bool:
-    """Returns: False when SIGTERM has ended it early.
+    """Returns: False when SIGTERM or Ctrl-C has ended it early.
 
     Raises: RUN_ERRORS, with what is wrong and what to do.
     """
@@ -44,7 +44,10 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
     recipe_class = RECIPES[settings.algorithm]
     if wrong := recipe_class.problems(settings, target_config):
         raise ConfigError(wrong)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"--output {folder}: no such folder can be made: {error}"]) from None
     record = Record(settings)
     if record.check():
         world.say(f"{folder} is trained already: nothing to do")
@@ -92,7 +95,17 @@ def read_prompts(
         )
     if left_out := len(prompts) - len(fitting):
         world.say(f"{left_out} of {len(prompts)} prompts are too long for --max-length: left out")
+    check_held_out(settings, len(fitting))
     return fitting
+
+
+def check_held_out(settings: TrainSettings, answers: int) -> None:
+    """Raises: DataError when there is nothing left to train on."""
+    if answers <= settings.held_out:
+        raise DataError(
+            f"{answers} answers, of which --held-out {settings.held_out} are not trained on: "
+            "give more prompts or lower --held-out"
+        )
 
 
 def longest(settings: TrainSettings, target: ModelConfig) -> int:
@@ -132,11 +145,7 @@ def make_split(settings: TrainSettings, answered: list[Answered], world: World) 
     answers = usable(answered, settings.max_length)
     if left_out := len(answered) - len(answers):
         world.say(f"{left_out} of {len(answered)} answers have no place for a draft: left out")
-    if len(answers) <= settings.held_out:
-        raise DataError(
-            f"{len(answers)} answers, of which --held-out {settings.held_out} are not trained on: "
-            "give more prompts or lower --held-out"
-        )
+    check_held_out(settings, len(answers))
     return split(answers, settings.held_out, settings.seed)
 
 

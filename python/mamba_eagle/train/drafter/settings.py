@@ -90,10 +90,10 @@ class TrainSettings:
                 f"--prompt-template {self.prompt_template!r}: must contain {{question}}, where the "
                 "question goes"
             )
-        if unknown := sorted(set(self.head_pattern) - set("*-M")) or not self.head_pattern:
+        if not self.head_pattern or set(self.head_pattern) - set("*-M"):
             wrong.append(
-                f"--head-pattern {self.head_pattern!r}: {unknown} is no layer; use * (attention), "
-                "- (MLP) and M (Mamba2)"
+                f"--head-pattern {self.head_pattern!r}: must be letters of layers, * (attention), "
+                "- (MLP) and M (Mamba2), one at least"
             )
         return wrong
 

@@ -72,8 +72,8 @@ class Trainer:
         self.seconds = 0.0  # of all runs together
 
     def run(self) -> bool:
-        """Returns: False when SIGTERM has ended it before its last step. Either way the checkpoint
-        is written.
+        """Returns: False when SIGTERM or Ctrl-C has ended it before its last step. Either way the
+        checkpoint is written.
 
         Raises: Diverged
         """
@@ -81,7 +81,7 @@ class Trainer:
         self._log_begin()
         time_to_save = loop.Every(self.settings.save_seconds)
         began = time.monotonic() - self.seconds
-        with loop.stop_on_sigterm() as stop:
+        with loop.stop_on_signals() as stop:
             while self.number < self.steps and not self._anywhere(stop.wanted):
                 loss = self._step()
                 self.seconds = time.monotonic() - began
