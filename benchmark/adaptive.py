@@ -1,17 +1,19 @@
-"""Is drafting ever slower than not drafting? Servers that choose their trees, beside fixed ones.
+"""Is drafting ever slower than not drafting? Engines that choose their trees, beside fixed ones.
 
     python benchmark/adaptive.py
-    python benchmark/adaptive.py --batch-size 1 8 --rounds 3 --common "--device cpu --cpu-threads 1"
+    python benchmark/adaptive.py --batch-size 1 8 --rounds 9 --common "--device cpu --cpu-threads 1"
+    python benchmark/adaptive.py --geometry --rounds 7
+    python benchmark/adaptive.py --servers
 
-    python benchmark/adaptive.py --geometry --batch-size 1 8 32
-
-Starts all servers at once: without drafts, with each fixed shape, and adaptive ones with the
-embedded head and with one of random weights. They answer the same problems one after the other, in
-rounds, and each round gives ratios to its own plain run: a slow minute of the machine hits all. The
-ratio of the fastest rounds, of all there were, is what an undisturbed machine would show.
+Starts all at once: without drafts, with each fixed shape, and adaptive ones with the embedded head
+and with one of random weights. They answer the same problems one after the other, in rounds, and
+each round gives ratios to its own plain run: a slow minute of the machine hits all. The ratio of
+the fastest rounds, of all there were, is what an undisturbed machine would show. Scheduler and
+runner work in this process, a step ahead on a GPU as in a server; with --servers whole servers are
+asked over HTTP, whose processes disturb each other more than 3 %.
 --geometry: the sizes of Nemotron-Nano-9B-v2 and a drafter of two layers, random weights both, so
 that what they draft is never right; with and without drafts, and nothing else.
-Appends one JSON line a server and batch size to benchmark/results/adaptive.jsonl.
+Appends one JSON line a contestant and batch size to benchmark/results/adaptive.jsonl.
 
 Goals: ``useless`` at 0.97 of ``plain`` or more, ``adaptive`` at 0.97 of the best fixed one or more.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import shlex
 import shutil
 import signal
@@ -31,30 +34,124 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import httpx
+import msgspec
+import torch
 from compare_server import running_server
 from safetensors.torch import save_file
-from server_start import GEOMETRY, answer_all
+from server_start import GEOMETRY
+from tokenizers import Tokenizer
 
-from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
+from mamba_eagle.config import (
+    EMBEDDED_HEADS,
+    EMBEDDED_MODEL,
+    ServerConfig,
+    add_arguments,
+    from_arguments,
+)
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.eval import gsm8k, results
-from mamba_eagle.eval.few_shot_gsm8k import ask
+from mamba_eagle.message import Generate, SpeculationState
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import random_weights
+from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.runner.model_runner import ModelRunner
 
 RESULTS = Path(__file__).parent / "results" / "adaptive.jsonl"
+# each round is the first one to all, and they share the memory there is
+SHARED = [
+    *("--disable-radix-cache", "--mem-fraction-static", "0.9"),
+    *("--max-total-tokens", "40000", "--max-mamba-cache-size", "64"),
+]
 PLAIN, ADAPTIVE, USELESS = "plain", "adaptive", "useless"
+
+
+class Made(NamedTuple):
+    """By the requests of a round."""
+
+    tokens: int
+    steps: int  # counted once a request
+
+
+class Answering(Protocol):
+    """An engine, or a server."""
+
+    def answer(self, prompts: list[list[int]], parallel: int, new_tokens: int) -> Made: ...
+
+    def speculation(self) -> SpeculationState: ...
+
+
+class Engine:
+    """In this process."""
+
+    def __init__(self, flags: list[str]) -> None:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, ServerConfig)
+        config = from_arguments(ServerConfig, parser.parse_args(flags)).resolved()
+        if config.cpu_threads:
+            torch.set_num_threads(config.cpu_threads)
+        self.engine = OfflineEngine(config, ModelRunner(config))
+        self.names = itertools.count()
+
+    def answer(self, prompts: list[list[int]], parallel: int, new_tokens: int) -> Made:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=new_tokens)
+        waiting, running, tokens, steps = list(reversed(prompts)), 0, 0, 0
+        while waiting or not self.engine.idle:
+            while waiting and running < parallel:
+                running += 1
+                rid, prompt = str(next(self.names)), waiting.pop()
+                self.engine.add(Generate(rid=rid, token_ids=prompt, sampling=sampling))
+            for output in self.engine.step():
+                tokens += len(output.token_ids)
+                if output.finish is not None:
+                    running -= 1
+                    steps += output.verify_steps
+        return Made(tokens, steps)
+
+    def speculation(self) -> SpeculationState:
+        return self.engine.scheduler.policy.state()
+
+
+class Server:
+    """At a URL."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+
+    def answer(self, prompts: list[list[int]], parallel: int, new_tokens: int) -> Made:
+        return asyncio.run(self._answer(prompts, parallel, new_tokens))
+
+    async def _answer(self, prompts: list[list[int]], parallel: int, new_tokens: int) -> Made:
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens}
+        gate = asyncio.Semaphore(parallel)
+        async with httpx.AsyncClient(
+            base_url=self.base_url, timeout=300, trust_env=False
+        ) as client:
+
+            async def one(prompt: list[int]) -> Made:
+                body = {"input_ids": prompt, "sampling_params": sampling}
+                async with gate:
+                    reply = await client.post("/generate", json=body)
+                reply.raise_for_status()
+                about = reply.json()["meta_info"]
+                return Made(about["completion_tokens"], about.get("spec_verify_ct", 0))
+
+            return Made(*map(sum, zip(*await asyncio.gather(*map(one, prompts)))))
+
+    def speculation(self) -> SpeculationState:
+        reply = httpx.get(f"{self.base_url}/server_info", timeout=30, trust_env=False)
+        return msgspec.convert(reply.json()["speculation"], SpeculationState)
 
 
 @dataclass
 class Contestant:
-    """A running server, and what it did in each round."""
+    """One that answers, and what it did in each round."""
 
     name: str
-    base_url: str
+    answering: Answering
     speeds: list[float] = field(default_factory=list)  # tokens/s
     accept_length: float = 1.0
 
@@ -72,7 +169,7 @@ def tree_flags(shape: str) -> list[str]:
     ]
 
 
-def server_flags(shapes: list[str], useless_head: Path) -> dict[str, list[str]]:
+def contestants_flags(shapes: list[str], useless_head: Path) -> dict[str, list[str]]:
     """name -> flags. The adaptive servers draft the first shape at most."""
     eagle = ["--model-path", str(EMBEDDED_MODEL), "--speculative-algorithm", "EAGLE"]
     largest = tree_flags(shapes[0])
@@ -103,66 +200,42 @@ def write_useless_head(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-class Made(NamedTuple):
-    """By the requests of a round."""
-
-    tokens: int
-    steps: int  # counted once a request; 0: not known
-
-
-class Problems:
-    """The embedded ones, answered by the embedded model."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        problems = gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
-        self.prompts = [gsm8k.make_prompt([], problem.question) for problem in problems]
-        self.each, self.new_tokens = args.problems, args.max_new_tokens
-
-    def answer(self, base_url: str, batch: int) -> Made:
-        wanted = [self.prompts[i % len(self.prompts)] for i in range(self.each * batch)]
-        sampling = {"temperature": 0, "max_new_tokens": self.new_tokens, "stop": gsm8k.STOP}
-        replies = asyncio.run(ask(base_url, wanted, sampling, batch))
-        return Made(
-            sum(reply.completion_tokens for reply in replies),
-            sum(reply.verify_steps for reply in replies),
-        )
+def problems() -> list[list[int]]:
+    """The embedded ones, as token ids."""
+    tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
+    texts = [
+        gsm8k.make_prompt([], each.question)
+        for each in gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
+    ]
+    return [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
-class Prompts:
-    """Made of any tokens, for weights that mean nothing."""
-
-    LENGTH = 256
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.each, self.new_tokens = args.problems, args.max_new_tokens
-
-    def answer(self, base_url: str, batch: int) -> Made:
-        tokens = 0
-        for _ in range(self.each):
-            made = asyncio.run(answer_all(base_url, batch, self.LENGTH, self.new_tokens))
-            tokens += sum(map(len, made))
-        return Made(tokens, 0)
+def any_tokens(length: int = 256) -> list[list[int]]:
+    """For weights that mean nothing."""
+    return [[first + k for k in range(length)] for first in range(100)]
 
 
-def run_round(contestant: Contestant, work: Problems | Prompts, batch: int) -> None:
+def run_round(
+    contestant: Contestant, prompts: list[list[int]], batch: int, new_tokens: int
+) -> None:
     begin = time.perf_counter()
-    made = work.answer(contestant.base_url, batch)
+    made = contestant.answering.answer(prompts, batch, new_tokens)
     contestant.speeds.append(made.tokens / (time.perf_counter() - begin))
     contestant.accept_length = made.tokens / made.steps if made.steps else 1.0
 
 
 def measure_batch(
-    contestants: list[Contestant], work: Problems | Prompts, batch: int, rounds: int
+    contestants: list[Contestant], prompts: list[list[int]], batch: int, args: argparse.Namespace
 ) -> None:
     """Fills ``speeds``. The first to answer changes from round to round."""
     for contestant in contestants:
-        for _ in range(2):
-            run_round(contestant, work, batch)
+        for _ in range(args.warm_up):
+            run_round(contestant, prompts, batch, args.max_new_tokens)
         contestant.speeds.clear()  # it was learning what pays
-    for number in range(rounds):
+    for number in range(args.rounds):
         first = number % len(contestants)
         for contestant in contestants[first:] + contestants[:first]:
-            run_round(contestant, work, batch)
+            run_round(contestant, prompts, batch, args.max_new_tokens)
 
 
 def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -> None:
@@ -192,6 +265,8 @@ def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -
             "fastest": round(fastest, 4),
             "fastest_of_best_fixed": round(fastest_of_best, 4),
             "rounds": args.rounds,
+            "over_http": args.servers,
+            "geometry": "nemotron-nano-9b-v2" if args.geometry else "embedded",
             "best_fixed": best.name,
             "of_best_fixed": round(median(of_best), 4),
             "tokens_per_s": round(median(each.speeds), 1),
@@ -203,10 +278,21 @@ def report(contestants: list[Contestant], shapes: list[str], batch: int, args) -
 
 def shapes_used(contestant: Contestant) -> str:
     """How many steps each shape was drafted in, so far."""
-    info = httpx.get(f"{contestant.base_url}/server_info", timeout=30, trust_env=False).json()
-    used = info["speculation"]["shapes"]
-    steps = ", ".join(f"{name} {use['steps']}" for name, use in used.items())
-    return f"{contestant.name}: {steps}"
+    state = contestant.answering.speculation()
+    steps = ", ".join(f"{name} {use.steps}" for name, use in state.shapes.items())
+    return f"{contestant.name}: {steps}" + (", given up" if state.given_up else "")
+
+
+def start(
+    flags: dict[str, list[str]], servers: bool, stack: contextlib.ExitStack
+) -> list[Contestant]:
+    """Engines, or servers that end with ``stack``."""
+    if not servers:
+        return [Contestant(name, Engine(own)) for name, own in flags.items()]
+    starting = [running_server([*own, "--skip-tokenizer-init"]) for own in flags.values()]
+    with ThreadPoolExecutor() as pool:
+        urls = pool.map(stack.enter_context, starting)
+        return [Contestant(name, Server(url)) for name, url in zip(flags, urls)]
 
 
 def main() -> None:
@@ -214,7 +300,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--problems", type=int, default=4, help="of each client in a round")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=120)
     parser.add_argument(
         "--geometry", action="store_true", help="a model of 9B parameters, weights random"
     )
@@ -223,36 +309,36 @@ def main() -> None:
         nargs="+",
         default=["4x5x16", "2x5x8", "1x5x6"],
         metavar="TOPKxSTEPSxNODES",
-        help="shapes of servers that always draft; the first is the adaptive servers' largest",
+        help="shapes that are always drafted; the first is the largest of those that choose",
     )
-    parser.add_argument("--common", default="", help="flags for all servers")
+    parser.add_argument("--servers", action="store_true", help="ask servers over HTTP")
+    parser.add_argument("--warm-up", type=int, default=3, help="rounds that are not counted")
+    parser.add_argument("--common", default="", help="flags for all")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.facts = results.facts("cpu" if "--device cpu" in args.common else "auto")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and stop the servers
 
-    work = Prompts(args) if args.geometry else Problems(args)
-    # each round is the first one to the server
-    common = ["--disable-radix-cache", *shlex.split(args.common)]
+    prompts = any_tokens() if args.geometry else problems()
     with contextlib.ExitStack() as stack:
         useless_head = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_useless_head(useless_head)
-        flags = server_flags(args.fixed, useless_head)
+        flags = contestants_flags(args.fixed, useless_head)
         if args.geometry:
             args.fixed, flags = [], geometry_flags(args.fixed[0])
-        servers = [running_server([*common, *own]) for own in flags.values()]
-        with ThreadPoolExecutor() as pool:
-            urls = pool.map(stack.enter_context, servers)
-            contestants = [Contestant(name, url) for name, url in zip(flags, urls)]
+        common = [*SHARED, *shlex.split(args.common)]
+        flags = {name: [*common, *own] for name, own in flags.items()}
+        contestants = start(flags, args.servers, stack)
         print(f"{args.facts['gpu']}, commit {args.facts['commit']}, {args.rounds} rounds")
         print(
-            "batch     server   tokens/s accept  of plain: least to most   fastest   "
+            "batch contestant   tokens/s accept  of plain: least to most   fastest   "
             "of the best fixed: …  fastest"
         )
         for batch in args.batch_size:
             for contestant in contestants:
                 contestant.speeds.clear()
-            measure_batch(contestants, work, batch, args.rounds)
+            wanted = [prompts[i % len(prompts)] for i in range(args.problems * batch)]
+            measure_batch(contestants, wanted, batch, args)
             report(contestants, args.fixed, batch, args)
         for contestant in contestants:
             if contestant.name in (ADAPTIVE, USELESS):

@@ -25,7 +25,7 @@ from mamba_eagle.bench_one_batch import make_driver
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
-from mamba_eagle.scheduler.scheduler import Scheduler
+from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.server.fields import as_text
 from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
@@ -93,13 +93,12 @@ def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dic
     except (OSError, ValueError) as error:
         raise ExplainError(f"--tokenizer-path {config.tokenizer_path}: {error}") from None
     config = dataclasses.replace(config, speculative_adaptive=False)
-    runner = make_driver(config).runner
-    scheduler = Scheduler(config, runner.ready)
+    engine = OfflineEngine(config, make_driver(config).runner)
     ids = tokenizer.encode(text)
     prompt = PromptRequest(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
     detokenizer = tokenizer.detokenizer(ids, sampling.skip_special_tokens)
     sample = Sample(LiveRequest(RID), prompt, RID, RID, 0, detokenizer)
-    outputs = scheduler.add(
+    outputs = engine.add(
         Generate(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
     )
     while True:
@@ -111,9 +110,7 @@ def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dic
             content = msgspec.json.encode(Reply(sample, tokenizer, with_text=False).as_dict())
             reply: dict[str, Any] = msgspec.json.decode(content)  # as a server's client reads it
             return reply
-        plan = scheduler.plan()
-        assert plan is not None, "a request that runs has a next step"
-        outputs = scheduler.process(runner.execute(plan))
+        outputs = engine.step()
 
 
 # ── the drawing ──────────────────────────────────────────────────────────────────────────────

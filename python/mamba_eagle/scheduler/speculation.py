@@ -18,7 +18,9 @@ SAVINGS = 12.0  # plain steps' time: the most that is saved up
 TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps made
 MARGIN = 1.02  # by how much a shape must be better than the one in use
 FEWEST_ROWS = 4  # of a shape before it is relied on
-PROBE_EVERY = 16  # requests, of which one is followed by a drafter that was given up
+PROBE_EVERY = 16  # requests, of which one at most is followed by a drafter that was given up, …
+PROBE_STEPS = 400  # … and in so many steps, …
+PROBE_TRIALS = 4  # … and tried on so often
 RETHINK = 4  # steps of a batch for which a choice holds: thinking takes 50 to 100 us
 TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
 
@@ -135,7 +137,8 @@ class AdaptiveShape(ShapePolicy):
         self._trial_steps = 0  # of it, that are still to be chosen
         self._since_plain = 0  # steps of drafts
         self._missed = False  # the drafter has not been asked since a plain step
-        self._unprobed = 0  # requests since the last probe
+        self._unprobed = self._unprobed_steps = 0  # requests and steps since the last probe
+        self._probe_trials = 0  # that are left
         self._held = Held()
 
     # ── choosing ─────────────────────────────────────────────────────────────────────────────
@@ -148,13 +151,16 @@ class AdaptiveShape(ShapePolicy):
         request.followed, request.probe = True, False
         if self.given_up:
             self._unprobed += 1
-            request.followed = request.probe = self._unprobed >= PROBE_EVERY
+            due = self._unprobed >= PROBE_EVERY and self._unprobed_steps >= PROBE_STEPS
+            request.followed = request.probe = due
         if request.followed:
-            self._unprobed = 0
+            self._unprobed = self._unprobed_steps = 0
+            self._probe_trials = PROBE_TRIALS
 
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         batch = len(requests)
         if self.given_up:
+            self._unprobed_steps += 1
             for request in requests:
                 request.followed = request.followed and request.probe
         num_followed = sum(request.followed for request in requests)
@@ -171,6 +177,7 @@ class AdaptiveShape(ShapePolicy):
         if not self._trial_steps and not trying:
             self._trial = self._worth_a_trial(odds, best)
             self._trial_steps = TRIAL_STEPS if self._trial != best else 0
+            self._probe_trials -= self._trial != best
         if self._trial_steps:
             self._trial_steps -= 1
             return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
@@ -214,6 +221,8 @@ class AdaptiveShape(ShapePolicy):
 
     def _worth_a_trial(self, odds: dict[TreeShape, Odds], best: TreeShape) -> TreeShape:
         """The shape that may be better than ``best`` by most, if it can be paid for."""
+        if self.given_up and self._probe_trials <= 0:
+            return best
         if best != PLAIN and self._since_plain >= TIME_PLAIN:
             return PLAIN if self._affordable(odds[PLAIN], odds, best) else best
         others = [shape for shape in odds if shape not in (PLAIN, best)]

@@ -13,7 +13,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from mamba_eagle.config import EMBEDDED_HEADS, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.config import (
+    EMBEDDED_HEADS,
+    EMBEDDED_MODEL,
+    ServerConfig,
+    add_arguments,
+    from_arguments,
+)
 from mamba_eagle.core import TreeShape
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
@@ -38,7 +44,7 @@ def test_servers_differ_in_what_they_draft_and_in_nothing_else(
     parser = argparse.ArgumentParser()
     add_arguments(parser, ServerConfig)
     drafts = {}
-    for name, flags in adaptive.server_flags(SHAPES, tmp_path).items():
+    for name, flags in adaptive.contestants_flags(SHAPES, tmp_path).items():
         config = from_arguments(ServerConfig, parser.parse_args(flags)).resolved()
         drafts[name] = (
             config.tree_shape,
@@ -66,6 +72,16 @@ def test_the_useless_head_is_a_head_that_knows_nothing(
     assert abs(torch.corrcoef(torch.stack([own, trained]))[0, 1]) < 0.1
 
 
+def test_an_engine_answers_every_prompt_some_at_a_time(adaptive: ModuleType) -> None:
+    flags = [*adaptive.SHARED, "--device", "cpu", "--model-path", str(EMBEDDED_MODEL)]
+    engine = adaptive.Engine([*flags, "--speculative-algorithm", "NONE"])
+    made = engine.answer(adaptive.problems()[:5], 2, 7)
+    assert made == (5 * 7, 0)
+    batches = engine.engine.scheduler.stats.num_steps
+    assert batches >= 3 * 6, "two at a time"
+    assert engine.speculation().current == "plain"
+
+
 def test_each_round_is_compared_with_its_own_plain_run(
     adaptive: ModuleType, tmp_path: Path
 ) -> None:
@@ -76,8 +92,14 @@ def test_each_round_is_compared_with_its_own_plain_run(
         "adaptive": [150.0, 16.0, 160.0],
         "useless": [98.0, 9.9, 97.0],
     }
-    contestants = [adaptive.Contestant(name, "", made) for name, made in speeds.items()]
-    args = argparse.Namespace(rounds=3, results=tmp_path / "out.jsonl", facts={"gpu": "none"})
+    contestants = [adaptive.Contestant(name, None, made) for name, made in speeds.items()]
+    args = argparse.Namespace(
+        rounds=3,
+        results=tmp_path / "out.jsonl",
+        facts={"gpu": "none"},
+        servers=False,
+        geometry=False,
+    )
     adaptive.report(contestants, SHAPES, 8, args)
     lines = [json.loads(line) for line in args.results.read_text().splitlines()]
     found = {(line["head"], line["choice"]): line for line in lines}

@@ -14,8 +14,8 @@ import torch
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
+from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.scheduler.scheduler import Scheduler
 from mamba_eagle.train.drafter.prompts import DataError, Prompt
 
 PROGRESS_SECONDS = 10.0
@@ -82,23 +82,22 @@ def generate(config: EngineConfig, prompts: Sequence[Prompt], budget: Budget) ->
 
     Raises: DataError for a prompt that the engine refuses; START_ERRORS of the runner.
     """
-    runner = ModelRunner(config)
-    scheduler = Scheduler(config, runner.ready)
+    engine = OfflineEngine(config, ModelRunner(config))
     waiting = {str(prompt.line): prompt for prompt in prompts}
     made: dict[str, list[int]] = {rid: [] for rid in waiting}
     for rid, prompt in waiting.items():
         message = Generate(rid=rid, token_ids=prompt.token_ids, sampling=budget.sampling(prompt))
-        for refused in scheduler.add(message):
+        for refused in engine.add(message):
             assert refused.finish is not None
             raise DataError(f"line {rid} of the data: {refused.finish.message}")
-    while (plan := scheduler.plan()) is not None:
-        for output in scheduler.process(runner.execute(plan)):
+    while not engine.idle:
+        for output in engine.step():
             made[output.rid] += output.token_ids
             if output.finish is not None:
                 prompt = waiting.pop(output.rid)
                 yield Answered(prompt.line, prompt.token_ids, made.pop(output.rid))
     assert not waiting, f"the scheduler left {len(waiting)} prompts without an answer"
-    del runner
+    del engine
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
