@@ -19,8 +19,8 @@ TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps mad
 MARGIN = 1.02  # by how much a shape must be better than the one in use
 FEWEST_ROWS = 4  # of a shape before it is relied on
 PROBE_EVERY = 16  # requests, of which one at most is followed by a drafter that was given up, …
-PROBE_STEPS = 400  # … and in so many steps, …
-PROBE_TRIALS = 4  # … and tried on so often
+PROBE_STEPS = 800  # … and in so many steps, …
+PROBE_TRIALS = 2  # … and tried on so often
 RETHINK = 4  # steps of a batch for which a choice holds: thinking takes 50 to 100 us
 TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
 
@@ -159,11 +159,12 @@ class AdaptiveShape(ShapePolicy):
 
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         batch = len(requests)
+        followed = [request for request in requests if request.followed]
         if self.given_up:
             self._unprobed_steps += 1
-            for request in requests:
-                request.followed = request.followed and request.probe
-        num_followed = sum(request.followed for request in requests)
+            for request in followed:
+                request.followed = request.probe
+        num_followed = sum(request.followed for request in followed)
         if not self.times.knows(PLAIN) or not num_followed:
             return self._chosen(Choice(PLAIN))
         if self._held.steps and self._held.requests == (batch, num_followed):
@@ -246,9 +247,10 @@ class AdaptiveShape(ShapePolicy):
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
         shape, batch = choice.shape, len(outcomes)
         tokens = sum(outcome.tokens for outcome in outcomes)
-        drafted = [each for each in outcomes if each.tokens and each.drafts.followed]
-        accepted = [outcome.tokens - 1 for outcome in drafted]
+        accepted: list[int] = []
         if shape != PLAIN:
+            drafted = [each for each in outcomes if each.tokens and each.drafts.followed]
+            accepted = [outcome.tokens - 1 for outcome in drafted]
             expected = self.acceptance.of(shape).mean
             for outcome in drafted:
                 outcome.drafts.observe(outcome.tokens - 1, expected)
