@@ -102,7 +102,7 @@ class DecodeStep:
         accepted = self._accept(slots, verified.tree, target, steps)
         self.scheme.accept(accepted, verified.features)
         commit_tokens(self.table, slots, kv_slots, accepted)
-        if self._drafter_sees(verified):
+        if self.drafter_commits:
             self.drafter.observe_accepted(slots, accepted, verified.features)
         return Outcome(accepted, self.scheme.folded(slots))
 
@@ -114,15 +114,15 @@ class DecodeStep:
         self.num_forced += 1
         return truncate(walked, table.stop_tokens[slots], table.remaining[slots])
 
-    def _drafter_sees(self, verified: Verified) -> bool:
-        """Whether the drafter takes part in committing. Plain steps leave it out, since they may
-        be those of requests that it does not follow."""
-        return self.drafter.on_device and verified.positions.shape[1] > 1
+    @property
+    def drafter_commits(self) -> bool:
+        """Whether the drafter takes part in committing the step that it was prepared for."""
+        return self.drafter.on_device and not self.drafter.idle
 
     def told(self, slots: Tensor, verified: Verified, accepted: Truncated) -> None:
-        """What the host keeps count of, and what the drafter is told by it."""
+        """What the host keeps count of."""
         self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
-        if not self._drafter_sees(verified):
+        if not self.drafter.on_device and not self.drafter.idle:
             self.drafter.observe_accepted(slots, accepted, verified.features)
 
 

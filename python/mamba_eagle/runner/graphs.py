@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: a step of hundreds of kernels is two launches for the host.
 
 A graph repeats the same kernels on the same memory, so there is one for each kind of step: tree
-shape, number of requests (a ladder of them; a batch takes the next larger one), and whether drafts
-follow the sampler's noise. What pads a batch stands in a request
-slot, a checkpoint and a KV slot that nobody owns, and has no token left to make: it changes nothing
-of a request's.
+shape, number of requests (a ladder of them; a batch takes the next larger one), whether drafts
+follow the sampler's noise, and whether the drafter has a part in it. What pads a batch stands in a
+request slot, a checkpoint and a KV slot that nobody owns, and has no token left to make: it changes
+nothing of a request's.
 
     inputs → [ draft → verify ] → logits → sampler, launch by launch → [ accept, commit ] → outcome
 
@@ -38,6 +38,7 @@ class Kind(NamedTuple):
     shape: TreeShape
     batch: int
     noisy: bool
+    drafter_commits: bool
     stop_tokens: int  # width of their table, which grows
 
 
@@ -173,6 +174,12 @@ class GraphedSteps:
                 self._graph([self.padded_slot] * batch, shape)
             if shapes != [PLAIN] and self.step.drafter.on_device:
                 self._catch_up([self.padded_slot] * batch)
+        # and plain steps of requests that the drafter does not follow
+        drafter, padding = self.step.drafter, [self.padded_slot]
+        drafter.unfollow(padding)
+        for batch in self.ladder:
+            self._graph(padding * batch, PLAIN)
+        drafter.release(padding, [-1])
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
         log.info(
             "%d CUDA graphs in %.1f s, %.2f GB with the logits",
@@ -193,6 +200,7 @@ class GraphedSteps:
             shape,
             self._size(slots),
             shape != PLAIN and self.step.sampling.any_noise(slots),
+            self.step.drafter_commits,
             self.step.table.stop_tokens.shape[1],
         )
         if kind not in self.graphs:

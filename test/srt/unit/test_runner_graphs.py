@@ -85,7 +85,8 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> None:
     """Batches of every size, so most are padded; requests end at different steps, and plain steps
     come between."""
-    engine: Engine = tiny.engine(SETTINGS[name])
+    head = tiny.head if SETTINGS[name].algorithm == "EAGLE" else None
+    engine = Engine(tiny.model, head, SETTINGS[name])
     steps = engine.runner.steps
     assert isinstance(steps, GraphedSteps)
     lives = [
@@ -105,6 +106,25 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     assert turn.output == tiny.plain.choices(turn)
     used = {kind.batch for kind in steps.graphs}
     assert used <= set(steps.ladder) and len(used) > 1
+
+
+def test_plain_steps_have_graphs_with_the_drafter_and_without(tiny: Tiny, graphed: None) -> None:
+    engine = tiny.engine(TREE)
+    engine.runner.drafter.on_device = True  # as it is on a GPU
+    steps = engine.runner.steps
+    assert isinstance(steps, GraphedSteps)
+    steps.graphs.clear()
+    with torch.inference_mode():
+        steps.warm_up([PLAIN, engine.shape])
+    kinds = {(kind.shape, kind.drafter_commits) for kind in steps.graphs}
+    assert kinds == {(PLAIN, True), (PLAIN, False), (engine.shape, True)}
+    live = engine.start(random_prompt(12, 1), greedy(30))
+    known = len(steps.graphs)
+    for unfollow in ([], [live]):
+        engine.execute(decode=[live], shape=PLAIN, unfollow=unfollow)
+    engine.finish([live])
+    assert live.output == tiny.plain.choices(live)
+    assert len(steps.graphs) == known, "nothing new is captured"
 
 
 def test_plain_steps_are_caught_up_on_by_a_graph_of_their_own(tiny: Tiny, graphed: None) -> None:

@@ -49,6 +49,8 @@ class Drafter(ABC):
     on_device = True  # whether ``propose`` and ``observe_accepted`` are the device's work alone, so
     # that a captured graph can repeat them
 
+    idle = False  # whether it has no part in the step that it was prepared for
+
     @abstractmethod
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -61,8 +63,8 @@ class Drafter(ABC):
         """The prompts in ``slots`` are over: tokens [n] were sampled from features [n, F]."""
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
-        """The host's part of a step that is about to be run. Returns the slots for which
-        ``catch_up`` must come before it."""
+        """The host's part of a step that is about to be run; sets ``idle``. Returns the slots for
+        which ``catch_up`` must come before it."""
         return []
 
     def catch_up(self, slots: Tensor) -> None:
@@ -72,7 +74,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        """A decode step has ended, be it of drafts or plain. features [b, T, F], of all nodes."""
+        """A decode step in which it was not idle has ended, be it of drafts or plain. features
+        [b, T, F], of all nodes."""
 
     @abstractmethod
     def unfollow(self, slots: Sequence[int]) -> None:
@@ -97,6 +100,8 @@ class Drafter(ABC):
 
 class NoDrafter(Drafter):
     """Plain decoding: no tree is ever asked for."""
+
+    idle = True
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor

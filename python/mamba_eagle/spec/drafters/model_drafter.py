@@ -113,7 +113,6 @@ class ModelDrafter(Drafter):
         self.most_accepted = config.tree_shape.steps + 1
         width = self.most_pending + self.most_accepted
         self.waiting = [0] * requests  # entries of each request, or more: what the host knows
-        self.idle = False  # a plain step of unfollowed requests
         # entries that a tree's requests run at most; the same in all steps that a graph repeats
         self.longest = min(self.most_accepted + FEW_PLAIN_STEPS, self.most_pending)
         self.device = device
@@ -212,8 +211,6 @@ class ModelDrafter(Drafter):
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """Accepted nodes join those that wait."""
         waits = self.entries
-        if self.idle:
-            return
         if numba_math.usable(slots.device, waits.features.dtype):
             pending = (waits.tokens, waits.features, waits.pending)
             # of all nodes: in a plain step, where it matters, these are the accepted ones
@@ -250,6 +247,8 @@ class ModelDrafter(Drafter):
                 keep = (ends - (self.entries.run[rows] - self.scheme.chain_len[rows])).clamp(min=0)
                 self.scheme.finish(rows, self.table.checkpoint[rows], keep)
         self.entries.pending[to_device(slots, torch.int64, self.device)] = 0
+        for slot in slots:
+            self.waiting[slot] = 0
 
     # ── drafting ──
 

@@ -32,7 +32,6 @@ class NgramDrafter(Drafter):
         self.index, self.table, self.device = index, table, table.run.device
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
         self.unfollowed: set[int] = set()
-        self.idle = False  # the step's requests are all unfollowed
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -52,8 +51,7 @@ class NgramDrafter(Drafter):
         return []
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        if not self.idle:
-            self._remember(slots, accepted.count, accepted.tokens)
+        self._remember(slots, accepted.count, accepted.tokens)
 
     def unfollow(self, slots: Sequence[int]) -> None:
         """What was counted of their texts is forgotten."""
