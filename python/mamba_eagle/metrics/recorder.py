@@ -36,6 +36,7 @@ GAUGES = {
     "gen_throughput": "output tokens a second, lately",
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens a verify step",
+    "spec_given_up": "1 while the drafter hits next to nothing and follows few requests",
     "num_retracted_reqs": "requests sent back to the queue for want of memory",
 }
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -189,4 +190,5 @@ class Recorder:
         self._scheduler.values = values | {k: v for k, v in state.items() if k in GAUGES}
         if reply is not None:
             self._scheduler.shapes = reply.speculation.shapes
+            self._scheduler.values["spec_given_up"] = float(reply.speculation.given_up)
         return generate_latest(self.registry)

@@ -111,7 +111,9 @@ class FakeEngine:
         elif isinstance(item, GetState):
             state = {"num_running_reqs": float(len(self._live)), "gen_throughput": 12.5}
             tree = ShapeUse(steps=7, accept_length=2.5, step_ms=1.5)
-            speculation = SpeculationState(adaptive=True, current="2x5x8", shapes={"2x5x8": tree})
+            speculation = SpeculationState(
+                adaptive=True, current="2x5x8", given_up=True, shapes={"2x5x8": tree}
+            )
             self._out.send(StateReply(call_id=item.call_id, state=state, speculation=speculation))
 
     def _step(self) -> None:

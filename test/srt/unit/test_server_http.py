@@ -355,6 +355,7 @@ def test_information_routes() -> None:
                 assert info["speculation"] == {
                     "adaptive": True,
                     "current": "2x5x8",
+                    "given_up": True,
                     "shapes": {"2x5x8": {"steps": 7, "accept_length": 2.5, "step_ms": 1.5}},
                 }
             models = (await get("/v1/models")).json()["data"]
@@ -446,6 +447,7 @@ def test_metrics_count_what_was_served() -> None:
                 "queue_time_seconds_count": 1,
                 "spec_accept_length": 4,
                 "num_running_reqs": 0,
+                "spec_given_up": 1,
                 "gen_throughput": 12.5,
                 'spec_steps_total{model_name="tiny",shape="2x5x8"}': 7,
             }
