@@ -282,11 +282,14 @@ class DeferredVerify(RecurrentVerify):
         return marks[:, :W].argsort(dim=1, stable=True)[:, :count]
 
     def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
-        # one limit for trees of every size: more rows cost a small one more than folding does
-        crowded = self.chain_len[slots] > self.size.rows - self.size.nodes - self.size.spare
+        # one limit for trees of all sizes: a small one would gain less by folding less often than
+        # it would lose to a longer chain
+        nodes = tree.tokens.shape[1]
+        most = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
+        crowded = self.chain_len[slots] > most
         if bool(crowded.any()):
             self._fold(slots[crowded])
-        return self.free_rows(slots, tree.tokens.shape[1])
+        return self.free_rows(slots, nodes)
 
     def _recur(self, layer: Mamba2Mixer, inputs: Inputs) -> Tensor:
         i, step = layer.index, self.step
