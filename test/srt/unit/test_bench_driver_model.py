@@ -30,7 +30,7 @@ TARGET = {
     "max_position_embeddings": 512,
     "eos_token_id": 0,
 }
-HEAD = {**TARGET, "hybrid_override_pattern": "*-"}
+HEAD = {**TARGET, "architectures": ["EagleHead"], "hybrid_override_pattern": "*-"}
 PROMPT_LENGTHS = [40, 1, 17]
 OUTPUT = 48
 
