@@ -170,6 +170,11 @@ class Usefulness:
             self.rows = USEFUL_ROWS
 
     @property
+    def settled(self) -> bool:
+        """The memory is full."""
+        return self.rows >= USEFUL_ROWS
+
+    @property
     def none(self) -> bool:
         """Even if drafts cost nothing, there would be next to nothing to win."""
         return self.rows >= FEWEST_USELESS and self.accepted < LEAST_USEFUL * self.rows

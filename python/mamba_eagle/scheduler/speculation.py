@@ -182,7 +182,7 @@ class AdaptiveShape(ShapePolicy):
         if self._trial_steps:
             self._trial_steps -= 1
             return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
-        if best == PLAIN or self.ahead > START:
+        if self.usefulness.settled and (best == PLAIN or self.ahead > START):
             self._held = Held(RETHINK - 1, (batch, num_followed))
         return self._chosen(Choice(best))
 
