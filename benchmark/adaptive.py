@@ -203,11 +203,7 @@ def write_useless_head(folder: Path) -> None:
 def problems() -> list[list[int]]:
     """The embedded ones, as token ids."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
-    texts = [
-        gsm8k.make_prompt([], each.question)
-        for each in gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS)
-    ]
-    return [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return gsm8k.prompt_ids(gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS), tokenizer)
 
 
 def any_tokens(length: int = 256) -> list[list[int]]:

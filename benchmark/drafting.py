@@ -71,9 +71,7 @@ class Problems:
     def __init__(self, config: EngineConfig, count: int) -> None:
         self.tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_path) / "tokenizer.json"))
         questions = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count).questions
-        texts = [gsm8k.make_prompt([], problem.question) for problem in questions]
-        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        self.prompts = [encoding.ids for encoding in encoded]
+        self.prompts = gsm8k.prompt_ids(questions, self.tokenizer)
         self.results = [gsm8k.answer_value(problem.answer) for problem in questions]
 
     def count_right(self, first: int, answers: list[list[int]]) -> int:

@@ -77,8 +77,7 @@ def problem_prompts(count: int) -> list[list[int]]:
     embedded model is sure of, how a question does it cannot know."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, count)
-    texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    prompts = gsm8k.prompt_ids(task.questions, tokenizer)
     return prompts + [prompt[: len(prompt) // 2] for prompt in prompts]
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mamba_eagle.config import ASSETS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 EMBEDDED_PROBLEMS = ASSETS / "gsm8k_style_test.jsonl"
 EMBEDDED_SHOTS = ASSETS / "gsm8k_style_shots.jsonl"
@@ -72,6 +75,12 @@ def make_prompt(shots: list[Example], question: str) -> str:
     """Solved examples joined by blank lines, then the question: ends with ``Answer:``."""
     solved = [f"Question: {shot.question}\nAnswer: {shot.answer}" for shot in shots]
     return "\n\n".join([*solved, f"Question: {question}\nAnswer:"])
+
+
+def prompt_ids(problems: list[Example], tokenizer: Tokenizer) -> list[list[int]]:
+    """Prompts without examples, as token ids."""
+    texts = [make_prompt([], problem.question) for problem in problems]
+    return [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def answer_value(text: str) -> int | None:
