@@ -14,12 +14,9 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.runner.driver import Generation, InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [[k % VOCAB for k in range(i, 3 * i)] for i in (5, 9, 17)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=PEERS)

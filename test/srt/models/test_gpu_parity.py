@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.message import TokenLogprob
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.gpu]
 
 DEVICE = "cuda"
 NEW_TOKENS = 32
@@ -67,11 +67,6 @@ class Case(NamedTuple):
         models = (self.peer, self.peer_bfloat16)
         exact, rounded = (of_rows(rows, peer_logits(model, tokens)[0]) for model in models)
         return relative_errors(rounded, exact)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

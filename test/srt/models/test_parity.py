@@ -22,6 +22,8 @@ from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import created_as, random_weights
 from mamba_eagle.runner.driver import InProcessDriver
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT_LENGTH = 3 * CHUNK + 5
 NEW_TOKENS = 32
 SERVED = {
@@ -40,11 +42,6 @@ class Peer(NamedTuple):
     head: Path
     prompt: list[int]
     text: list[int]  # transformers' greedy continuation
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

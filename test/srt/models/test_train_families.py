@@ -20,17 +20,14 @@ from mamba_eagle.train.drafter.recipes import RECIPES
 from mamba_eagle.train.drafter.settings import TrainSettings
 from mamba_eagle.train.drafter.target import ask_target, load_target
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEPTH = 3
 FLAGS = {
     "eagle": [],
     "eagle3": ["--draft-vocab-size", "50"],
     "mtp": ["--mtp-modules", str(DEPTH)],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=PEERS)
