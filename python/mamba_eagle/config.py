@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -23,6 +24,8 @@ EMBEDDED_HEADS = {  # by the drafter that they are for
     "MTP": ASSETS / "mamba2-math-6m-mtp",
     "NEXTN": ASSETS / "mamba2-math-6m-mtp",
 }
+# Of the runner on any machine: tens of thousands would end it while it starts them.
+MAX_THREADS = 256
 EMBEDDED_DRAFTERS = {**EMBEDDED_HEADS, "STANDALONE": ASSETS / "mamba2-math-1m"}
 
 
@@ -189,6 +192,18 @@ class EngineConfig:
         ):
             if getattr(self, name) < 0:
                 wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
+        if self.context_length == 1:
+            wrong.append(
+                "--context-length 1: must be 2 or more, one prompt token and one of output; or 0 "
+                "for the model's own limit"
+            )
+        cores = os.cpu_count() or 1
+        max_threads = max(MAX_THREADS, cores)
+        if self.cpu_threads > max_threads:
+            wrong.append(
+                f"--cpu-threads {self.cpu_threads}: must be {max_threads} or less; this machine "
+                f"has {cores} cores, and more threads than cores make it slower"
+            )
         if not 0 < self.mem_fraction_static <= 1:
             wrong.append(f"--mem-fraction-static {self.mem_fraction_static}: must be in (0, 1]")
         if self.speculative_algorithm in DRAFTERS:
@@ -244,6 +259,25 @@ class ServerConfig(EngineConfig):
     max_queued_requests: int = setting(4096, "requests waiting before 503 is answered")
     stream_interval: int = setting(1, "tokens between two streamed pieces, at least")
     log_requests: bool = setting(False, "log each request's metadata")
+    cors_origins: str = setting(
+        "auto",
+        "web pages that may use the server, by origin (https://host[:port], with commas between): "
+        "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
+    )
+    max_connections: int = setting(4096, "open connections before 503 is answered")
+    header_timeout: float = setting(10.0, "seconds in which a request's headers must arrive")
+    body_timeout: float = setting(
+        30.0, "seconds in which a request's body, or its next 64 KiB, must arrive"
+    )
+    write_timeout: float = setting(
+        30.0, "seconds without progress before a client that does not read is disconnected"
+    )
+    shutdown_timeout: float = setting(
+        30.0, "seconds that open requests have to finish after SIGTERM or Ctrl-C"
+    )
+    watchdog_timeout: float = setting(
+        60.0, "seconds without a sign of life from the engine before the server ends; 0: never"
+    )
 
     def resolved(self) -> ServerConfig:
         config = super().resolved()
@@ -252,6 +286,30 @@ class ServerConfig(EngineConfig):
             # a Hugging Face name has become a folder of the cache: clients know the name
             return dataclasses.replace(config, served_model_name=self.model_path)
         return config
+
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        if not 1 <= self.port <= 65535:
+            wrong.append(f"--port {self.port}: must be between 1 and 65535")
+        if self.stream_interval < 1:
+            wrong.append(f"--stream-interval {self.stream_interval}: must be 1 or more")
+        if self.max_queued_requests < 0:
+            wrong.append(f"--max-queued-requests {self.max_queued_requests}: must be 0 or more")
+        if self.max_connections < 1:
+            wrong.append(f"--max-connections {self.max_connections}: must be 1 or more")
+        for name in ("header_timeout", "body_timeout", "write_timeout"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                flag = f"--{name.replace('_', '-')}"
+                wrong.append(f"{flag} {seconds:g}: must be more than 0 seconds")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            wrong.append(f"--shutdown-timeout {self.shutdown_timeout:g}: must be 0 seconds or more")
+        if not (self.watchdog_timeout == 0 or 2 <= self.watchdog_timeout < math.inf):
+            wrong.append(
+                f"--watchdog-timeout {self.watchdog_timeout:g}: must be 2 seconds or more, or 0 "
+                "for no watchdog"
+            )
+        return wrong
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:

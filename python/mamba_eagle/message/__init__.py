@@ -4,6 +4,7 @@
     tokenizer ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
     scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
+    server process ◀── Heartbeat ───────────────────── scheduler and runner
 
 Two rules make slots safe without locks. Plans run in the order in which they were sent, so an
 index may be given away again as soon as the plan that last uses it has been sent. And what a plan
@@ -271,7 +272,26 @@ class StepResult(Struct):
     idle_seconds: float = 0.0  # between the end of the last step and the beginning of this one
 
 
+# ── scheduler and runner → watchdog of the server process ────────────────────────────────────
+
+
+class Heartbeat(Struct):
+    """Sent every BEAT_SECONDS; the watchdog concludes from it that a process still works.
+
+    The scheduler sends it from its main loop, the runner from a thread of its own: a step may
+    take minutes.
+    """
+
+    role: str  # "scheduler" or "runner"
+    busy: bool = False  # scheduler: requests run or wait; runner: it has a plan to execute
+    steps: int = 0  # scheduler: planned since the start; runner: finished since the start
+    stuck_seconds: float = 0.0  # runner: how long its main thread has shown no sign of progress
+
+
+BEAT_SECONDS = 0.5
+
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
 ToTokenizer = Ready | Outputs | FlushReply | StateReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult
+ToWatchdog = Heartbeat

@@ -20,6 +20,7 @@ PIPES: dict[str, Any] = {
     "to_tokenizer": message.ToTokenizer,
     "to_runner": message.ToRunner,
     "from_runner": message.FromRunner,
+    "to_watchdog": message.ToWatchdog,
 }
 
 
@@ -37,7 +38,7 @@ def address(socket_dir: str, pipe: str) -> str:
 
 
 class Sender(Generic[T]):
-    """The pushing end; connects, so either side may start first."""
+    """The pushing end. It connects, so either side may start first. Not safe across threads."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         assert pipe in PIPES
@@ -55,7 +56,7 @@ class Sender(Generic[T]):
 
 
 class Receiver(Generic[T]):
-    """The pulling end; binds. ``receive(timeout_ms)`` gives None when nothing came in time."""
+    """The pulling end, which binds. Several senders may share one."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         self.socket = context.socket(zmq.PULL)
@@ -64,6 +65,7 @@ class Receiver(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(PIPES[pipe]).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:
+        """The next message; None if none arrives within ``timeout_ms`` (-1: wait forever)."""
         if timeout_ms != 0 and not self.socket.poll(timeout_ms):
             return None
         try:
