@@ -177,9 +177,12 @@ def read_values(folder: str | Path) -> dict[str, Any]:
     values = read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = read_json(generation).get("eos_token_id")
-        if eos is not None:
-            values["eos_token_id"] = eos
+        generation_values = read_json(generation)
+        if generation_values.get("eos_token_id") is not None:
+            try:
+                values["eos_token_id"] = list(eos_tokens(generation_values))
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{generation}: {error}") from None
     modelopt = folder / "hf_quant_config.json"
     if modelopt.is_file() and not values.get("quantization_config"):
         values["quantization_config"] = {"quant_method": "modelopt", **read_json(modelopt)}
@@ -198,9 +201,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
-    """The model's stop tokens: config.json has one, a list, or none."""
+    """The model's stop tokens: config.json has one, a list, or none.
+
+    Raises: UnsupportedModel where there is something else.
+    """
     eos = values.get("eos_token_id")
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in tokens):
+        raise UnsupportedModel(
+            f"eos_token_id = {json.dumps(eos)[:200]}: must be a token id or a list of token ids"
+        )
+    return tuple(tokens)
 
 
 def dtype_name(values: dict[str, Any]) -> str:

@@ -86,9 +86,7 @@ class Pulse:
             # Of a longer gap this process was suspended for a part, which says nothing.
             self._stuck_seconds += min(seconds, 2 * BEAT_SECONDS)
         self._ended_before = ended
-        return Heartbeat(
-            role="runner", busy=busy, steps=ended, stuck_seconds=round(self._stuck_seconds, 1)
-        )
+        return Heartbeat(role="runner", busy=busy, steps=ended, stuck_seconds=self._stuck_seconds)
 
     def _progressed(self, seconds: float) -> bool:
         stack, cpu_seconds = stack_position(self._main_thread), time.process_time()

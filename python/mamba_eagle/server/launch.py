@@ -34,7 +34,7 @@ from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.connections import HttpServer, Limits
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.lifetime import Gate, Lifetime
-from mamba_eagle.server.origins import is_loopback, origin_problems
+from mamba_eagle.server.origins import exposure_warning, origin_problems
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.server.watchdog import Watchdog
@@ -272,23 +272,16 @@ class _Launch:
             return
         watching = asyncio.get_running_loop().create_task(self._watch())
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        if not (self.config.api_key or is_loopback(self.config.host)):
-            log.warning(
-                "--host %s without --api-key: anyone who can reach port %d can use this server, "
-                "abort requests and flush its cache",
-                self.config.host,
-                self.config.port,
-            )
+        if (warning := exposure_warning(self.config)) is not None:
+            log.warning(warning)
         self.is_serving = True
         say(f"Server is ready at http://{host}:{self.config.port}")
         parts: set[asyncio.Future[Any]] = {serving, watching, self.ending}
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         if not self.ending.done():
-            part = "watchdog" if watching.done() else "HTTP server"
-            log.error(
-                "the %s failed", part, exc_info=(parts & {serving, watching}).pop().exception()
-            )
-            self._end(Ending(1, f"the {part} ended unexpectedly"))
+            name, task = ("watchdog", watching) if watching.done() else ("HTTP server", serving)
+            log.error("the %s failed", name, exc_info=task.exception())
+            self._end(Ending(1, f"the {name} ended unexpectedly"))
         watching.cancel()
         # Open requests get their error now, while their connections are still there.
         self.manager.fail(SHUTTING_DOWN, 503)

@@ -48,6 +48,16 @@ def host_name(host: str) -> str:
         return ""
 
 
+def exposure_warning(config: ServerConfig) -> str | None:
+    """For a server that anyone on the network may use."""
+    if config.api_key or is_loopback(config.host):
+        return None
+    return (
+        f"--host {config.host} without --api-key: anyone who can reach port {config.port} can use "
+        "this server, abort its requests and flush its cache"
+    )
+
+
 def origin_problems(config: ServerConfig) -> list[str]:
     """What is wrong with --cors-origins."""
     value = config.cors_origins
