@@ -16,7 +16,7 @@ from running_server import RunningServer
 
 # Multiplies the counts of clients and rounds: 1 for a run in minutes.
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
-PATIENCE = 60.0  # seconds; only what hangs takes so long
+PATIENCE = 120.0  # seconds; only what hangs takes so long
 # Which drafter there is matters to none of these tests; without one a server starts fastest.
 FLAGS = ("--speculative-algorithm", "NONE", "--cpu-threads", "1")
 T = TypeVar("T")
