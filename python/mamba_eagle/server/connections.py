@@ -11,12 +11,8 @@ that it calls, so it does not matter which parser uvicorn has chosen.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
-import socket
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -27,9 +23,8 @@ from mamba_eagle.server.errors import RequestError
 
 log = logging.getLogger("mamba_eagle.server")
 
-BACKLOG = 2048  # connections that the kernel holds until they are accepted
-# Above the limit, connections are taken for a 503 or a probe's answer, up to so many at a time.
-SPARE_CONNECTIONS = 16
+# Seconds in which a connection above the limit must send its headers. Others wait for its place.
+SPARE_HEADER_TIMEOUT = 2.0
 PROBES = ("/health", "/ready")
 # Longer than the idle time of common clients' pools, so that they close first: a request that is
 # sent while the server closes is lost.
@@ -38,11 +33,11 @@ BODY_PIECE = 64 * 1024  # bytes of a body that must arrive within the time-out
 MIN_PATIENCE = 0.01  # seconds; waiting for 0 would not even take what has arrived
 MAX_DISCARDED = 8 * 2**20  # bytes of a refused request's body that are read before the answer
 LOG_SECONDS = 60.0  # between two lines of the same kind
-OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Limits(NamedTuple):
     connections: int
+    spare_connections: int  # beyond those; they are answered 503, except for probes
     header_timeout: float  # seconds, as all of these
     body_timeout: float
     write_timeout: float
@@ -83,16 +78,12 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         super().connection_made(transport)
         # Anything that the kernel does not take at once counts as waiting for the client.
         transport.set_write_buffer_limits(high=0)
-        surplus = len(self.connections) - self.limits.connections
-        if surplus > 0:
+        self._is_spare = len(self.connections) > self.limits.connections
+        if self._is_spare:
             self.warn_full(
                 f"{self.limits.connections} connections are open (--max-connections, or what "
                 "ulimit -n leaves room for): further ones are answered 503"
             )
-        if surplus > SPARE_CONNECTIONS:
-            transport.abort()
-            return
-        self._is_spare = surplus > 0
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -119,7 +110,15 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     # ── time-outs ────────────────────────────────────────────────────────────────────────────
 
     def _expect_headers(self) -> None:
-        self._header_timer = self.loop.call_later(self.limits.header_timeout, self.transport.close)
+        seconds = self.limits.header_timeout
+        if self._is_spare:
+            seconds = min(seconds, SPARE_HEADER_TIMEOUT)
+        self._header_timer = self.loop.call_later(seconds, self._give_up_on_headers)
+
+    def _give_up_on_headers(self) -> None:
+        if self._is_spare:  # the client may be slow because it has opened thousands
+            self.transport.write(_plain_refusal())
+        self.transport.close()
 
     def _expect_progress(self, unsent: int) -> None:
         """Looks again after the time-out: a client may read slowly, but it must read."""
@@ -194,10 +193,22 @@ class _TimedBody:
         return message
 
 
+def _no_room() -> RequestError:
+    return RequestError("the server has too many open connections: try again later", 503, None, 1)
+
+
+def _plain_refusal() -> bytes:
+    """The whole 503 answer, for a client that has not asked yet."""
+    response = _no_room().response()
+    response.headers["Connection"] = "close"
+    lines = [b"%s: %s\r\n" % pair for pair in response.raw_headers]
+    return b"".join([b"HTTP/1.1 503 Service Unavailable\r\n", *lines, b"\r\n", response.body])
+
+
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers 503. The body is read first: closing a connection with unread data makes the
     kernel reset it, and the answer would be lost."""
-    error = RequestError("the server has too many open connections: try again later", 503, None, 1)
+    error = _no_room()
     length, more = 0, True
     try:
         while more and length < MAX_DISCARDED:
@@ -212,67 +223,3 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 def connection_class(limits: Limits) -> type[asyncio.Protocol]:
     members = {"limits": limits, "warn_full": RareWarning()}
     return type("LimitedConnection", (Connection,), members)
-
-
-# ── the listening socket ─────────────────────────────────────────────────────────────────────
-
-
-class HttpServer(uvicorn.Server):
-    """Serves ``app`` on a bound socket. Signals and log lines are the launcher's business."""
-
-    def __init__(self, app: ASGIApp, listener: socket.socket, limits: Limits) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=connection_class(limits),
-                ws="none",
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                # asyncio accepts this many connections per wake-up. Where descriptors run out, it
-                # would log and retry this many times.
-                backlog=1,
-            )
-        )
-        self.listener = listener
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def start(self) -> asyncio.Task[None]:
-        """Listens. The task ends when the server has.
-
-        Raises: OSError when the address is in use.
-        """
-        self.listener.listen(BACKLOG)
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_AcceptErrors())
-        serving = loop.create_task(self.serve(sockets=[self.listener]))
-        while not self.started and not serving.done():
-            await asyncio.sleep(0.01)
-        self.listener.listen(BACKLOG)  # again, since uvicorn has applied its own backlog
-        return serving
-
-    def end(self, seconds: float) -> None:
-        """Closes idle connections, and the others when they are answered or after ``seconds``."""
-        self.config.timeout_graceful_shutdown = seconds  # type: ignore[assignment]
-        self.should_exit = True
-
-
-class _AcceptErrors:
-    """asyncio pauses for a second when it cannot accept; that is worth a line, not a traceback."""
-
-    def __init__(self) -> None:
-        self._warn = RareWarning()
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
-            self._warn(
-                f"no connection can be accepted: {error.strerror}; trying again every second "
-                "(raise ulimit -n, or lower --max-connections)"
-            )
-        else:
-            loop.default_exception_handler(context)

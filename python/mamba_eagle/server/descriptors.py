@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from typing import NamedTuple
 
 # The server process has about 25 open when it is ready; loading takes some more for a while.
 MIN_DESCRIPTORS = 64
 USED_WHEN_READY = 32  # assumed where they cannot be counted
-# For the spare connections of connections.py, and for files that are opened meanwhile.
-RESERVE = 24
+RESERVE = 8  # for files that are opened while connections are at their limit
+MAX_SPARE = 256
 
 
 def raise_limit(wanted: int) -> int:
@@ -36,11 +37,22 @@ def problems() -> list[str]:
     ]
 
 
-def room_for_connections(wanted: int) -> int:
-    """How many of ``wanted`` connections fit beside what is open now."""
+class Room(NamedTuple):
+    """How many connections there can be."""
+
+    connections: int
+    spare: int  # beyond those, for telling clients that there is no room
+
+
+def room_for_connections(wanted: int) -> Room:
+    """What of ``wanted`` connections fits beside what is open now."""
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
         used = USED_WHEN_READY
-    limit = raise_limit(wanted + used + RESERVE)
-    return max(1, min(wanted, limit - used - RESERVE))
+    spare = min(MAX_SPARE, wanted // 4 + 1)
+    available = raise_limit(wanted + spare + used + RESERVE) - used - RESERVE
+    if available < wanted + spare:
+        spare = max(1, min(spare, available // 3))
+        wanted = max(1, available - spare)
+    return Room(wanted, spare)

@@ -31,9 +31,10 @@ from mamba_eagle.message.channel import Receiver, remove_socket_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.server import descriptors
 from mamba_eagle.server.children import Child, end_children, engine_command
-from mamba_eagle.server.connections import HttpServer, Limits
+from mamba_eagle.server.connections import Limits
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.lifetime import Gate, Lifetime
+from mamba_eagle.server.listener import HttpServer
 from mamba_eagle.server.origins import exposure_warning, origin_problems
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
@@ -298,14 +299,20 @@ class _Launch:
     def _limits(self) -> Limits:
         """The settings, with no more connections than there are descriptors for."""
         config = self.config
-        connections = descriptors.room_for_connections(config.max_connections)
+        connections, spare = descriptors.room_for_connections(config.max_connections)
         if connections < config.max_connections:
             log.warning(
                 "--max-connections %d: ulimit -n leaves room for %d; further ones are answered 503",
                 config.max_connections,
                 connections,
             )
-        return Limits(connections, config.header_timeout, config.body_timeout, config.write_timeout)
+        return Limits(
+            connections,
+            spare,
+            config.header_timeout,
+            config.body_timeout,
+            config.write_timeout,
+        )
 
     # ── watch ────────────────────────────────────────────────────────────────────────────────
 
