@@ -155,7 +155,7 @@ def test_out_of_descriptors_is_one_line_and_no_storm(start: Start) -> None:
     server = start("--header-timeout", str(PATIENCE), max_files=64).wait_until_ready()
     assert "ulimit -n leaves room for" in server.output
     before = len(server.output.splitlines())
-    with raw_connections(server, 60 * SCALE, b"GET /health HTTP/1.1\r\n") as clients:
+    with raw_connections(server, 45 * SCALE, b"GET /health HTTP/1.1\r\n") as clients:
         assert clients[-1].recv(12) == b"HTTP/1.1 503"
         for _ in range(3):
             assert httpx.get(f"{server.base_url}/health", timeout=PATIENCE).status_code == 200
