@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.drafting.eagle3 import EagleThreeNetwork
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, tap_layers
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork
 from mamba_eagle.train.drafter.batches import Answer
 from mamba_eagle.train.drafter.recipe import Recipe
 from mamba_eagle.train.drafter.settings import TrainSettings

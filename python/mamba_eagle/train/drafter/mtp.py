@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.drafting.mtp import MtpNetwork
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.mtp import MtpHead
-from mamba_eagle.spec.drafters.mtp import MtpNetwork
 from mamba_eagle.train.drafter.batches import Answer
 from mamba_eagle.train.drafter.recipe import Recipe, begin, unroll
 from mamba_eagle.train.drafter.settings import TrainSettings
