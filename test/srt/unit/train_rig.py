@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_model import VOCAB, write_model
 from torch import Tensor
 
-from mamba_eagle.train.drafter import command
-from mamba_eagle.train.drafter.answers import Answered, AnswerFile
+from mamba_eagle.train import command
+from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile
 
 PROMPTS, HELD_OUT, NEW_TOKENS, DEPTH = 40, 8, 24, 3
 ALGORITHMS = {
@@ -58,7 +58,7 @@ class Rig(NamedTuple):
         assert command.main(self.arguments(self.folder(output), name, *others)) == 0
         return read_record(output)
 
-    def answered(self) -> list[Answered]:
+    def answered(self) -> list[AnsweredPrompt]:
         done = AnswerFile(self.answers.parent, 0).read()
         return [done[line] for line in sorted(done)]
 
