@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find python -name '*.egg-info' -prune -exec rm -rf {} +
-	find python test benchmark -name __pycache__ -prune -exec rm -rf {} +
+	find python recipes test benchmark -name __pycache__ -prune -exec rm -rf {} +
 
 # The first interpreter that is new enough and can make an environment (Debian keeps ensurepip in
 # python3-venv). The check runs it: a name on the PATH may be a shim with nothing behind it.
