@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 def some_answers(count: int) -> list[Answer]:
     """Each of tokens of its own, so that they can be told apart."""
-    luck = random.Random(1)
-    sizes = [(luck.randint(1, 9), luck.randint(2, 30)) for _ in range(count)]
+    rng = random.Random(1)
+    sizes = [(rng.randint(1, 9), rng.randint(2, 30)) for _ in range(count)]
     return [Answer([i] * (prompt + answer), prompt) for i, (prompt, answer) in enumerate(sizes)]
 
 

@@ -71,10 +71,8 @@ def make_rig(folder: Path) -> Rig:
         if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
             tensor.mul_(0.2)
     save_file(tensors, target / "model.safetensors")
-    luck = random.Random(0)
-    prompts = [
-        [luck.randrange(3, VOCAB) for _ in range(luck.randint(3, 9))] for _ in range(PROMPTS)
-    ]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 9))] for _ in range(PROMPTS)]
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": prompt}) + "\n" for prompt in prompts))
     rig = Rig(target, data, folder / "answered" / "answers.jsonl")
