@@ -276,7 +276,7 @@ def shapes_used(contestant: Contestant) -> str:
     """How many steps each shape was drafted in, so far."""
     state = contestant.answering.speculation()
     steps = ", ".join(f"{name} {use.steps}" for name, use in state.shapes.items())
-    return f"{contestant.name}: {steps}" + (", given up" if state.given_up else "")
+    return f"{contestant.name}: {steps}" + (", given up" if state.disabled else "")
 
 
 def start(

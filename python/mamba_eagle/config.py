@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.drafting import DRAFTERS, draft_source
 from mamba_eagle.models.heads import draft_algorithm, head_in
-from mamba_eagle.spec.drafters import DRAFTERS, draft_source
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
@@ -221,7 +221,7 @@ class EngineConfig:
             return TreeShape()
         return TreeShape(
             topk=self.speculative_eagle_topk,
-            steps=self.speculative_num_steps,
+            depth=self.speculative_num_steps,
             nodes=self.speculative_num_draft_tokens,
         )
 

@@ -109,7 +109,7 @@ class StateMemory:
     def of(cls, ready: RunnerReady) -> StateMemory:
         spare = int(str(ready.details["device"]).startswith("cuda"))  # a slot that pads batches
         return cls(
-            ready.details["checkpoint_bytes"] / (ready.max_checkpoints + spare),
+            ready.details["checkpoint_bytes"] / (ready.max_state_slots + spare),
             ready.details["verify_bytes"] / (ready.max_running_requests + spare),
         )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mamba_eagle.spec.drafters.network import DraftNetwork
+from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.train.unrolled_context import UnrolledContext, shift
 
 

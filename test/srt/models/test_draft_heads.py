@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from tiny_heads import EAGLE3_CONFIG, write_eagle3_head
 from tiny_model import VOCAB, load_model, write_model
 
+from mamba_eagle.drafting.eagle3 import EagleThreeSource
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.eagle3 import (
@@ -40,7 +41,6 @@ from mamba_eagle.models.eagle3 import (
 from mamba_eagle.models.heads import draft_algorithm
 from mamba_eagle.models.loader import CheckpointError, load_weights
 from mamba_eagle.models.registry import model_class, read_as
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeSource
 
 torch.set_num_threads(1)
 

@@ -26,6 +26,7 @@ from tiny_heads import GrowingSequence, write_mtp_head
 from tiny_model import MODEL_CONFIG, load_model, write_model
 from torch import Tensor
 
+from mamba_eagle.drafting.mtp import MtpNetwork, MtpSource
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
@@ -33,7 +34,6 @@ from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.mtp import MtpHead
 from mamba_eagle.models.registry import read_as
-from mamba_eagle.spec.drafters.mtp import MtpNetwork, MtpSource
 
 torch.set_num_threads(1)
 

@@ -98,7 +98,7 @@ def test_a_cpu_has_no_share_of_a_limit() -> None:
 def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: int) -> None:
     ready = RunnerReady(
         max_kv_slots=100,
-        max_checkpoints=4,
+        max_state_slots=4,
         max_running_requests=4,
         context_length=100,
         vocab_size=100,
@@ -107,4 +107,4 @@ def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: 
         details={"device": device, "checkpoint_bytes": slots * 10**6, "verify_bytes": slots * 500},
     )
     state = StateMemory.of(ready)
-    assert (state.checkpoint, state.beside) == (1e6, 500) and state.megabytes == 1.0005
+    assert (state.state_slot, state.beside) == (1e6, 500) and state.megabytes == 1.0005

@@ -51,7 +51,7 @@ def test_servers_differ_in_what_they_draft_and_in_nothing_else(
             config.speculative_adaptive and name != "plain",
             config.speculative_draft_model_path,
         )
-    large, chain = TreeShape(topk=4, steps=5, nodes=16), TreeShape(topk=1, steps=3, nodes=4)
+    large, chain = TreeShape(topk=4, depth=5, nodes=16), TreeShape(topk=1, depth=3, nodes=4)
     assert drafts.pop("plain")[:2] == (TreeShape(), False)
     assert drafts == {
         "4x5x16": (large, False, str(EMBEDDED_HEADS["EAGLE"])),

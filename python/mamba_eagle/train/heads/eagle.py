@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.drafting.eagle import EagleNetwork
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.spec.drafters.eagle import EagleNetwork
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.config import head_config

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.drafting.eagle3 import EagleThreeNetwork
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, tap_layers
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.config import eagle3_config

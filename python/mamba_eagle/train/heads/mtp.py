@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.drafting.mtp import MtpNetwork
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.mtp import MtpHead
-from mamba_eagle.spec.drafters.mtp import MtpNetwork
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.config import head_config
