@@ -143,10 +143,11 @@ class EngineConfig:
         folders = (self.model_path, self.speculative_draft_model_path or self.model_path)
         if not all(map(os.path.isdir, folders)):
             return []
-        from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+        from mamba_eagle.model_config import UnsupportedModel
+        from mamba_eagle.models.registry import read_model_config
 
         try:
-            target = ModelConfig.from_pretrained(self.model_path)
+            target = read_model_config(self.model_path)
             return draft_source(self.speculative_algorithm)(self, target).problems()
         except (OSError, UnsupportedModel) as error:
             return [str(error)]

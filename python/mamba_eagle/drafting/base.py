@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import weight_problems
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
@@ -177,7 +178,7 @@ class FolderSource(DraftSource):
         return self.own
 
     def read(self) -> ModelConfig:
-        return ModelConfig.from_pretrained(self.path)
+        return read_model_config(self.path)
 
     @abstractmethod
     def module(self) -> nn.Module:

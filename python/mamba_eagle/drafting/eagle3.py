@@ -13,8 +13,8 @@ from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import (
     OWN_WEIGHTS,
     Eagle3Head,

@@ -14,8 +14,8 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
 from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
 from mamba_eagle.models.registry import read_as

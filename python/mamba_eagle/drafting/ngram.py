@@ -13,7 +13,7 @@ from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, KeyedNoise
 from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.tree.accept import Truncated

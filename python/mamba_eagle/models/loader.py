@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import read_json, read_values
+from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.quantization import (
     FLOAT8,
     SCALE_NAMES,

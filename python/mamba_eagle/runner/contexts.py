@@ -19,7 +19,7 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.runner.pools import KVPool, StatePool
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VerifyScheme

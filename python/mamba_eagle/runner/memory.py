@@ -8,7 +8,7 @@ import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.drafting.model_drafter import draft_rows
-from mamba_eagle.models.config import Mamba2Config, ModelConfig
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 CPU_KV_SLOTS = 65536
 CPU_CACHED_STATES = 192

@@ -19,14 +19,14 @@ from mamba_eagle.kernels.pointwise import pointwise_ops
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.moe import experts_on_device
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
     load_weights,
     random_weights,
 )
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.runner.decode_step import DecodeStep, EagerRun, EagerSteps
 from mamba_eagle.runner.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.launched import Launched, PendingDecode, Times, Timestamp
@@ -60,7 +60,7 @@ class ModelRunner:
         """Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError."""
         self.config = config
         self.device = resolve_device(config.device)
-        self.model_config = ModelConfig.from_pretrained(config.model_path)
+        self.model_config = read_model_config(config.model_path)
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         self.context_length = self._context_length()
         self.shape = config.tree_shape

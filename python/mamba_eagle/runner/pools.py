@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import AttentionConfig, Mamba2Config
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config
 
 
 class KVPool:

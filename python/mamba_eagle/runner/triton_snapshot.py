@@ -10,7 +10,7 @@ from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep
 from mamba_eagle.kernels.tree_verify.triton_snapshot import commit_snapshots, snapshot_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.runner.pools import RequestTable, StatePool
 from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
 from mamba_eagle.runner.verify import SchemeSize, SnapshotVerify, Step

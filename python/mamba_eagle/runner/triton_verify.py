@@ -18,7 +18,7 @@ from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep, tree_ve
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room, accept_rows, begin_rows
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.runner.pools import RequestTable, StatePool
 from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
 from mamba_eagle.runner.triton_snapshot import TritonSnapshotVerify

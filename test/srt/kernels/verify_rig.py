@@ -13,7 +13,7 @@ from tensor_checks import relative_error, torch_path
 from torch import Tensor
 
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.runner.pools import RequestTable, StatePool
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, RecurrentVerify, SchemeSize

@@ -21,9 +21,9 @@ from mamba_eagle.config import (
     from_arguments,
 )
 from mamba_eagle.core import TreeShape
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights
+from mamba_eagle.models.registry import read_model_config
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
 SHAPES = ["4x5x16", "1x3x4"]
@@ -65,7 +65,7 @@ def test_the_useless_head_is_a_head_that_knows_nothing(
     adaptive: ModuleType, tmp_path: Path
 ) -> None:
     adaptive.write_useless_head(tmp_path)
-    head, again = (EagleHead(ModelConfig.from_pretrained(tmp_path)) for _ in range(2))
+    head, again = (EagleHead(read_model_config(tmp_path)) for _ in range(2))
     load_weights(head, tmp_path)
     load_weights(again, EMBEDDED_HEADS["EAGLE"])
     own, trained = head.fc.weight.flatten(), again.fc.weight.flatten()

@@ -26,7 +26,7 @@ from torch import Tensor
 from mamba_eagle.config import ConfigError
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 
 torch.set_num_threads(1)
 

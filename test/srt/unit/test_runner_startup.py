@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from mamba_eagle.config import EMBEDDED_MODEL, ConfigError, EngineConfig
 from mamba_eagle.core import TreeShape
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.memory import default_rows, min_rows, row_bytes, state_bytes
 from mamba_eagle.runner.model_runner import ModelRunner
@@ -173,7 +173,7 @@ def test_any_tree_gets_rows_enough_where_no_flag_says_how_many(device: str) -> N
 
 
 def test_a_running_request_of_a_nine_b_model_takes_no_more_than_a_quarter_of_a_state_more() -> None:
-    model = ModelConfig.from_pretrained(NINE_B)
+    model = read_model_config(NINE_B)
     config = EngineConfig(speculative_algorithm="EAGLE", speculative_num_draft_tokens=8)
     rows = default_rows(config, torch.device("cuda"))
     beside = row_bytes(model, "deferred", rows, model.hidden_size, itemsize=2)
