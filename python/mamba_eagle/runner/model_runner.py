@@ -201,7 +201,7 @@ class ModelRunner:
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings
         wanted = self.config.context_length
-        if limit and wanted > limit:
+        if limit and wanted is not None and wanted > limit:
             raise ConfigError(
                 [f"--context-length {wanted}: the model was made for {limit} tokens at most"]
             )
