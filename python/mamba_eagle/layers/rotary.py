@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.model_config import (
     AttentionConfig,
@@ -19,13 +18,6 @@ from mamba_eagle.model_config import (
     RopeConfig,
     YarnScaling,
 )
-
-
-class Rotation(NamedTuple):
-    """Angles of n tokens, the same in all layers and heads."""
-
-    cos: Tensor  # [n, 1, dim / 2], float32
-    sin: Tensor
 
 
 class Rotary:

@@ -16,8 +16,8 @@ from mamba_eagle.kernels.ssd.naive import ssd_chunked
 from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.runner.pools import KVPool, StatePool
