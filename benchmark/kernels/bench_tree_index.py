@@ -24,7 +24,7 @@ from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
 from mamba_eagle.kernels.tree_attention.triton import path_masks
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
-from mamba_eagle.kernels.tree_verify import naive_rows, triton_rows
+from mamba_eagle.kernels.tree_verify import torch_rows, triton_rows
 from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.lanes import seen_by_next
@@ -128,7 +128,7 @@ class Inputs:
         yield "accept", self.accept, self.accept
         yield "masks", self.masks, self.torch_masks
         yield "lane_masks", self.lanes, self.torch_lanes
-        yield "rows", partial(self.rows, triton_rows), partial(self.rows, naive_rows)
+        yield "rows", partial(self.rows, triton_rows), partial(self.rows, torch_rows)
         kernels = self.pending()
         with hidden_kernels():
             plain = self.pending()

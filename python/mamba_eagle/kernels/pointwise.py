@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels import gpu
-from mamba_eagle.kernels.rms_norm import naive
+from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm
+from mamba_eagle.kernels.relu_squared.torch import relu_squared
+from mamba_eagle.kernels.rms_norm.torch import rms_norm
+from mamba_eagle.kernels.rotary.torch import rotate
 
 
 class Normed(NamedTuple):
@@ -31,7 +34,7 @@ class PointwiseOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
-        return naive.rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
         """The norm of ``stream + added`` [n, size], and that sum. Neither may be used afterwards:
@@ -46,25 +49,19 @@ class PointwiseOps:
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """``relu(x)²`` of x, which nobody looks at afterwards: the result may take its place."""
-        # no square(): autocast would make it, and what backward keeps, float32
-        positive = F.relu(x)
-        return positive * positive
+        return relu_squared(x)
 
     def gated_group_rms_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
     ) -> Tensor:
         """``weight · rms_norm(y · silu(gate))`` by groups of channels: y, gate [n, size], weight
         [size] -> [n, size]."""
-        return naive.gated_group_rms_norm(y, gate, weight, group_size, eps)
+        return gated_group_rms_norm(y, gate, weight, group_size, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Channel i < half turns with channel i + half, those behind stay: x [n, heads, D], which
         nobody looks at afterwards; cos, sin [n, 1, half] float32."""
-        half = cos.shape[-1]
-        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-        first, second = first.float(), second.float()
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)
+        return rotate(x, cos, sin)
 
 
 class TritonOps(PointwiseOps):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv
-from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.causal_conv.torch import causal_conv
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
 
 if TYPE_CHECKING:
     from mamba_eagle.layers.attention import Attention

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.pointwise import TORCH, Normed, pointwise_ops
-from mamba_eagle.kernels.rms_norm import cpu
+from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.layers.layer import Layer
 
 
@@ -43,7 +44,7 @@ class RMSNorm(_Norm):
         if self._fused is None:
             return self._ops.rms_norm(x, self.weight, self.eps)
         out = torch.empty_like(x)
-        cpu.rms_norm(x.numpy(), self._fused, self.eps, out.numpy())
+        rms_norm(x.numpy(), self._fused, self.eps, out.numpy())
         return out
 
 
@@ -62,7 +63,7 @@ class GatedGroupRMSNorm(_Norm):
         if self._fused is None:
             return self._ops.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)
         out = torch.empty_like(y)
-        cpu.gated_group_rms_norm(
+        gated_group_rms_norm(
             y.numpy(),
             gate.contiguous().numpy(),
             self._fused,

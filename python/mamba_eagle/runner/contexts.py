@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math
-from mamba_eagle.kernels.causal_conv.naive import causal_conv
-from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.causal_conv.torch import causal_conv
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
 from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.rotary import Rotation

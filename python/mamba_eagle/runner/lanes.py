@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.runner.contexts import FusedTreeAttention, TreeAttention, VerifyContext
 from mamba_eagle.runner.pools import KVPool

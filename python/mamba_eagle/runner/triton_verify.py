@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
-from mamba_eagle.kernels.tree_verify.naive_rows import free_rows
+from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep, tree_verify
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room, accept_rows, begin_rows

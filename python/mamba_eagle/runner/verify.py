@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math
-from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
-from mamba_eagle.kernels.tree_verify.naive import Rows, fold, snapshot_verify, tree_verify
+from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
+from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.runner.pools import RequestTable, StatePool

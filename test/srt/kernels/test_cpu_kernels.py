@@ -14,8 +14,9 @@ from torch import Tensor
 from verify_rig import random_tree
 
 from mamba_eagle.kernels import numba_math
-from mamba_eagle.kernels.rms_norm import naive as norms
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm
+from mamba_eagle.kernels.rms_norm.torch import rms_norm
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
@@ -101,8 +102,8 @@ def test_norms(rows: int, size: int, group: int) -> None:
     plain, gated = RMSNorm(size, 1e-5), GatedGroupRMSNorm(size, size // group, 1e-5)
     for layer in (plain, gated):
         layer.requires_grad_(False).weight.copy_(normal(size, seed=2))
-    expected = norms.rms_norm(x, plain.weight, 1e-5)
-    expected_gated = norms.gated_group_rms_norm(x, gate, gated.weight, group, 1e-5)
+    expected = rms_norm(x, plain.weight, 1e-5)
+    expected_gated = gated_group_rms_norm(x, gate, gated.weight, group, 1e-5)
     for prepare in (False, True):
         if prepare:
             plain.prepare()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
 from mamba_eagle.models.config import AttentionConfig
 from mamba_eagle.runner import contexts
 from mamba_eagle.runner.contexts import CausalAttention, PromptSpan, prompt_attention

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math, pointwise
 from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps, PointwiseOps
-from mamba_eagle.kernels.rms_norm import naive
+from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.config import ModelConfig
@@ -63,12 +63,12 @@ class Calls:
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.names.append("rmsnorm")
-        return naive.rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     def fused_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         self.names.append("fused_add_rmsnorm")
         residual += x
-        x.copy_(naive.rms_norm(residual, weight, eps))
+        x.copy_(rms_norm(residual, weight, eps))
 
     def silu_and_mul(self, both: Tensor) -> Tensor:
         self.names.append("silu_and_mul")

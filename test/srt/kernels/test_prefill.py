@@ -7,9 +7,9 @@ import torch
 from prefill_rig import PROMPTS, SLOTS, convolved, make_batch, scanned
 from verify_rig import relative_error
 
-from mamba_eagle.kernels.causal_conv.naive import conv_prompts
+from mamba_eagle.kernels.causal_conv.torch import conv_prompts
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.ssd.naive import scan_prompts
+from mamba_eagle.kernels.ssd.torch import scan_prompts
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

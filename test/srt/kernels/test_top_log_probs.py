@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 
 from mamba_eagle.kernels import numba_math
-from mamba_eagle.kernels.top_log_probs import TopTokens, naive, top_log_probs, triton
+from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs, triton
+from mamba_eagle.kernels.top_log_probs import torch as torch_top
 
 
 @needs_interpreter
@@ -84,7 +85,7 @@ def test_a_cpu_finds_the_same(kind: str) -> None:
 
 def test_the_readable_form_gives_the_same_values() -> None:
     logits = rows_of("random", 4, 75, torch.float32)
-    assert_best(naive.top_log_probs(logits, 5), logits, 5)
+    assert_best(torch_top.top_log_probs(logits, 5), logits, 5)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
+from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits

@@ -82,7 +82,7 @@ def check(case: Case) -> None:
     step = TreeStep(
         slots=torch.randperm(R, generator=generator)[:b],
         state_slots=torch.randperm(S, generator=generator)[:b],
-        chain=empty,
+        journal=empty,
         journal_len=torch.zeros(b, dtype=torch.int64),
         rows=rows,
         parents=tree.parents,

@@ -15,7 +15,7 @@ from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_k
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention import cpu
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
 from mamba_eagle.kernels.tree_attention.triton import (
     Config,
     choose_config,

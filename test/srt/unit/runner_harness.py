@@ -21,7 +21,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.drafting import needs_history
 from mamba_eagle.drafting.model_drafter import ModelDrafter
-from mamba_eagle.kernels.sampling_noise.naive import gumbel
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.message import (
     DecodeBatch,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels.sampling_noise import gumbel, naive
+from mamba_eagle.kernels.sampling_noise import gumbel
+from mamba_eagle.kernels.sampling_noise import torch as noise_torch
 from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.runner.sampler import SamplingState, _keep_best, sample, token_logprobs
 from mamba_eagle.tree.accept import accept, truncate
@@ -40,7 +41,7 @@ def rows(count: int, seed: int = 1, first: int = 0) -> tuple[torch.Tensor, torch
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    return naive.hash_bits(seed, position, vocab_size).double() / 2**naive.BITS
+    return noise_torch.hash_bits(seed, position, vocab_size).double() / 2**noise_torch.BITS
 
 
 def splitmix64(state: int) -> int:
@@ -58,10 +59,10 @@ def test_the_hash_is_splitmix64() -> None:
     for seed, position in [(0, 0), (2**63 - 1, 131_071), (1234567, 1)]:
         key = splitmix64(splitmix64(seed) ^ position)
         expected = [
-            splitmix64((key + token * 0x9E3779B97F4A7C15) & mask) >> (64 - naive.BITS)
+            splitmix64((key + token * 0x9E3779B97F4A7C15) & mask) >> (64 - noise_torch.BITS)
             for token in range(5)
         ]
-        got = naive.hash_bits(torch.tensor([seed]), torch.tensor([position]), 5)
+        got = noise_torch.hash_bits(torch.tensor([seed]), torch.tensor([position]), 5)
         assert got[0].tolist() == expected
 
 
@@ -112,10 +113,10 @@ def test_noise_is_finite_and_has_the_gumbel_moments() -> None:
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
 
 
-@pytest.mark.parametrize("bits", [0, 1, 2**naive.BITS - 1], ids=["lowest", "low", "highest"])
+@pytest.mark.parametrize("bits", [0, 1, 2**noise_torch.BITS - 1], ids=["lowest", "low", "highest"])
 def test_noise_is_finite_at_the_ends(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(naive, "hash_bits", lambda *_: torch.tensor([[bits]]))
-    assert naive.gumbel(*rows(1), 1).isfinite().all()
+    monkeypatch.setattr(noise_torch, "hash_bits", lambda *_: torch.tensor([[bits]]))
+    assert noise_torch.gumbel(*rows(1), 1).isfinite().all()
 
 
 def test_noise_depends_on_nothing_else() -> None:
@@ -131,10 +132,10 @@ def test_noise_on_a_gpu_equals_the_cpu(vocab_size: int) -> None:
 
     seed, position = torch.tensor([0, 5, 2**63 - 1]), torch.tensor([0, 131_071, 77])
     on_gpu = seed.cuda(), position.cuda()
-    bits = naive.hash_bits(seed, position, vocab_size)
-    assert torch.equal(naive.hash_bits(*on_gpu, vocab_size).cpu(), bits)
+    bits = noise_torch.hash_bits(seed, position, vocab_size)
+    assert torch.equal(noise_torch.hash_bits(*on_gpu, vocab_size).cpu(), bits)
     assert torch.equal(triton.hash_bits(*on_gpu, vocab_size).cpu(), bits)
-    noise = naive.gumbel(seed, position, vocab_size)
+    noise = noise_torch.gumbel(seed, position, vocab_size)
     torch.testing.assert_close(gumbel(*on_gpu, vocab_size).cpu(), noise, rtol=1e-5, atol=1e-5)
 
 

@@ -168,7 +168,7 @@ def prefill_conv(
     block: int = 256,
     warps: int = 4,
 ) -> ScanInputs:
-    """naive.conv_prompts, split, and step sizes. Does not wait for the device.
+    """torch.py's conv_prompts, split, and step sizes. Does not wait for the device.
 
     Args:
         xbc: [n, conv_dim] and dt_raw: [n, H], views of in_proj's output will do.

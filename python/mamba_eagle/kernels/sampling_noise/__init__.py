@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mamba_eagle.kernels.sampling_noise import naive
+from mamba_eagle.kernels.sampling_noise.torch import gumbel as plain_gumbel
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
@@ -13,7 +13,7 @@ def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         from mamba_eagle.kernels.sampling_noise import triton
 
         return triton.gumbel(seed, position, vocab_size)
-    return naive.gumbel(seed, position, vocab_size)
+    return plain_gumbel(seed, position, vocab_size)
 
 
 __all__ = ["gumbel"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+# not ``import torch``: in this package that is the file beside this one
+from torch import Tensor, empty, int64
 
 from mamba_eagle.kernels import gpu, numba_math
-from mamba_eagle.kernels.top_log_probs import naive
 from mamba_eagle.kernels.top_log_probs.cpu import best
-from mamba_eagle.kernels.top_log_probs.naive import MAX_TOP, TopTokens
+from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
+from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as plain_top_log_probs
 
 
 def top_log_probs(logits: Tensor, k: int) -> TopTokens:
@@ -19,7 +19,7 @@ def top_log_probs(logits: Tensor, k: int) -> TopTokens:
         from mamba_eagle.kernels.top_log_probs import triton  # needs triton
 
         return triton.top_log_probs(logits, k)
-    return naive.top_log_probs(logits, k)
+    return plain_top_log_probs(logits, k)
 
 
 def top_of(log_probs: Tensor, k: int) -> TopTokens:
@@ -27,7 +27,7 @@ def top_of(log_probs: Tensor, k: int) -> TopTokens:
     if not numba_math.usable(log_probs.device, log_probs.dtype):
         return top_log_probs(log_probs, k)
     shape = (log_probs.shape[0], k)
-    found = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+    found = TopTokens(empty(shape), empty(shape, dtype=int64))
     best(log_probs.contiguous().numpy(), *(part.numpy() for part in found))
     return found
 

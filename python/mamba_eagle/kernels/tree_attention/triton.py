@@ -1,4 +1,4 @@
-"""naive.py's attention of tree nodes straight from the paged pool on a GPU, in one or two launches.
+"""torch.py's attention of tree nodes straight from the paged pool on a GPU, in one or two launches.
 
 All query heads of a key head, times the nodes, are the rows of one matrix product with a block of
 keys. The prefix of a request is cut into shares, as many as there is room for; a program takes one

@@ -1,4 +1,4 @@
-"""naive.py's tree verification as one pass per layer on a CPU: float32, one thread.
+"""torch.py's tree verification as one pass per layer on a CPU: float32, one thread.
 
 A call does all of a Mamba2 layer but its matrix products: convolution through each node's
 ancestors, SiLU, step size, decay, and the dual form. Rows and state slots are read in place, S0
@@ -142,7 +142,7 @@ def _read_row(out, C, L, xB, dt, row_L, scores, weights):
 
 @kernel
 def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """All nodes of b trees in one layer; as causal_conv_windows, then naive.tree_verify, then D x.
+    """All nodes of b trees in one layer: causal_conv_windows, torch.py's tree_verify, then D x.
 
     Args:
         xbc [b*T, C] before the convolution; dt_raw [b*T, H]; nodes: Nodes; weights: LayerWeights;
@@ -214,7 +214,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
 
 @kernel
 def fold(slots, lengths, path, state_slots, history, buffers):
-    """naive.fold of one layer, in place: S0 becomes the state after ``lengths[f]`` journal tokens.
+    """torch.py's fold of one layer, in place: S0 becomes the state after ``lengths[f]`` rows.
 
     slots, lengths, state slots [f]; path [R, …].
     """
@@ -266,7 +266,7 @@ def fold(slots, lengths, path, state_slots, history, buffers):
 
 @kernel
 def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """The recurrence node by node, as causal_conv_windows, naive.snapshot_verify, then D x.
+    """The recurrence node by node, as causal_conv_windows, torch.py's snapshot_verify, then D x.
 
     As deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
     """

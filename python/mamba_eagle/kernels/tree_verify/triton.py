@@ -1,4 +1,4 @@
-"""tree_verify and fold of naive.py in one pass over the state, rows and state read in place.
+"""tree_verify and fold of torch.py in one pass over the state, rows and state read in place.
 
 A program owns some tiles of a group of one request: TILE of the H*P channels, all N states. The
 heads of a group share B and C, so it forms B·Cᵀ once; then it streams tile after tile through the
@@ -394,7 +394,7 @@ def tree_verify(
     sizes: Sizes,
     config: Config | None = None,
 ) -> Tensor:
-    """Outputs of all nodes, ``D x`` included; with ``step.fold`` also S0 after the journal, in place.
+    """Outputs of all nodes, ``D x`` included; where ``step.fold`` says so, S0 folds in place.
 
     On Hopper it starts before the kernel launched ahead of it has ended. That one may write rows
     and C, as causal_conv.triton does, but neither the state nor the step's indices.

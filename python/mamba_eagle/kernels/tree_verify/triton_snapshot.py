@@ -1,4 +1,4 @@
-"""snapshot_verify of naive.py, and the copy on acceptance: what rows and folds are compared with.
+"""snapshot_verify of torch.py, and the copy on acceptance: what rows and folds are compared with.
 
 A program owns TILE channels of a request, with all N states of each, and goes through the nodes in
 their order. A node that follows its parent finds the state in registers; another one reads its

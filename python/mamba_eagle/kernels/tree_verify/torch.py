@@ -32,8 +32,8 @@ def tree_verify(
 
     Args:
         C: [b, T, G, N]; log_decay: [b, T, H], L of the nodes; state: [b, H, P, N], S0.
-        mask_bias: [b, T, W], 0 where row j is in the journal or node i's path, -inf elsewhere. It is
-            added before ``exp``: L_i - L_j of an unrelated row may be large and positive.
+        mask_bias: [b, T, W], 0 where row j is in the journal or on node i's path, -inf elsewhere.
+            Added before ``exp``: L_i - L_j of an unrelated row may be large and positive.
     Returns: [b, T, H, P] float32.
     """
     b, T, G, N = C.shape
@@ -52,7 +52,7 @@ def tree_verify(
 
 
 def fold(rows: Rows, in_journal: Tensor, journal_decay: Tensor, state: Tensor) -> Tensor:
-    """The state after the journal: ``exp(L) S0 + Σ_chain exp(L - L_j) dt_j x_j B_jᵀ``.
+    """The state after the journal: ``exp(L) S0 + Σ_journal exp(L - L_j) dt_j x_j B_jᵀ``.
 
     Args:
         in_journal: [b, W] bool; journal_decay: [b, H], L of the journal's last token (0 if empty).
