@@ -19,7 +19,9 @@ def _stop_before_start(number: int, frame: FrameType | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until told to stop; gives the exit code."""
-    parser = argparse.ArgumentParser(description="Serve a model over HTTP.")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [-h] [options]", description="Serve a model over HTTP."
+    )
     add_arguments(parser, ServerConfig)
     config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(argv))
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -44,7 +44,9 @@ class MtpNetwork(DraftNetwork):
         self.carry_size = (modules - 1) * size
         self.max_depth = modules if modules > 1 else None
 
-    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         embeddings = self.target.embed(tokens.reshape(-1))
         made: list[Tensor] = []
         for module in range(self.head.num_modules):

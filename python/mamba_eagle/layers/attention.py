@@ -7,6 +7,7 @@ from torch import Tensor
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import AttentionConfig
 
 
@@ -28,10 +29,10 @@ class Attention(Layer):
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
         self._qkv: list[Linear] = []  # in a list: a module of its own would add checkpoint names
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         # the three input products become one
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-        qkv.prepare()
+        qkv.prepare(ops)
         self._qkv = [qkv]
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:

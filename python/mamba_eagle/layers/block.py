@@ -11,6 +11,7 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import ModelConfig
 
 
@@ -50,8 +51,9 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     return nn.ModuleList(blocks)
 
 
-def prepare_for_inference(model: nn.Module) -> None:
-    """Pack weights and derive constants, once, after loading; results stay the same."""
+def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:
+    """Pack weights and derive constants, once, after loading; results stay the same. ops: those of
+    the backend that will run it."""
     for module in model.modules():
         if isinstance(module, Layer):
-            module.prepare()
+            module.prepare(ops)

@@ -7,19 +7,60 @@ difference. Mamba2 and attention layers hand it their projected inputs and get t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv
-from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.causal_conv.torch import causal_conv
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
+from mamba_eagle.model_config import Mamba2Config
 
-if TYPE_CHECKING:
-    from mamba_eagle.layers.attention import Attention
-    from mamba_eagle.layers.mamba2 import Mamba2Mixer
-    from mamba_eagle.layers.rotary import Rotation
+
+class Rotation(NamedTuple):
+    """Rotary angles of n tokens, the same in all layers and heads."""
+
+    cos: Tensor  # [n, 1, dim / 2], float32
+    sin: Tensor
+
+
+class AttentionView(Protocol):
+    """What a context reads of an attention layer."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the attention layers, that is, in the KV pool."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+
+
+class ConvView(Protocol):
+    """A depthwise convolution: weight [C, 1, K], bias [C] or None."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class MambaView(Protocol):
+    """What a context reads of a Mamba2 layer."""
+
+    config: Mamba2Config
+    index: int  # among the Mamba2 layers, that is, in the state pool
+    conv1d: ConvView
+    dt_bias: nn.Parameter  # [H], float32, as D
+    D: nn.Parameter
+
+    def decay_rate(self) -> Tensor:
+        """A [H], float32, negative."""
+
+    def step_size(self, dt: Tensor) -> Tensor:
+        """dt [..., H] raw -> float32, positive."""
+
+    def split_xbc(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., conv_dim] -> x [..., H, P], B [..., G, N], C [..., G, N]."""
 
 
 class ForwardContext(Protocol):
@@ -31,10 +72,10 @@ class ForwardContext(Protocol):
     def positions(self) -> Tensor:
         """[n] int64: where each token stands in its sequence."""
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         """xbc [n, conv_dim] before the convolution, dt [n, H] raw -> y [n, H*P] with D skip."""
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""
 
 
@@ -54,7 +95,7 @@ class FullSequenceContext:
     def positions(self) -> Tensor:
         return torch.arange(self.length, device=self.device).repeat(self.batch)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         xbc = xbc.unflatten(0, (self.batch, self.length))
         dt = layer.step_size(dt).unflatten(0, (self.batch, self.length))
         convolved = causal_conv(xbc, layer.conv1d.weight[:, 0], layer.conv1d.bias)
@@ -62,7 +103,7 @@ class FullSequenceContext:
         y = ssd_chunked(x, dt, layer.decay_rate(), B, C, layer.D, layer.config.chunk_size).y
         return y.flatten(2).flatten(0, 1)
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (self.batch, self.length)).transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]

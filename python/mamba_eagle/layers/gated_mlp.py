@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import UnsupportedModel
 
 Activation = Callable[[Tensor], Tensor]
@@ -59,12 +59,12 @@ class GatedMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
         self._both: list[Linear] = []  # in a list: a module of its own would add checkpoint names
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         # the two input products become one
         both = Linear.fused([self.gate_proj, self.up_proj])
-        both.prepare()
+        both.prepare(ops)
         self._both = [both]
-        self.gate.ops = pointwise_ops(both.weight.device, both.weight.dtype)
+        self.gate.ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._both:
@@ -81,9 +81,8 @@ class PackedGatedMLP(Layer):
         self.input_linear = Linear(hidden_size, 2 * intermediate_size)
         self.output_linear = Linear(intermediate_size, hidden_size)
 
-    def prepare(self) -> None:
-        weight = self.input_linear.weight
-        self.gate.ops = pointwise_ops(weight.device, weight.dtype)
+    def prepare(self, ops: LayerOps) -> None:
+        self.gate.ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output_linear(self.gate(self.input_linear(hidden)))

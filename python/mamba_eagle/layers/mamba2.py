@@ -10,6 +10,7 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config
 
 
@@ -41,7 +42,7 @@ class Mamba2Mixer(Layer):
         self._decay_rate: Tensor | None = None
         self._dt_bias: Tensor | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         self._decay_rate = -torch.exp(self.A_log.detach().float())
         self._dt_bias = self.dt_bias.detach().float()
 

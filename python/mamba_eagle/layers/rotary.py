@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import (
     AttentionConfig,
     LinearScaling,
@@ -19,13 +18,6 @@ from mamba_eagle.model_config import (
     RopeConfig,
     YarnScaling,
 )
-
-
-class Rotation(NamedTuple):
-    """Angles of n tokens, the same in all layers and heads."""
-
-    cos: Tensor  # [n, 1, dim / 2], float32
-    sin: Tensor
 
 
 class Rotary:
@@ -99,10 +91,9 @@ class RotaryAttention(Attention):
             self.q_norm = RMSNorm(config.head_dim, norm_eps)
             self.k_norm = RMSNorm(config.head_dim, norm_eps)
 
-    def prepare(self) -> None:
-        weight = self.q_proj.weight
-        self._ops = pointwise_ops(weight.device, weight.dtype)
-        super().prepare()
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
+        super().prepare(ops)
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         if self.config.head_norm:

@@ -19,6 +19,7 @@ from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import Target
@@ -89,7 +90,7 @@ class Eagle3Head(Layer):
         self.register_buffer("d2t", offsets)
         self._target_ids: Tensor | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         self._target_ids = self.target_ids()
 
     def fuse(self, taps: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import ModelConfig
-from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
@@ -42,7 +42,7 @@ class FalconH1Layer(Layer):
 
 
 class FalconH1ForCausalLM(CausalLM):
-    norm_name = "final_layernorm"
+    names = Names(norm="final_layernorm")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, [FalconH1Layer(config, i) for i in range(len(config.blocks))])

@@ -6,16 +6,14 @@ from typing import Any
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, UnsupportedModel
-from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import model_config, only, time_step_limit
 
 
 class Mamba2ForCausalLM(CausalLM):
     """transformers writes ``backbone.embeddings``, state-spaces ``backbone.embedding``."""
 
-    backbone_name = "backbone"
-    embedding_name = "embeddings"
-    norm_name = "norm_f"
+    names = Names("backbone", "embeddings", "norm_f")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))

@@ -8,14 +8,15 @@ width). The multi-token-prediction layers that Super publishes beside the model 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
-from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
 
 BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -33,18 +34,18 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 class NemotronHForCausalLM(CausalLM):
     """Parameter names are those of the published checkpoints (``backbone.layers.N.mixer…``)."""
 
-    backbone_name = "backbone"
-    embedding_name = "embeddings"
-    norm_name = "norm_f"
+    names = Names("backbone", "embeddings", "norm_f")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))
 
-    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Each block's sum is left to the norm of the next, which may have a kernel for both."""
-        if self.tap_layers:  # what is tapped must stay as it is
-            return super().run_layers(hidden, ctx)
-        first, *others = self.parts.layers
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """Leaves each block's sum to the norm of the next one, which may have a kernel for both."""
+        if not layers:
+            return hidden
+        first, *others = layers
         made = first.mixer(first.norm(hidden), ctx)
         for block in others:
             normed, hidden = block.norm.after(hidden, made)

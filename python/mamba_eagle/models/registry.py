@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mamba_eagle.drafters import head_algorithm
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config_json import naming, read_values
-from mamba_eagle.models.heads import head_algorithm
 from mamba_eagle.models.quantization import quantization
 
 

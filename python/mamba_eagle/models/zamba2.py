@@ -4,21 +4,21 @@ blocks, shared by all these layers; low-rank adapters tell the uses of a block a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig
-from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
 from mamba_eagle.models.rope import rope_config
 
@@ -26,12 +26,11 @@ SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
 MIXER_EPS = 1e-5  # of the Mamba2 norm, whatever config.json says
 
 
-class Place(NamedTuple):
-    """What a context reads of an attention layer: each use of a shared one has KV of its own."""
+class SharedUse(NamedTuple):
+    """One use of a shared attention layer, as a context sees it: each use has KV of its own."""
 
     index: int
     scale: float
-    config: AttentionConfig
 
 
 def adapters(uses: Iterable[int], size: int, rank: int, out: int) -> nn.ModuleDict:
@@ -57,9 +56,8 @@ class SharedAttention(Layer):
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
         self._ops = TORCH
 
-    def prepare(self) -> None:
-        weight = self.o_proj.weight
-        self._ops = pointwise_ops(weight.device, weight.dtype)
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, use: int) -> Tensor:
         made = []
@@ -72,7 +70,7 @@ class SharedAttention(Layer):
         q, k, v = made
         if ctx.rotation is not None:
             q, k = (self._ops.rotate(x, *ctx.rotation) for x in (q, k))
-        place: Any = Place(use, self.config.scale, self.config)
+        place = SharedUse(use, self.config.scale)
         return self.o_proj(ctx.attention(place, q, k, v).flatten(1))
 
 
@@ -139,7 +137,7 @@ class HybridLayer(Layer):
 
 
 class Zamba2ForCausalLM(CausalLM):
-    norm_name = "final_layernorm"
+    names = Names(norm="final_layernorm")
 
     def __init__(self, config: ModelConfig) -> None:
         hybrids = [i for i, kind in enumerate(config.blocks) if kind == "hybrid"]
@@ -159,10 +157,11 @@ class Zamba2ForCausalLM(CausalLM):
         # a shared block bears the name of the first layer that uses it
         self.first_user = {layer: hybrids[use % count] for use, layer in enumerate(hybrids)}
 
-    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        words = hidden
-        for layer in self.parts.layers:
-            hidden = layer(hidden, words, ctx)
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        for layer in layers:
+            hidden = layer(hidden, embedded, ctx)
         return hidden
 
     def target(self, name: str) -> Target | None:

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.kernels import gpu, numba_math, pointwise
-from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps, PointwiseOps
-from mamba_eagle.kernels.rms_norm import naive
+from mamba_eagle.backend.triton.layer_ops import FlashInferOps
+from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.registry import model_class, parse_config
 
@@ -62,12 +62,12 @@ class Calls:
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.names.append("rmsnorm")
-        return naive.rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     def fused_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         self.names.append("fused_add_rmsnorm")
         residual += x
-        x.copy_(naive.rms_norm(residual, weight, eps))
+        x.copy_(rms_norm(residual, weight, eps))
 
     def silu_and_mul(self, both: Tensor) -> Tensor:
         self.names.append("silu_and_mul")
@@ -78,9 +78,9 @@ class Calls:
 class StandIn(FlashInferOps):
     """What FlashInfer does not have is Triton's, which needs a GPU."""
 
-    relu_squared = PointwiseOps.relu_squared
-    gated_group_rms_norm = PointwiseOps.gated_group_rms_norm
-    rotate = PointwiseOps.rotate
+    relu_squared = LayerOps.relu_squared
+    gated_group_rms_norm = LayerOps.gated_group_rms_norm
+    rotate = LayerOps.rotate
 
 
 @pytest.fixture
@@ -89,9 +89,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     package.norm = functions  # type: ignore[attr-defined]
     package.activation = functions  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setattr(gpu, "flashinfer_usable", lambda device, *dtypes: True)
-    monkeypatch.setattr(pointwise, "_flashinfer_ops", StandIn)
-    monkeypatch.setattr(numba_math, "numba", None)
     return functions
 
 
@@ -109,7 +106,7 @@ def test_models_give_the_same(
         if tapped:
             model.tap(tapped)
         if prepared:
-            prepare_for_inference(model)
+            prepare_for_inference(model, StandIn())
         with torch.no_grad():
             return model(tokens, FullSequenceContext(1, len(tokens)))
 

@@ -38,9 +38,9 @@ from mamba_eagle.models.eagle3 import (
     layer_ids,
     tap_layers,
 )
-from mamba_eagle.models.heads import draft_algorithm
 from mamba_eagle.models.loader import CheckpointError, load_weights
 from mamba_eagle.models.registry import model_class, read_as, read_model_config
+from mamba_eagle.resolve import draft_algorithm
 
 torch.set_num_threads(1)
 

@@ -17,14 +17,15 @@ from tiny_model import load_model
 from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.hub import NotFound, checkpoint_folder
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.falcon_h1 import multipliers
-from mamba_eagle.models.hub import NotFound, checkpoint_folder
 from mamba_eagle.models.loader import CheckpointError, created_as, random_weights
 from mamba_eagle.models.registry import model_class, parse_config, read_model_config
+from mamba_eagle.resolve import resolve
 
 TOKENS = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
 
@@ -203,15 +204,15 @@ def test_names_come_from_the_local_cache_and_are_refused_clearly(
     (refs / "main").write_text(commit)
     assert checkpoint_folder("someone/tiny") == snapshot
     assert checkpoint_folder("someone/tiny", commit) == snapshot
-    config = ServerConfig(model_path="someone/tiny", speculative_algorithm="NONE").resolved()
+    config = resolve(ServerConfig(model_path="someone/tiny", speculative_algorithm="NONE"))
     assert config.model_path == config.tokenizer_path == str(snapshot)
     assert config.served_model_name == "someone/tiny"
     with pytest.raises(NotFound, match="huggingface.co did not give someone/tiny, revision v2"):
         checkpoint_folder("someone/tiny", "v2")
     with pytest.raises(ConfigError, match="--model-path someone/else: no such folder, not in the"):
-        EngineConfig(model_path="someone/else").resolved()
+        resolve(EngineConfig(model_path="someone/else"))
     with pytest.raises(ConfigError, match="--model-path /not/there: no such folder; give"):
-        EngineConfig(model_path="/not/there").resolved()
+        resolve(EngineConfig(model_path="/not/there"))
 
 
 def test_parameters_are_made_in_the_wanted_dtype_but_for_the_few_that_must_be_exact() -> None:

@@ -22,6 +22,7 @@ from head_rig import (
     run_drafts,
 )
 from safetensors.torch import load_file
+from tensor_checks import host_backend
 from tiny_heads import GrowingSequence, write_mtp_head
 from tiny_model import MODEL_CONFIG, load_model, write_model
 from torch import Tensor
@@ -55,7 +56,7 @@ def mtp_network(folder: Path, target: CausalLM, prepared: bool = False) -> MtpNe
     head = MtpHead(read_as("mtp", folder))
     load_weights(head, folder)
     if prepared:
-        prepare_for_inference(head)
+        prepare_for_inference(head, host_backend().layer_ops)
     return MtpNetwork(head.requires_grad_(False), target)
 
 
@@ -141,9 +142,9 @@ def test_modules_in_a_row_go_on_where_a_chunk_ended(model: Path, tmp_path: Path,
     wanted = run_chain(network, tokens, hidden)
     entries, ctx = plain_heads.behind(hidden)[None], GrowingSequence(torch.arange(LENGTH))
     carry = torch.zeros(1, network.carry_size)
-    first = network.chain(tokens[:, :cut], entries[:, :cut], carry, ctx)
+    first = network.run_entries(tokens[:, :cut], entries[:, :cut], carry, ctx)
     carry = first[:, -1, : network.carry_size]
-    second = network.chain(tokens[:, cut:], entries[:, cut:], carry, ctx)
+    second = network.run_entries(tokens[:, cut:], entries[:, cut:], carry, ctx)
     torch.testing.assert_close(torch.cat([first, second], dim=1), wanted, **CLOSE)
 
 

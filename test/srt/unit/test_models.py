@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import CHUNK, MODEL_CONFIG, load_model, write_head, write_model
 from torch import Tensor
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.eagle import EagleHead

@@ -56,7 +56,7 @@ class PlainDrafts:
         ctx = GrowingSequence(torch.arange(root))
         carry = torch.zeros(1, network.carry_size)
         entries = network.entry_features(before)[None]
-        outputs = network.chain(known[None], entries, carry, ctx)[0, -1:]
+        outputs = network.run_entries(known[None], entries, carry, ctx)[0, -1:]
         for depth, token in enumerate(tokens[root:], start=1):
             at = ctx.then(root + depth - 1)
             outputs = network.lanes(depth, torch.tensor([token]), outputs, at)

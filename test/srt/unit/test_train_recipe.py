@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mamba_eagle.config import EMBEDDED_DRAFTERS
+from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
 from mamba_eagle.models.registry import parse_config, read_model_config

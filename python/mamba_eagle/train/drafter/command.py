@@ -15,6 +15,7 @@ import shlex
 import sys
 
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.resolve import resolve
 from mamba_eagle.train.drafter.settings import TrainSettings
 
 STOPPED, INTERRUPTED = 128 + 15, 128 + 2  # exit codes after SIGTERM, SIGINT, as of shells
@@ -42,7 +43,7 @@ def engine_config(settings: TrainSettings) -> EngineConfig:
         disable_overlap_schedule=True,
     )
     try:
-        config = config.resolved()
+        config = resolve(config)
     except ConfigError as error:
         problems += [p.replace("--model-path", "--target") for p in error.problems]
     if problems:

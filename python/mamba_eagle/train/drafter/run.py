@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mamba_eagle.backend.choose import resolve_device
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.eval import machine
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.registry import read_model_config
-from mamba_eagle.runner.model_runner import START_ERRORS, resolve_device
+from mamba_eagle.runner.model_runner import START_ERRORS
 from mamba_eagle.train import loop
 from mamba_eagle.train.drafter.acceptance import Acceptance
 from mamba_eagle.train.drafter.answers import Answered, AnswerFile, Budget, answer_all

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.choose import resolve_dtype
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as, load_weights
 from mamba_eagle.models.registry import model_class, read_model_config
-from mamba_eagle.runner.model_runner import resolve_dtype
 from mamba_eagle.train.drafter.batches import Rows
 
 
@@ -27,7 +27,7 @@ def load_target(folder: Path, device: torch.device) -> CausalLM:
     """In the dtype that ``serve`` runs it in, without what inference packs: gradients of the head
     pass through lm_head."""
     config = read_model_config(folder)
-    with created_as(resolve_dtype("auto", config, device), device):
+    with created_as(resolve_dtype("auto", config.dtype, device), device):
         target = model_class(config)(config)
     load_weights(target, folder)
     return target.eval().requires_grad_(False)
