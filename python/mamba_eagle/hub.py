@@ -33,21 +33,25 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = SMALL_FILES + (WEIGHTS if weights else [])
-    named = {
-        "repo_id": path,
-        "revision": revision or None,
-        "allow_patterns": wanted,
-        "ignore_patterns": OTHER_LAYOUTS,
-    }
+    def snapshot(local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                path,
+                revision=revision or None,
+                allow_patterns=SMALL_FILES + (WEIGHTS if weights else []),
+                ignore_patterns=OTHER_LAYOUTS,
+                local_files_only=local_files_only,
+            )
+        )
+
     try:
-        cached = Path(snapshot_download(**named, local_files_only=True))
+        cached = snapshot(local_files_only=True)
         if complete(cached, weights):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass  # not there, or not all of it
     try:
-        return Path(snapshot_download(**named))
+        return snapshot(local_files_only=False)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         where = path + (f", revision {revision}" if revision else "")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

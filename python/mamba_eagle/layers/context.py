@@ -48,10 +48,13 @@ class MambaView(Protocol):
     """What a context reads of a Mamba2 layer."""
 
     config: Mamba2Config
-    index: int  # among the Mamba2 layers, that is, in the state pool
-    conv1d: ConvView
+    index: int  # its place among the Mamba2 layers, that is, in the state pool
     dt_bias: nn.Parameter  # [H], float32, as D
     D: nn.Parameter
+
+    @property
+    def conv1d(self) -> ConvView:
+        """The convolution of x, B and C."""
 
     def decay_rate(self) -> Tensor:
         """A [H], float32, negative."""

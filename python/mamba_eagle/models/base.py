@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig
 
 
-class Target(NamedTuple):
+@dataclass(frozen=True)
+class Target:
     """Where a checkpoint's tensor goes: a parameter, or one slice of a stacked one."""
 
     name: str

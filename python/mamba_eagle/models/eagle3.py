@@ -61,6 +61,8 @@ class Eagle3Head(Layer):
     it. Token i of the draft vocabulary is token ``target_ids[i]`` of the target.
     """
 
+    d2t: Tensor | None  # [draft_vocab_size] int64: what to add to a draft token; None: nothing
+
     def __init__(self, config: ModelConfig, stored: Container[str] = OWN_WEIGHTS) -> None:
         """stored: the checkpoint's names (as ``published_name`` gives them); an embedding or
         ``lm_head`` that is not among them is the target's, where sizes allow it."""
@@ -118,7 +120,8 @@ class Eagle3Head(Layer):
 
     @torch.no_grad()
     def choose_tokens(self, ids: Tensor) -> None:
-        """The target's tokens [draft_vocab_size] that the head shall know, rising."""
+        """Sets the target's tokens that the head can draft. ids [draft_vocab_size], ascending."""
+        assert self.d2t is not None, "a head for the whole vocabulary has no choice"
         self.d2t.copy_(ids - torch.arange(self.draft_vocab_size, device=ids.device))
 
     def check_tokens(self) -> None:

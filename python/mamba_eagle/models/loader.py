@@ -303,14 +303,18 @@ def random_weights(model: nn.Module, seed: int) -> None:
             device, leaf = parameter.device, name.rsplit(".", 1)[-1]
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            made = {"generator": generators[device], "device": device}
+            generator = generators[device]
             if leaf in ("A_log", "dt_bias"):
                 low, high = (0.0, 2.5) if leaf == "A_log" else (-6.0, -2.0)
-                values = torch.rand(parameter.shape, **made) * (high - low) + low
+                values = torch.rand(parameter.shape, generator=generator, device=device)
+                values = values * (high - low) + low
             elif leaf == "D" or "norm" in name:
                 values = torch.ones((), device=device)
             elif leaf.endswith("bias"):
                 values = torch.zeros((), device=device)
             else:
-                values = torch.randn(parameter.shape, dtype=parameter.dtype, **made) * 0.05
+                values = torch.randn(
+                    parameter.shape, generator=generator, dtype=parameter.dtype, device=device
+                )
+                values = values * 0.05
             parameter.copy_(values)

@@ -27,6 +27,15 @@ from mamba_eagle.models.base import Target
 DEFAULT_BLOCKS = ("attention", "moe")  # of a config.json that names modules and no blocks
 
 
+class MtpBlock(Block):
+    """A block of a module; the first and the last one of a module have a few layers more."""
+
+    enorm: RMSNorm  # first: norm of the embedding
+    hnorm: RMSNorm  # first: norm of the hidden state
+    eh_proj: Linear  # first: both, side by side, to hidden_size
+    final_layernorm: RMSNorm  # last: norm of the module's output
+
+
 class MtpHead(Layer):
     """Module j's entry p takes token p and what module j-1 made of token p-1, and predicts token
     p+1. Module 0 takes the target's hidden state at p-1, after its final norm; so what module j
@@ -43,7 +52,7 @@ class MtpHead(Layer):
         self.num_modules = num_modules(config)
         size, eps = config.hidden_size, config.norm_eps
         blocks = [
-            Block(kind, config, config.blocks[:i].count(kind))
+            MtpBlock(kind, config, config.blocks[:i].count(kind))
             for i, kind in enumerate(config.blocks)
         ]
         self.length = len(blocks) // self.num_modules

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.block import Block, make_blocks
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Names, Target
@@ -45,7 +45,7 @@ class NemotronHForCausalLM(CausalLM):
         """Leaves each block's sum to the norm of the next one, which may have a kernel for both."""
         if not layers:
             return hidden
-        first, *others = layers
+        first, *others = cast(Sequence[Block], layers)
         made = first.mixer(first.norm(hidden), ctx)
         for block in others:
             normed, hidden = block.norm.after(hidden, made)
@@ -110,17 +110,17 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
 def blocks_of(values: dict[str, Any]) -> tuple[str, ...]:
     names = values.get("layers_block_type") or values.get("layer_types")
-    pattern = values.get("hybrid_override_pattern")
     known = BLOCK_OF_NAME if names else BLOCK_OF_LETTER
-    if not names and not pattern:
+    blocks = names or values.get("hybrid_override_pattern")
+    if not blocks:
         raise UnsupportedModel(
             "config.json has neither layers_block_type nor hybrid_override_pattern, "
             "so the order of Mamba2, attention and MLP layers is unknown"
         )
-    unknown = sorted({name for name in names or pattern if name not in known})
+    unknown = sorted({block for block in blocks if block not in known})
     if unknown:
         raise UnsupportedModel(
             f"layer kinds {unknown} are not supported; known: {sorted(BLOCK_OF_NAME)} "
             f"and the letters {sorted(BLOCK_OF_LETTER)}"
         )
-    return tuple(known[name] for name in names or pattern)
+    return tuple(known[block] for block in blocks)

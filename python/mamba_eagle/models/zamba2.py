@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
 MIXER_EPS = 1e-5  # of the Mamba2 norm, whatever config.json says
 
 
-class SharedUse(NamedTuple):
+@dataclass(frozen=True)
+class SharedUse:
     """One use of a shared attention layer, as a context sees it: each use has KV of its own."""
 
     index: int
