@@ -1,4 +1,4 @@
-"""Checkpoint folders by their Hugging Face name. No torch: the launcher asks before it starts."""
+"""Checkpoint folders by their Hugging Face name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
-OTHER_LAYOUTS = ["consolidated*", "original/*"]  # the same weights once more
+OTHER_LAYOUTS = ["consolidated*", "original/*"]  # second copies of the weights
 
 
 class NotFound(ValueError):
-    """No such folder, and no such name within reach; the text says what was tried."""
+    """There is no such folder and no such name; the text says what was tried."""
 
 
 def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Path:
-    """A folder as it is; else a ``user/name`` from the local cache, or downloaded into it.
+    """``path`` itself if it is a folder; else the folder of a ``user/name`` in the local cache,
+    where it is downloaded if need be.
 
     Args:
         revision: branch, tag or commit; empty: the default branch.
-        weights: whether the weights are needed, or only what describes the model.
+        weights: whether the weights are needed, or only the files that describe the model.
 
     Raises: NotFound
     """
@@ -49,7 +50,7 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
         if complete(cached, weights):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
-        pass  # not there, or not all of it
+        pass  # not in the cache, or not all of it
     try:
         return snapshot(local_files_only=False)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
@@ -63,8 +64,8 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
 
 
 def complete(folder: Path, weights: bool) -> bool:
-    """Whether a cached snapshot has what is needed; a download may have been broken off, or have
-    asked for config.json alone."""
+    """Whether a cached snapshot has what is needed. A download may have been interrupted, or have
+    fetched config.json only."""
     if not (folder / "config.json").is_file():
         return False
     if not weights:

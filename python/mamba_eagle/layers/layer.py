@@ -1,4 +1,4 @@
-"""The base class of all layers: a module whose call is its ``forward`` and nothing around it."""
+"""The base class of all layers: a module whose call is just its ``forward``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
             self.__dict__[name] = value
 
     def prepare(self) -> None:
-        """Derive what inference reads at each step, once, after the weights are in place.
+        """Derives what inference reads in each step, once after the weights are loaded.
 
         Results stay the same up to rounding. Afterwards the layer is not differentiable, and its
         weights must not change.

@@ -1,8 +1,7 @@
 """Nemotron-H: Mamba2, attention without position encoding, relu² MLP and expert layers, mixed.
 
-Serves Nemotron-H, Nemotron Nano v2, and Nemotron 3 (Nano and Super, whose experts work in a latent
-width). The multi-token-prediction layers that Super publishes beside the model are a drafter's
-(mtp.py); the model leaves them out.
+For Nemotron-H, Nemotron Nano v2, and Nemotron 3 Nano and Super (whose experts have a latent width).
+The multi-token-prediction layers that come with Super belong to a drafter (mtp.py).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 
 
 class NemotronHForCausalLM(CausalLM):
-    """Parameter names are those of the published checkpoints (``backbone.layers.N.mixer…``)."""
+    """Parameters have their published names (``backbone.layers.N.mixer…``)."""
 
     names = Names("backbone", "embeddings", "norm_f")
 
@@ -59,13 +58,13 @@ class NemotronHForCausalLM(CausalLM):
 
 
 def expert_place(name: str) -> Target | None:
-    """Each expert is published by itself; ours are stacked."""
+    """Experts are published one by one; ours are stacked."""
     found = EXPERT.fullmatch(name)
     return Target(f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """Pattern string or list form. EAGLE heads of this repository are described alike."""
+    """Layers as a pattern or a list. Also reads the EAGLE heads of this project."""
     blocks = blocks_of(values)
     only(values, mamba_hidden_act="silu", mlp_hidden_act="relu2")
     mamba = attention = moe = None

@@ -150,8 +150,8 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     write_modelopt(tmp_path, quant_algo=algorithm, kv_cache_quant_algo="NVFP4")
     with caplog.at_level(logging.INFO, logger="mamba_eagle.models"):
         assert torch.equal(logits(load_model(tmp_path)), plain)
-    assert "KV stays in the model's dtype, not NVFP4" in caplog.text
-    assert ("modelopt (FP8) weights are widened" in caplog.text) == (algorithm == "FP8")
+    assert "the KV cache uses the model's dtype, not NVFP4" in caplog.text
+    assert ("converting modelopt (FP8) weights" in caplog.text) == (algorithm == "FP8")
 
 
 # ── what is refused ──
