@@ -12,7 +12,7 @@ ARGS  ?=
 help:
 	@echo "make serve   start the server (needs no model: one is embedded)"
 	@echo "make test    all tests that this machine can run"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy and import-linter"
 	@echo "make bench   one batch, in this process; see benchmark/ for the others"
 	@echo "make eval    GSM8K-style accuracy of a running server"
 	@echo "make clean   remove .venv, caches and build output"
@@ -34,9 +34,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find python -name '*.egg-info' -prune -exec rm -rf {} +
 	find python test benchmark -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders by their Hugging Face name. No torch: the launcher asks before it starts."""
+"""Checkpoint folders by their Hugging Face name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
-OTHER_LAYOUTS = ["consolidated*", "original/*"]  # the same weights once more
+OTHER_LAYOUTS = ["consolidated*", "original/*"]  # second copies of the weights
 
 
 class NotFound(ValueError):
-    """No such folder, and no such name within reach; the text says what was tried."""
+    """There is no such folder and no such name; the text says what was tried."""
 
 
 def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Path:
-    """A folder as it is; else a ``user/name`` from the local cache, or downloaded into it.
+    """``path`` itself if it is a folder; else the folder of a ``user/name`` in the local cache,
+    where it is downloaded if need be.
 
     Args:
         revision: branch, tag or commit; empty: the default branch.
-        weights: whether the weights are needed, or only what describes the model.
+        weights: whether the weights are needed, or only the files that describe the model.
 
     Raises: NotFound
     """
@@ -33,21 +34,25 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = SMALL_FILES + (WEIGHTS if weights else [])
-    named = {
-        "repo_id": path,
-        "revision": revision or None,
-        "allow_patterns": wanted,
-        "ignore_patterns": OTHER_LAYOUTS,
-    }
+    def snapshot(local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                path,
+                revision=revision or None,
+                allow_patterns=SMALL_FILES + (WEIGHTS if weights else []),
+                ignore_patterns=OTHER_LAYOUTS,
+                local_files_only=local_files_only,
+            )
+        )
+
     try:
-        cached = Path(snapshot_download(**named, local_files_only=True))
+        cached = snapshot(local_files_only=True)
         if complete(cached, weights):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
-        pass  # not there, or not all of it
+        pass  # not in the cache, or not all of it
     try:
-        return Path(snapshot_download(**named))
+        return snapshot(local_files_only=False)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         where = path + (f", revision {revision}" if revision else "")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -59,8 +64,8 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
 
 
 def complete(folder: Path, weights: bool) -> bool:
-    """Whether a cached snapshot has what is needed; a download may have been broken off, or have
-    asked for config.json alone."""
+    """Whether a cached snapshot has what is needed. A download may have been interrupted, or have
+    fetched config.json only."""
     if not (folder / "config.json").is_file():
         return False
     if not weights:

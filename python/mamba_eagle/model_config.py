@@ -1,5 +1,5 @@
-"""What a checkpoint's config.json says, in the names the layers use. Plain data; models/registry.py
-reads it from a folder."""
+"""A model's sizes and options, under the names that the layers use. Plain data; models/registry.py
+reads it from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something this build does not have; the text says what."""
+    """The checkpoint needs something that is not implemented; the text says what."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Mamba2Config:
     chunk_size: int
     in_bias: bool = False
     out_bias: bool = False
-    norm: str = "gate_first"  # or norm_first, or gate_only: y * silu(gate), no weight
+    norm: str = "gate_first"  # or norm_first, or gate_only: y * silu(gate) without a norm
 
     @property
     def inner_size(self) -> int:
@@ -32,7 +32,7 @@ class Mamba2Config:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the causal convolution: x, B and C side by side."""
+        """Channels of the causal convolution, which x, B and C share."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
 
@@ -45,9 +45,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Waves that turn fewer than ``low_turns`` times in the trained context are stretched by
-    ``factor``, those that turn more than ``high_turns`` times stay; a ramp over the number of
-    turns in between (arXiv 2407.21783)."""
+    """Channels that complete fewer than ``low_turns`` turns within the trained context are slowed
+    down by ``factor``, those with more than ``high_turns`` are left alone, and those in between
+    are interpolated by their number of turns (arXiv 2407.21783)."""
 
     factor: float
     low_turns: float
@@ -57,15 +57,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """As ``Llama3Scaling``, with a ramp over channels instead of turns, and angles' cosine and sine
-    multiplied with ``magnitude`` (YaRN: arXiv 2309.00071)."""
+    """Like ``Llama3Scaling``, but interpolated by channel number, and with cosines and sines
+    multiplied by ``magnitude`` (YaRN: arXiv 2309.00071)."""
 
     factor: float
     low_turns: float
     high_turns: float
     trained_length: int
     magnitude: float
-    whole_channels: bool  # the ramp begins and ends at whole channel numbers
+    whole_channels: bool  # interpolation begins and ends at whole channel numbers
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -86,9 +86,9 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     bias: bool = False
-    scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
+    scale: float = 0.0  # factor of the scores; 0: head_dim ** -0.5
     rope: RopeConfig | None = None  # None: no position encoding
-    head_norm: bool = False  # RMS norms of each head's query and key (Qwen3)
+    head_norm: bool = False  # an RMS norm of each head's query and key (Qwen3)
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,19 @@ class MoEConfig:
     num_experts: int
     top_k: int
     intermediate_size: int
-    shared_intermediate_size: int = 0  # of the expert all tokens go through; 0: none
-    latent_size: int = 0  # width the routed experts work in; 0: hidden_size
-    num_groups: int = 1  # experts stand in groups, of which only the best top_groups are looked at
+    shared_intermediate_size: int = 0  # of the expert that every token passes; 0: none
+    latent_size: int = 0  # width of the routed experts' inputs and outputs; 0: hidden_size
+    num_groups: int = 1  # groups of experts; a token's experts come from the best top_groups
     top_groups: int = 1
-    normalize: bool = True  # chosen scores sum to 1
-    scaling: float = 1.0  # of the routed experts' sum
+    normalize: bool = True  # make the chosen scores sum to 1
+    scaling: float = 1.0  # factor of the routed experts' sum
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder model. ``blocks`` names the mixer of each layer: mamba, attention, mlp or moe;
-    hybrid is a layer with both attention and Mamba2. What only one family has stays in ``raw``."""
+    """One decoder model. ``blocks`` names the mixer of each layer: mamba, attention, mlp, moe, or
+    hybrid for both attention and Mamba2. What only one family has is read from ``raw``, the
+    config.json itself."""
 
     architecture: str
     model_type: str

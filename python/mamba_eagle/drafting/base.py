@@ -1,4 +1,4 @@
-"""What the runner asks of a drafter. A new drafter is one new file and one line in __init__."""
+"""What the runner asks of a drafter. A new drafter is one new file and one line in drafters.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One residual layer: norm, mixer, add. Each mixer kind is named as in ModelConfig.blocks."""
+"""One residual layer: norm, mixer, add. Mixers are named as in ModelConfig.blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(Layer):
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The layers of ``config.blocks``, each with its index among the layers of its kind."""
+    """The layers of ``config.blocks``, each with its index among those of its kind."""
     seen: dict[str, int] = {}
     blocks = []
     for kind in config.blocks:

@@ -1,8 +1,8 @@
-"""How a layer reaches the sequence: the part of a forward pass that is not a matrix product.
+"""How layers reach earlier tokens: the part of a forward pass that is not a matrix product.
 
-A model is the same code for training, prefill and verify. What differs is where the earlier
-tokens are: in the same batch, in a KV pool, in a state slot and rows. A ForwardContext is that
-difference. Mamba2 and attention layers hand it their projected inputs and get their outputs.
+A model is the same code for training, prefill and verification. What differs is where the earlier
+tokens are: in the same batch, in a KV pool, or in a state slot and rows. A ForwardContext hides
+that difference: Mamba2 and attention layers pass it their projected inputs and get their outputs.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ class MambaView(Protocol):
     """What a context reads of a Mamba2 layer."""
 
     config: Mamba2Config
-    index: int  # among the Mamba2 layers, that is, in the state pool
-    conv1d: ConvView
+    index: int  # its place among the Mamba2 layers, that is, in the state pool
     dt_bias: nn.Parameter  # [H], float32, as D
     D: nn.Parameter
+
+    @property
+    def conv1d(self) -> ConvView:
+        """The convolution of x, B and C."""
 
     def decay_rate(self) -> Tensor:
         """A [H], float32, negative."""
@@ -66,11 +69,11 @@ class MambaView(Protocol):
 class ForwardContext(Protocol):
     """The sequence side of a forward pass over n tokens, flat."""
 
-    rotation: Rotation | None  # of positions; a model with RoPE sets it as its pass begins
+    rotation: Rotation | None  # of ``positions``; a model with RoPE sets it before its layers run
 
     @property
     def positions(self) -> Tensor:
-        """[n] int64: where each token stands in its sequence."""
+        """[n] int64: each token's position in its sequence."""
 
     def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         """xbc [n, conv_dim] before the convolution, dt [n, H] raw -> y [n, H*P] with D skip."""
@@ -80,15 +83,15 @@ class ForwardContext(Protocol):
 
 
 class FullSequenceContext:
-    """``batch`` sequences of ``length`` tokens from the zero state: training and the oracle.
+    """``batch`` sequences of ``length`` tokens from the zero state: for training, and as reference.
 
-    Stateless and differentiable; n = batch * length, sequences one after the other.
+    Stateless and differentiable; n = batch * length, one sequence after the other.
     """
 
     rotation: Rotation | None = None
 
     def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
-        """device: of the positions; those of a GPU are best made there."""
+        """device: where positions are made; that of the model is best."""
         self.batch, self.length, self.device = batch, length, device
 
     @property

@@ -1,4 +1,4 @@
-"""The base class of all layers: a module whose call is its ``forward`` and nothing around it."""
+"""The base class of all layers: a module whose call is just its ``forward``."""
 
 from __future__ import annotations
 

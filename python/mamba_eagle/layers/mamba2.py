@@ -1,4 +1,4 @@
-"""The Mamba2 mixer: projections and norm; convolution and recurrence belong to the context."""
+"""The Mamba2 mixer: projections and norm. The context does the convolution and the recurrence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mamba2Mixer(Layer):
         inner, heads = config.inner_size, config.num_heads
         self.in_proj = Linear(hidden_size, inner + config.conv_dim + heads, config.in_bias)
         self.conv1d = Conv1dWeight(config.conv_dim, config.conv_kernel, config.conv_bias)
-        # a handful of numbers that act on every token: float32 whatever the model's dtype
+        # a few numbers that affect every token: float32, whatever the model's dtype
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Rotary position encoding (arXiv 2104.09864), whole or of the first channels of a head."""
+"""Rotary position encoding (arXiv 2104.09864) of all or the first channels of a head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mamba_eagle.model_config import (
 
 
 class Rotary:
-    """Positions to angles, once a forward pass: the model puts them into ``ctx.rotation``."""
+    """Turns positions into angles, once per forward pass; the model sets ``ctx.rotation``."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.frequencies = rope_frequencies(config)  # [dim / 2]
@@ -29,7 +29,7 @@ class Rotary:
         self.magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
 
     def __call__(self, positions: Tensor, device: torch.device) -> Rotation:
-        """positions [n], on any device -> angles on ``device``."""
+        """positions [n] on any device -> angles on ``device``."""
         if self.frequencies.device != device:
             self.frequencies = self.frequencies.to(device)
         angles = positions.to(device).float()[:, None, None] * self.frequencies
@@ -40,7 +40,7 @@ class Rotary:
 
 
 def rope_frequencies(config: RopeConfig) -> Tensor:
-    """Radians a position for each channel pair, [dim / 2] float32, scaled."""
+    """Radians per position for each channel pair after scaling, [dim / 2] float32."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -58,11 +58,12 @@ def rope_frequencies(config: RopeConfig) -> Tensor:
 
 
 def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
-    """How much each channel pair is stretched, [dim / 2]: 0 at most where it makes ``high_turns``
-    turns in the trained context, 1 at least where it makes ``low_turns``, linear in between."""
+    """How far each channel pair is slowed down, [dim / 2]: at most 0 for pairs that complete
+    ``high_turns`` turns or more in the trained context, at least 1 for pairs with ``low_turns`` or
+    fewer, and linear in between."""
 
     def pair_that_turns(turns: float) -> float:
-        wave = scaling.trained_length / turns  # in positions
+        wave = scaling.trained_length / turns  # positions per turn
         return config.dim * math.log(wave / (2 * math.pi)) / (2 * math.log(config.theta))
 
     first, last = pair_that_turns(scaling.high_turns), pair_that_turns(scaling.low_turns)
@@ -74,7 +75,7 @@ def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
 
 
 class RotaryAttention(Attention):
-    """Attention whose queries and keys are turned by position, after a norm of each head if the
+    """Attention whose queries and keys are rotated by position, after a norm of each head if the
     family has one."""
 
     def __init__(
@@ -101,7 +102,7 @@ class RotaryAttention(Attention):
                 norm(x.reshape(-1, x.shape[-1])).view(x.shape)
                 for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
-        assert ctx.rotation is not None, "the model sets it as its pass begins"
+        assert ctx.rotation is not None, "the model sets it before its layers run"
         return self._ops.rotate(q, *ctx.rotation), self._ops.rotate(k, *ctx.rotation)
 
 

@@ -1,4 +1,4 @@
-"""Bamba: Mamba2 with a few attention layers that turn half of each head, a gated MLP in each."""
+"""Bamba: Mamba2 with a few attention layers, which rotate half of each head; gated MLPs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What all families share: embedding, layers, norm, lm_head, and how weights find their place."""
+"""What all families share: embedding, layers, norm, lm_head, and the places of stored tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,16 +18,17 @@ from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig
 
 
-class Target(NamedTuple):
-    """Where a checkpoint's tensor goes: a parameter, or one slice of a stacked one."""
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint's tensor goes: into a parameter, or into one slice of a stacked one."""
 
     name: str
     index: int | None = None
-    scale: float | Tensor = 1.0  # multiplied into it, in float32
+    scale: float | Tensor = 1.0  # factor, applied in float32
 
 
 class Parts(NamedTuple):
-    """A model's modules by what they are, whatever they are called."""
+    """A model's modules, independent of the names they have in checkpoints."""
 
     embedding: Embedding
     layers: tuple[nn.Module, ...]
@@ -117,24 +119,24 @@ class CausalLM(Layer):
         return hidden
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden_size or features] -> [n, vocab_size], float32. out: where they go, if not to
-        new memory."""
+        """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is
+        given."""
         logits = self.lm_head(hidden[..., : self.config.hidden_size])
         logits = logits.float() if out is None else out.copy_(logits)
         scale = self.logits_scale
         return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """``compute_logits`` in the dtype of ``hidden`` where that loses nothing, for who reads
-        them once."""
+        """``compute_logits`` without the conversion to float32 where that loses nothing, for
+        callers that read the logits once."""
         if self.logits_scale != 1.0:
             return self.compute_logits(hidden)
         return self.lm_head(hidden[..., : self.config.hidden_size])
 
     def target(self, name: str) -> Target | None:
-        """Where a checkpoint's tensor of this name goes; None: it is not needed."""
+        """Where a checkpoint's tensor of this name goes; None if it is not needed."""
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             return None
-        if name.endswith("rotary_emb.inv_freq"):  # older checkpoints have what config.json implies
+        if name.endswith("rotary_emb.inv_freq"):  # in older checkpoints; config.json implies it
             return None
         return Target(name)

@@ -1,4 +1,4 @@
-"""config.json of a checkpoint as it stands in the folder, with what its neighbours add."""
+"""A checkpoint's config.json and the files that complete it, unparsed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mamba_eagle.model_config import UnsupportedModel
 
 @contextlib.contextmanager
 def naming(folder: str | Path) -> Iterator[None]:
-    """Whatever is unsupported inside is said of ``folder``."""
+    """Puts ``folder`` in front of the message of an UnsupportedModel raised inside."""
     try:
         yield
     except UnsupportedModel as error:
@@ -21,10 +21,10 @@ def naming(folder: str | Path) -> Iterator[None]:
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
-    """config.json, with what its neighbours add: the stop tokens of generation_config.json, and
-    the quantization that ModelOpt describes in hf_quant_config.json, where config.json has none.
+    """config.json with the stop tokens of generation_config.json and, if it describes no
+    quantization itself, that of ModelOpt's hf_quant_config.json.
 
-    Raises: FileNotFoundError where there is no config.json; UnsupportedModel.
+    Raises: FileNotFoundError if there is no config.json; UnsupportedModel for broken files.
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -43,11 +43,13 @@ def read_values(folder: str | Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: UnsupportedModel where there is something else than a JSON object."""
+    """Raises: UnsupportedModel if the file holds anything but a JSON object."""
     try:
         values = json.loads(path.read_text())
     except ValueError as error:
-        raise UnsupportedModel(f"{path} is no JSON: {error}; download it again") from None
+        raise UnsupportedModel(f"{path} is not valid JSON: {error}; download it again") from None
     if not isinstance(values, dict):
-        raise UnsupportedModel(f"{path} has no JSON object but a {type(values).__name__}")
+        raise UnsupportedModel(
+            f"{path} holds {str(values)[:200]} instead of a JSON object; download it again"
+        )
     return values

@@ -1,5 +1,5 @@
 """Granite 4.0 H: Mamba2 with a few attention layers, routed and shared experts in each layer, and
-four multipliers in place of MuP."""
+four multipliers instead of MuP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Llama and Qwen3: attention and a gated MLP in each layer, no recurrence.
 
-Beside the hybrids these are the plain targets to compare with, and the small draft models.
+These serve as plain targets to compare the hybrids with, and as small draft models.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Zamba2: Mamba2 layers, some of which hear a transformer block as well. There are one or two such
-blocks, shared by all these layers; low-rank adapters tell the uses of a block apart."""
+"""Zamba2: Mamba2 layers, some of which also receive the output of a transformer block. One or two
+such blocks are shared by all these layers; each use of a block has its own low-rank adapters."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,11 @@ from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
 from mamba_eagle.models.rope import rope_config
 
 SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
-MIXER_EPS = 1e-5  # of the Mamba2 norm, whatever config.json says
+MIXER_EPS = 1e-5  # epsilon of the Mamba2 norm, whatever config.json says
 
 
-class SharedUse(NamedTuple):
+@dataclass(frozen=True)
+class SharedUse:
     """One use of a shared attention layer, as a context sees it: each use has KV of its own."""
 
     index: int
@@ -34,7 +36,7 @@ class SharedUse(NamedTuple):
 
 
 def adapters(uses: Iterable[int], size: int, rank: int, out: int) -> nn.ModuleDict:
-    """A low-rank product for each use, by its number among all hybrid layers."""
+    """A low-rank product for each use, by the number of its hybrid layer."""
     pair = {str(use): nn.Sequential(Linear(size, rank), Linear(rank, out)) for use in uses}
     return nn.ModuleDict(pair)
 
@@ -91,7 +93,7 @@ class SharedMLP(Layer):
 
 
 class SharedTransformer(Layer):
-    """Reads the hidden states beside the word embeddings; its result is not a residual."""
+    """Reads hidden states and embeddings side by side. Its result is not added to them."""
 
     def __init__(self, config: ModelConfig, uses: list[int]) -> None:
         super().__init__()
@@ -100,8 +102,8 @@ class SharedTransformer(Layer):
         self.input_layernorm = RMSNorm(2 * config.hidden_size, config.norm_eps)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, hidden: Tensor, words: Tensor, ctx: ForwardContext, use: int) -> Tensor:
-        both = self.input_layernorm(torch.cat([hidden, words], dim=-1))
+    def forward(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext, use: int) -> Tensor:
+        both = self.input_layernorm(torch.cat([hidden, embedded], dim=-1))
         return self.feed_forward(self.pre_ff_layernorm(self.self_attn(both, ctx, use)), use)
 
 
@@ -113,14 +115,18 @@ class MambaLayer(Layer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, hidden: Tensor, words: Tensor, ctx: ForwardContext, heard: Tensor | None = None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        ctx: ForwardContext,
+        shared_output: Tensor | None = None,
     ) -> Tensor:
-        given = hidden if heard is None else hidden + heard
+        given = hidden if shared_output is None else hidden + shared_output
         return hidden + self.mamba(self.input_layernorm(given), ctx)
 
 
 class HybridLayer(Layer):
-    """``use`` numbers the hybrid layers; the shared block is the same module in several."""
+    """A Mamba2 layer and a use of a shared block. ``use`` is its number among the hybrid layers."""
 
     def __init__(
         self, config: ModelConfig, index: int, use: int, shared: SharedTransformer
@@ -131,9 +137,9 @@ class HybridLayer(Layer):
         self.linear = Linear(config.hidden_size, config.hidden_size)
         self.mamba_decoder = MambaLayer(config, index)
 
-    def forward(self, hidden: Tensor, words: Tensor, ctx: ForwardContext) -> Tensor:
-        heard = self.linear(self.shared_transformer(hidden, words, ctx, self.use))
-        return self.mamba_decoder(hidden, words, ctx, heard)
+    def forward(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+        shared_output = self.linear(self.shared_transformer(hidden, embedded, ctx, self.use))
+        return self.mamba_decoder(hidden, embedded, ctx, shared_output)
 
 
 class Zamba2ForCausalLM(CausalLM):
@@ -154,7 +160,7 @@ class Zamba2ForCausalLM(CausalLM):
             else:
                 layers.append(MambaLayer(config, i))
         super().__init__(config, layers)
-        # a shared block bears the name of the first layer that uses it
+        # a shared block is stored under the first layer that uses it
         self.first_user = {layer: hybrids[use % count] for use, layer in enumerate(hybrids)}
 
     def run_layers(

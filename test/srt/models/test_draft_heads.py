@@ -225,7 +225,7 @@ def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Pat
         "them, rising from 0 to 4, in config.json as eagle_config.eagle_aux_hidden_state_layer_ids",
         f"drafter {tmp_path} was made for a target of hidden_size 32, this one has 64: use one "
         "that was made for this target",
-        "dtype of d2t: F32 in the file, but these are whole numbers",
+        "dtype of d2t: F32 in the file, an integer dtype in the model",
         "missing: embed_tokens.weight",
         "missing: norm.weight",
         "shape of fc.weight: [64, 128] in the file, [64, 64] by config.json",
@@ -261,7 +261,7 @@ def test_lanes_are_no_more_than_the_tokens_that_a_head_knows(model: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("offsets", "words"),
-    [({59: 37}, "token 96 of a vocabulary of 96"), ({1: -1}, "one token of the target to two")],
+    [({59: 37}, "token 96 of a vocabulary of 96"), ({1: -1}, "two draft tokens to one token")],
 )
 def test_a_token_map_that_leads_astray_is_refused(
     model: Path, tmp_path: Path, offsets: dict[int, int], words: str

@@ -141,7 +141,7 @@ def test_broken_files_are_all_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize(
-    ("text", "words"), [("{ no", "is no JSON: Expecting"), ("[1]", "no JSON object but a list")]
+    ("text", "words"), [("{ no", "is not valid JSON: Expecting"), ("[1]", r"holds \[1\] instead")]
 )
 def test_a_description_that_is_no_json_object_is_named(
     name: str, text: str, words: str, tmp_path: Path
