@@ -33,7 +33,7 @@ from mamba_eagle.kernels.tree_attention.triton import (
     paged_tree_attention,
     path_masks,
 )
-from mamba_eagle.models.config import AttentionConfig
+from mamba_eagle.model_config import AttentionConfig
 from mamba_eagle.runner.contexts import PagedAttention
 from mamba_eagle.runner.pools import KVPool
 

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from measure import Launch, Report, graph_us
 
+from mamba_eagle.drafting.pending import pending_entries
 from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
 from mamba_eagle.kernels.tree_attention.triton import path_masks
@@ -28,12 +29,11 @@ from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.lanes import seen_by_next
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.pending import pending_entries
-from mamba_eagle.spec.tree import candidates
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import candidates
 
 STEPS, TOPK, NODES, VOCAB, HIDDEN = 5, 3, 8, 131072, 4480
-ROOM = Room(history=3, rows=40, most_chain=29, accepts=STEPS + 1)
+ROOM = Room(history=3, rows=40, max_journal=29, accepts=STEPS + 1)
 BATCHES = (1, 8, 32)
 LATER = 1 << 30  # output tokens left: no launch of a benchmark ends a request
 
@@ -60,8 +60,8 @@ class Inputs:
         self.above = torch.zeros(batch, TOPK, dtype=torch.int64, device=device)
         places = ROOM.history + ROOM.rows + ROOM.accepts
         path = torch.arange(places, device=device).repeat(batch, 1)
-        chain_len = torch.full((batch,), ROOM.most_chain // 2, device=device)
-        self.paths = Paths(self.table.checkpoint, path, chain_len)
+        journal_len = torch.full((batch,), ROOM.max_journal // 2, device=device)
+        self.paths = Paths(self.table.state_slot, path, journal_len)
         wide = {"device": device, "dtype": torch.bfloat16}
         self.feature = torch.randn(batch, ROOM.rows, HIDDEN, **wide)
         self.saved, self.made = self.feature[:, 0].clone(), self.feature[:, :NODES].clone()
@@ -84,7 +84,7 @@ class Inputs:
     def accept(self) -> None:
         accepted = accept_tokens(self.table, self.slots, self.tree, self.target, STEPS)
         commit_tokens(self.table, self.slots, self.kv_slots, accepted)
-        self.table.run.zero_()  # in both forms: a graph repeats this
+        self.table.processed.zero_()  # in both forms: a graph repeats this
 
     def masks(self) -> object:
         return pack_paths(self.tree.ancestors)
@@ -108,7 +108,7 @@ class Inputs:
         step = form.begin_rows(self.slots, tree.parents, tree.ancestors, self.paths, ROOM)
         tables = (self.paths, ROOM, self.feature, self.saved)
         form.accept_rows(step, accepted.nodes, accepted.count, *tables, self.made)
-        self.paths.chain_len.fill_(ROOM.most_chain // 2)  # in both forms, as above
+        self.paths.journal_len.fill_(ROOM.max_journal // 2)  # in both forms, as above
 
     def pending(self) -> Launch:
         waiting = pending_entries(self.table, 28, 0, torch.bfloat16, 0)
@@ -117,7 +117,7 @@ class Inputs:
         def step() -> None:
             waiting.append(self.slots, self.accepted, nothing)
             waiting.take(self.slots, None, STEPS + 1)
-            waiting.run.zero_()  # in both forms, as above
+            waiting.processed.zero_()  # in both forms, as above
 
         return step
 

@@ -258,7 +258,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     """Why --simulate-acc-len cannot work; empty: it can, or is not used."""
-    wanted, most = args.simulate_acc_len, config.tree_shape.steps + 1
+    wanted, most = args.simulate_acc_len, config.tree_shape.depth + 1
     if wanted is None:
         return ""
     flag = f"--simulate-acc-len {wanted}"
@@ -269,7 +269,7 @@ def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     if not 1 <= wanted <= most:
         return (
             f"{flag}: must be between 1 and {most}, the most that a tree of "
-            f"--speculative-num-steps {config.tree_shape.steps} can gain a step"
+            f"--speculative-num-steps {config.tree_shape.depth} can gain a step"
         )
     return ""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.drafting import DRAFTERS, draft_source
 from mamba_eagle.models.heads import draft_algorithm, head_in
-from mamba_eagle.spec.drafters import DRAFTERS, draft_source
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
@@ -143,10 +143,11 @@ class EngineConfig:
         folders = (self.model_path, self.speculative_draft_model_path or self.model_path)
         if not all(map(os.path.isdir, folders)):
             return []
-        from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+        from mamba_eagle.model_config import UnsupportedModel
+        from mamba_eagle.models.registry import read_model_config
 
         try:
-            target = ModelConfig.from_pretrained(self.model_path)
+            target = read_model_config(self.model_path)
             return draft_source(self.speculative_algorithm)(self, target).problems()
         except (OSError, UnsupportedModel) as error:
             return [str(error)]
@@ -221,7 +222,7 @@ class EngineConfig:
             return TreeShape()
         return TreeShape(
             topk=self.speculative_eagle_topk,
-            steps=self.speculative_num_steps,
+            depth=self.speculative_num_steps,
             nodes=self.speculative_num_draft_tokens,
         )
 

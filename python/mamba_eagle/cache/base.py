@@ -31,7 +31,7 @@ class Node:
     split it keeps the lower part, so a handle to it stays right."""
 
     __slots__ = (
-        "checkpoint",
+        "state_slot",
         "children",
         "end",
         "hit_at",
@@ -52,9 +52,9 @@ class Node:
         self.end = end
         self.locks = 0  # requests whose prefix runs through here
         self.used_at = 0  # the cache's clock when last on a matched path
-        self.checkpoint = -1
+        self.state_slot = -1
         self.spare = False  # placed on the way, and not hit so far
-        self.hit_at = 0  # the clock when the checkpoint was placed or last hit …
+        self.hit_at = 0  # the clock when the state slot was placed or last hit …
         self.worth = 0  # … and the cache's ``inflation`` then
 
     @property
@@ -73,8 +73,8 @@ class Match(NamedTuple):
     """What the cache has of a prompt."""
 
     length: int  # tokens whose KV is cached
-    position: int  # tokens a request need not run: a checkpoint is there; 0 if there is none
-    checkpoint: int  # its slot; -1 if position is 0
+    position: int  # tokens a request need not run: a state slot is there; 0 if there is none
+    state_slot: int  # its slot; -1 if position is 0
     kv_slots: list[int]  # of [0, position); they stay the cache's
     node: Node  # ends at ``position``; lock it for as long as these slots are used
 
@@ -99,7 +99,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def match(self, tokens: Tokens, limit: int) -> Match:
-        """The deepest checkpoint at a position <= ``limit``. Renews recency; owns nothing."""
+        """The deepest state slot at a position <= ``limit``. Renews recency; owns nothing."""
 
     @abstractmethod
     def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
@@ -107,14 +107,14 @@ class PrefixCache(ABC):
         root), with one KV slot each. The cache takes the slots of tokens that it lacks."""
 
     @abstractmethod
-    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
         """Gives the cache the state after ``position`` tokens of the prefix of ``node``; edges
         are split where needed. False: there is one already, the slot stays the caller's.
         ``spare``: nobody is known to ask for it, so evict it before others until it is hit."""
 
     @abstractmethod
     def lock(self, node: Node) -> None:
-        """Keeps the KV of the node's prefix from eviction. Checkpoints may still be evicted."""
+        """Keeps the KV of the node's prefix from eviction. State slots may still be evicted."""
 
     @abstractmethod
     def unlock(self, node: Node) -> None:
@@ -123,11 +123,11 @@ class PrefixCache(ABC):
     @abstractmethod
     def evict_kv(self, count: int) -> int:
         """Frees at least ``count`` KV slots, or all unlocked; returns how many. A leaf goes as a
-        whole, with its checkpoint."""
+        whole, with its state slot."""
 
     @abstractmethod
-    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
-        """Frees up to ``count`` checkpoint slots not in ``keep``; returns how many. KV stays."""
+    def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
+        """Frees up to ``count`` state slots not in ``keep``; returns how many. KV stays."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -139,7 +139,7 @@ class PrefixCache(ABC):
 
     num_kv: int  # KV slots owned
     evictable_kv: int  # of which unlocked
-    num_checkpoints: int  # checkpoint slots owned
+    num_states: int  # state slots owned
 
 
 class NoCache(PrefixCache):
@@ -149,7 +149,7 @@ class NoCache(PrefixCache):
 
     def __init__(self) -> None:
         self.root = Node(None, as_tokens([]), [], 0)
-        self.num_kv = self.evictable_kv = self.num_checkpoints = 0
+        self.num_kv = self.evictable_kv = self.num_states = 0
 
     def match(self, tokens: Tokens, limit: int) -> Match:
         return Match(0, 0, -1, [], self.root)
@@ -157,7 +157,7 @@ class NoCache(PrefixCache):
     def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
         return Inserted(0, self.root)
 
-    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
         return False
 
     def lock(self, node: Node) -> None:
@@ -169,7 +169,7 @@ class NoCache(PrefixCache):
     def evict_kv(self, count: int) -> int:
         return 0
 
-    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
+    def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
         return 0
 
     def flush(self) -> None:

@@ -16,12 +16,12 @@ class Pools:
     """
 
     def __init__(
-        self, max_kv_slots: int, max_checkpoints: int, max_requests: int, use_cache: bool = True
+        self, max_kv_slots: int, max_state_slots: int, max_requests: int, use_cache: bool = True
     ) -> None:
         self.kv = SlotAllocator(max_kv_slots, "KV slot")
-        self.checkpoints = SlotAllocator(max_checkpoints, "checkpoint slot")
+        self.state_slots = SlotAllocator(max_state_slots, "state slot")
         self.requests = SlotAllocator(max_requests, "request slot")
-        self.cache: PrefixCache = RadixCache(self.kv, self.checkpoints) if use_cache else NoCache()
+        self.cache: PrefixCache = RadixCache(self.kv, self.state_slots) if use_cache else NoCache()
 
     @property
     def available_kv(self) -> int:
@@ -37,20 +37,20 @@ class Pools:
             self.cache.evict_kv(max(count - self.kv.num_free, self.kv.total // 128))
         return self.kv.allocate(count)
 
-    def take_checkpoint(self, keep: Collection[int] = ()) -> int | None:
-        """A checkpoint slot, now the caller's; no cached one of ``keep`` is evicted for it."""
-        if self.checkpoints.num_free == 0:
-            self.cache.evict_checkpoints(1, keep)
-        slots = self.checkpoints.allocate(1)
+    def take_state(self, keep: Collection[int] = ()) -> int | None:
+        """A state slot, now the caller's; no cached one of ``keep`` is evicted for it."""
+        if self.state_slots.num_free == 0:
+            self.cache.evict_states(1, keep)
+        slots = self.state_slots.allocate(1)
         return slots[0] if slots else None
 
-    def check_integrity(self, held_kv: int, held_checkpoints: int, held_requests: int) -> None:
+    def check_integrity(self, held_kv: int, held_states: int, held_requests: int) -> None:
         """Raises: RuntimeError with numbers, unless free + cached + held = total everywhere."""
         self.cache.check_integrity()
         cache = self.cache
         for pool, cached, held in (
             (self.kv, cache.num_kv, held_kv),
-            (self.checkpoints, cache.num_checkpoints, held_checkpoints),
+            (self.state_slots, cache.num_states, held_states),
             (self.requests, 0, held_requests),
         ):
             if pool.num_free + cached + held != pool.total:

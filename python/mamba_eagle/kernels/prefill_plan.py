@@ -23,8 +23,8 @@ CONV_TOKENS = 16  # of one request that a program of the convolution takes
 class Prompt(NamedTuple):
     """The next ``length`` tokens of a request, [first, first + length) of the flat batch.
 
-    ``source`` is the checkpoint slot with the state before them, -1 for none: zeros. ``saves``
-    are (tokens from ``first``, checkpoint slot), increasing; one of 0 tokens is a copy, and one
+    ``source`` is the state slot with the state before them, -1 for none: zeros. ``saves``
+    are (tokens from ``first``, state slot), increasing; one of 0 tokens is a copy, and one
     position may be saved to several slots. The last save may overwrite the request's own source.
     """
 
@@ -81,17 +81,17 @@ def _check(prompts: Sequence[Prompt]) -> None:
             )
         for i, (_, slot) in enumerate(prompt.saves):
             if slot in written:
-                raise ValueError(f"checkpoint slot {slot} is saved to twice in one batch")
+                raise ValueError(f"state slot {slot} is saved to twice in one batch")
             if slot == prompt.source and i < len(prompt.saves) - 1:
                 raise ValueError(
-                    f"checkpoint slot {slot} is read and then saved to before the last save: "
+                    f"state slot {slot} is read and then saved to before the last save: "
                     "only the last save may overwrite the source"
                 )
             written[slot] = prompt
     for prompt in prompts:
         if written.get(prompt.source, prompt) is not prompt:
             raise ValueError(
-                f"checkpoint slot {prompt.source} is read by one request of the batch and saved "
+                f"state slot {prompt.source} is read by one request of the batch and saved "
                 "to by another: put them into separate batches"
             )
 

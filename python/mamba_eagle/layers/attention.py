@@ -7,7 +7,7 @@ from torch import Tensor
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.config import AttentionConfig
+from mamba_eagle.model_config import AttentionConfig
 
 
 class Attention(Layer):

@@ -11,7 +11,7 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class Block(Layer):

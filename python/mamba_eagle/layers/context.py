@@ -1,7 +1,7 @@
 """How a layer reaches the sequence: the part of a forward pass that is not a matrix product.
 
 A model is the same code for training, prefill and verify. What differs is where the earlier
-tokens are: in the same batch, in a KV pool, in a checkpoint and rows. A ForwardContext is that
+tokens are: in the same batch, in a KV pool, in a state slot and rows. A ForwardContext is that
 difference. Mamba2 and attention layers hand it their projected inputs and get their outputs.
 """
 

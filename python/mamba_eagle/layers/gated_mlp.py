@@ -10,7 +10,7 @@ from torch import Tensor
 from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 
 Activation = Callable[[Tensor], Tensor]
 

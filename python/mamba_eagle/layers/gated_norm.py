@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 
 
 class NormThenGate(RMSNorm):

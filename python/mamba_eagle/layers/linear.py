@@ -64,7 +64,7 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        if self._bfloat16 is not None and rows <= cpu.MOST_ROWS:
+        if self._bfloat16 is not None and rows <= cpu.MAX_ROWS:
             y = torch.empty(rows, self._bfloat16.shape[0])
             cpu.few_rows(x.contiguous().numpy(), self._bfloat16, y.numpy())
             return y if self.bias is None else y.add_(self.bias)

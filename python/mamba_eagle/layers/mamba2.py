@@ -10,7 +10,7 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 
 
 class Conv1dWeight(nn.Module):

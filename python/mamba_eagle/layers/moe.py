@@ -14,7 +14,7 @@ from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
-from mamba_eagle.models.config import MoEConfig
+from mamba_eagle.model_config import MoEConfig
 
 
 class Routes(NamedTuple):

@@ -12,7 +12,7 @@ from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import (
+from mamba_eagle.model_config import (
     AttentionConfig,
     LinearScaling,
     Llama3Scaling,

@@ -10,8 +10,8 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 

@@ -14,7 +14,7 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import Rotary
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class Target(NamedTuple):

@@ -10,7 +10,7 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class EagleHead(Layer):

@@ -20,8 +20,8 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import RotaryAttention
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config

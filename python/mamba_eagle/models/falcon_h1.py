@@ -18,8 +18,8 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 

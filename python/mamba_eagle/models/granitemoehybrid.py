@@ -12,8 +12,8 @@ from mamba_eagle.layers.gated_mlp import PackedGatedMLP
 from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.model_config import ModelConfig, MoEConfig
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import ModelConfig, MoEConfig
 from mamba_eagle.models.parse import (
     MAMBA_NAMES,
     attention_config,

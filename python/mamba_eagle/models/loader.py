@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import read_json, read_values
+from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.quantization import (
     FLOAT8,
     SCALE_NAMES,
@@ -27,7 +27,7 @@ from mamba_eagle.models.quantization import (
 log = logging.getLogger("mamba_eagle.models")
 
 PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints are there before a bar could be read
-MOST_SHOWN = 40  # names of a message
+MAX_SHOWN = 40  # names of a message
 MAPPED_BYTES = 256 << 20  # of a file that may stay in memory while it is copied
 
 
@@ -91,8 +91,8 @@ def refuse(folder: Path, wrong: list[str]) -> None:
 
 def shortened(wrong: list[str]) -> list[str]:
     """Enough of a long list to see what is wrong: an expert layer has a thousand names."""
-    rest = len(wrong) - MOST_SHOWN
-    return wrong if rest <= 0 else [*wrong[:MOST_SHOWN], f"… {rest} more"]
+    rest = len(wrong) - MAX_SHOWN
+    return wrong if rest <= 0 else [*wrong[:MAX_SHOWN], f"… {rest} more"]
 
 
 class Stored(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import Mamba2Config, ModelConfig, UnsupportedModel
 from mamba_eagle.models.parse import model_config, only, time_step_limit
 
 

@@ -20,9 +20,9 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models import nemotron_h
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 
 DEFAULT_BLOCKS = ("attention", "moe")  # of a config.json that names modules and no blocks
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mamba_eagle.layers.block import make_blocks
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
 
 BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}

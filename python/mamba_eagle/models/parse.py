@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.models.config import (
-    AttentionConfig,
-    Mamba2Config,
-    ModelConfig,
-    UnsupportedModel,
-    dtype_name,
-    eos_tokens,
-    number,
-)
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, UnsupportedModel
 from mamba_eagle.models.rope import longest_context
 
 MAMBA_NAMES = ("mamba", "linear_attention", "mamba2")
@@ -85,3 +77,19 @@ def only(values: dict[str, Any], **wanted: Any) -> None:
         value = values.get(name)
         if value is not None and value != known:
             raise UnsupportedModel(f"{name} {value!r} is not supported; known: {known!r}")
+
+
+def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
+    """The model's stop tokens: config.json has one, a list, or none."""
+    eos = values.get("eos_token_id")
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def dtype_name(values: dict[str, Any]) -> str:
+    name = str(values.get("torch_dtype") or values.get("dtype") or "float32")
+    return name.removeprefix("torch.")
+
+
+def number(value: Any) -> float:
+    """JSON has no infinity; transformers writes ``{"__float__": "Infinity"}``."""
+    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_NAMES = ("_scale", "_scale_inv")  # behind the weight's name

@@ -7,8 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, naming, read_values
+from mamba_eagle.models.config_json import naming, read_values
 from mamba_eagle.models.heads import head_algorithm
 from mamba_eagle.models.quantization import quantization
 
@@ -57,6 +58,16 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     if (algorithm := head_algorithm(values)) is not None:
         return parse_as(HEAD_MODULES[algorithm], values)
     return parse_as(_family(architecture).module, values)
+
+
+def read_model_config(folder: str | Path) -> ModelConfig:
+    """A folder's config.json, of a checkpoint of any family below.
+
+    Raises: FileNotFoundError, UnsupportedModel, which name the folder.
+    """
+    values = read_values(folder)
+    with naming(folder):
+        return parse_config(values)
 
 
 def read_as(module: str, folder: str | Path) -> ModelConfig:

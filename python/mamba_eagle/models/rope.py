@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mamba_eagle.models.config import (
+from mamba_eagle.model_config import (
     LinearScaling,
     Llama3Scaling,
     RopeConfig,

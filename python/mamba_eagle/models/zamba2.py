@@ -17,8 +17,8 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
 from mamba_eagle.models.rope import rope_config
 

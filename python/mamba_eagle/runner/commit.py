@@ -9,8 +9,8 @@ from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.accept import cpu
 from mamba_eagle.message import DecodeResult, StepTrace
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated, accept, truncate
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.accept import Truncated, accept, truncate
+from mamba_eagle.tree.tree import Tree
 
 
 def accept_tokens(
@@ -42,7 +42,7 @@ def commit_tokens(
     table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
 ) -> None:
     """The accepted nodes become part of the sequence: indices only. kv_slots [b, T], the nodes'."""
-    changed = (table.kv_slots, table.run, table.last_token, table.remaining)
+    changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
     if numba_math.usable(slots.device):
         cpu.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
         return
@@ -53,10 +53,10 @@ def commit_tokens(
         return
     count = accepted.count
     offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)
-    table.kv_slots[slots[:, None], table.run[slots][:, None] + offsets] = kv_slots.gather(
+    table.kv_slots[slots[:, None], table.processed[slots][:, None] + offsets] = kv_slots.gather(
         1, accepted.nodes
     )
-    table.run[slots] += count
+    table.processed[slots] += count
     last = accepted.tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     table.last_token[slots] = torch.where(count > 0, last, table.last_token[slots])
     table.remaining[slots] = torch.where(accepted.finished, 0, table.remaining[slots] - count)

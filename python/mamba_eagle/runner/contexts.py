@@ -1,4 +1,4 @@
-"""Where the earlier tokens are while serving: KV slots, checkpoints and rows."""
+"""Where the earlier tokens are while serving: KV slots, state slots and rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.rotary import Rotation
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import Mamba2Config
-from mamba_eagle.runner.pools import CheckpointPool, KVPool
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.runner.pools import KVPool, StatePool
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VerifyScheme
 
@@ -120,7 +120,7 @@ def start_finished(
     scheme: VerifyScheme, items: Sequence[PrefillItem], device: torch.device
 ) -> None:
     """Let the scheme take over the requests whose prompts are over."""
-    last = [(item.slot, item.checkpoint) for item in items if item.is_last]
+    last = [(item.slot, item.state_slot) for item in items if item.is_last]
     if last:
         scheme.start(*to_device(list(zip(*last)), torch.int64, device))
 
@@ -128,7 +128,7 @@ def start_finished(
 class PrefillContext:
     """Prompt chunks of several requests, one after the other in the flat input.
 
-    Reads each request's checkpoint, writes it after the chunk, and writes the checkpoints that
+    Reads each request's state slot, writes it after the chunk, and writes the state slots that
     the plan wants at positions in between.
     """
 
@@ -137,7 +137,7 @@ class PrefillContext:
     def __init__(
         self,
         parts: list[PrefillPart],
-        pool: CheckpointPool,
+        pool: StatePool,
         kv: KVPool,
         slot_table: Tensor,
     ) -> None:
@@ -150,7 +150,7 @@ class PrefillContext:
         self.paged = prompt_attention(kv, slot_table, spans)
 
     def _begin(self, item: PrefillItem) -> None:
-        """The request's own checkpoint takes the state to start from."""
+        """The request's own state slot takes the state to start from."""
         self.pool.begin(item)
 
     @property
@@ -172,14 +172,14 @@ class PrefillContext:
 
     def _mamba_one(self, part: PrefillPart, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
-        before = conv[item.checkpoint]
+        before = conv[item.state_slot]
         width = before.shape[0]
         convolved = causal_conv(
             xbc[None], layer.conv1d.weight[:, 0], layer.conv1d.bias, before[None]
         )
         x, B, C = layer.split_xbc(convolved)
         inputs = torch.cat([before.to(xbc.dtype), xbc])  # raw convolution inputs, history first
-        state = ssm[item.checkpoint][None]
+        state = ssm[item.state_slot][None]
         outputs = []
         for begin, end, saves in segments(item, part.length, layer.config.chunk_size):
             span = slice(begin, end)
@@ -195,18 +195,18 @@ class PrefillContext:
             )
             outputs.append(scan.y)
             state = scan.final_state
-            for offset, boundary, checkpoint in saves:
+            for offset, boundary, state_slot in saves:
                 saved = state if boundary is None else scan.boundary_states[:, boundary]
-                ssm[checkpoint] = saved[0].to(ssm.dtype)
-                conv[checkpoint] = inputs[offset : offset + width]
-        ssm[item.checkpoint] = state[0].to(ssm.dtype)
-        conv[item.checkpoint] = inputs[part.length :]
+                ssm[state_slot] = saved[0].to(ssm.dtype)
+                conv[state_slot] = inputs[offset : offset + width]
+        ssm[item.state_slot] = state[0].to(ssm.dtype)
+        conv[item.state_slot] = inputs[part.length :]
         return torch.cat(outputs, dim=1)[0].flatten(1)
 
 
 def prefill_context(
     parts: list[PrefillPart],
-    pool: CheckpointPool,
+    pool: StatePool,
     kv: KVPool,
     slot_table: Tensor,
     mamba: Mamba2Config | None,
@@ -224,12 +224,12 @@ def prefill_context(
 def segments(
     item: PrefillItem, length: int, chunk: int
 ) -> list[tuple[int, int, list[tuple[int, int | None, int]]]]:
-    """Cut a prompt chunk so that each wanted checkpoint lies on a boundary the scan passes.
+    """Cut a prompt chunk so that each wanted state slot lies on a boundary the scan passes.
 
     The scan of a segment has the states at multiples of ``chunk`` from the segment's begin for
     nothing; any other wanted position ends the segment.
 
-    Returns: [(begin, end, [(offset, boundary or None for the end, checkpoint slot)])], offsets
+    Returns: [(begin, end, [(offset, boundary or None for the end, state slot)])], offsets
         from the chunk's first token.
     """
     cuts = []
@@ -238,9 +238,9 @@ def segments(
     for save in item.saves:
         offset = save.position - item.start
         if offset < length and (offset - begin) % chunk == 0:
-            saves.append((offset, (offset - begin) // chunk, save.checkpoint))
+            saves.append((offset, (offset - begin) // chunk, save.state_slot))
             continue
-        saves.append((offset, None, save.checkpoint))
+        saves.append((offset, None, save.state_slot))
         cuts.append((begin, offset, saves))
         begin, saves = offset, []
     if begin < length:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.drafting.base import Drafter
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
@@ -21,10 +22,9 @@ from mamba_eagle.runner.pools import KVPool, RequestTable
 from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VerifyScheme
-from mamba_eagle.spec.accept import Truncated, truncate
-from mamba_eagle.spec.drafters.base import Drafter
-from mamba_eagle.spec.simulate import simulated_walk
-from mamba_eagle.spec.tree import Tree, single_node_tree
+from mamba_eagle.tree.accept import Truncated, truncate
+from mamba_eagle.tree.simulate import simulated_walk
+from mamba_eagle.tree.tree import Tree, single_node_tree
 
 
 class Verified(NamedTuple):
@@ -35,7 +35,7 @@ class Verified(NamedTuple):
     features: Tensor  # [b, T, F]
     logits: Tensor  # [b, T, V] float32
 
-    def rows(self, b: int) -> Verified:
+    def first(self, b: int) -> Verified:
         """Of the first ``b`` requests."""
         tree = Tree(*(part[:b] for part in self.tree))
         return Verified(tree, *(part[:b] for part in self[1:]))
@@ -45,9 +45,9 @@ class Outcome(NamedTuple):
     """What a step leaves."""
 
     accepted: Truncated
-    folded: Tensor  # [b] int64, positions of the requests' checkpoints
+    folded: Tensor  # [b] int64, positions of the requests' state slots
 
-    def rows(self, b: int) -> Outcome:
+    def first(self, b: int) -> Outcome:
         return Outcome(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
 
 
@@ -66,12 +66,12 @@ class DecodeStep:
         self.model, self.kv, self.table = model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.forced_length: float | None = None  # of what is accepted, in a benchmark
-        self.num_forced = torch.zeros((), dtype=torch.int64, device=table.run.device)
+        self.num_forced = torch.zeros((), dtype=torch.int64, device=table.processed.device)
 
     def draft(self, slots: Tensor, kv_slots: Tensor, shape: TreeShape, noisy: bool) -> Tree:
         """noisy: guess what the sampler will take at temperatures above 0."""
         table = self.table
-        table.kv_slots[slots, table.run[slots]] = kv_slots[:, 0]
+        table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if shape == PLAIN:
             return single_node_tree(table.last_token[slots])
         return self.drafter.propose(
@@ -83,7 +83,7 @@ class DecodeStep:
     ) -> Verified:
         """logits [b*T, V] float32: where they go, if not to new memory."""
         table, shape = self.table, tree.tokens.shape
-        run = table.run[slots]
+        run = table.processed[slots]
         attention = tree_attention(
             self.kv, table.kv_slots, slots, run, kv_slots, tree.parents, tree.ancestors
         )
@@ -134,7 +134,7 @@ class EagerRun:
 
     def verify(self) -> Verified:
         """Draft, and what the target says of it."""
-        step, batch, device = self.step, self.batch, self.step.table.run.device
+        step, batch, device = self.step, self.batch, self.step.table.processed.device
         behind = step.drafter.prepare(batch.slots, batch.shape)
         if behind:
             step.drafter.catch_up(to_device(behind, device=device))
@@ -147,7 +147,7 @@ class EagerRun:
 
     def commit(self, target: Tensor) -> Outcome:
         """target [b, T] int64, what the target samples at each node."""
-        steps = self.batch.shape.steps
+        steps = self.batch.shape.depth
         outcome = self.step.commit(self.slots, self.kv_slots, self.verified, target, steps)
         self.step.told(self.slots, self.verified, outcome.accepted)
         return outcome

@@ -17,8 +17,8 @@ from torch import Tensor
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.runner.verify import DeferredVerify, RecurrentVerify, SnapshotVerify, Step
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
 
 
 class _Fused(RecurrentVerify):
@@ -28,8 +28,8 @@ class _Fused(RecurrentVerify):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._path, self._chain_len = self.path.numpy(), self.chain_len.numpy()
-        self._run = self.table.run.numpy()
+        self._path, self._journal_len = self.path.numpy(), self.journal_len.numpy()
+        self._run = self.table.processed.numpy()
         self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
 
     def begin_step(self, step: Step) -> None:
@@ -42,8 +42,8 @@ class _Fused(RecurrentVerify):
                     step.rows,
                     step.parents,
                     step.path,
-                    step.chain_len,
-                    step.checkpoints,
+                    step.journal_len,
+                    step.state_slots,
                 )
             )
         )
@@ -63,12 +63,12 @@ class _Fused(RecurrentVerify):
 
 
 class FusedDeferredVerify(_Fused, DeferredVerify):
-    """Rows and folds; the chain is ``path`` and ``chain_len`` and nothing else."""
+    """Rows and folds; the journal is ``path`` and ``journal_len`` and nothing else."""
 
     kernel = staticmethod(cpu.deferred_verify)
 
     def accept(self, accepted: Truncated, features: Tensor) -> None:
-        cpu.extend_chains(
+        cpu.extend_journals(
             self.nodes_at.slots,
             self.nodes_at.rows,
             accepted.nodes.numpy(),
@@ -76,17 +76,17 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
             features.flatten(0, 1).numpy(),
             self.history,
             self._path,
-            self._chain_len,
+            self._journal_len,
             self.feature.numpy(),
         )
 
     def folded(self, slots: Tensor) -> Tensor:
         used = slots.numpy()
-        return torch.from_numpy(self._run[used] - self._chain_len[used])
+        return torch.from_numpy(self._run[used] - self._journal_len[used])
 
     def free_rows(self, slots: Tensor, count: int) -> Tensor:
         rows = torch.empty(len(slots), count, dtype=torch.int64)
-        cpu.free_rows(slots.numpy(), self._path, self._chain_len, self.history, rows.numpy())
+        cpu.free_rows(slots.numpy(), self._path, self._journal_len, self.history, rows.numpy())
         return rows
 
     def _buffers(self, layer: int) -> cpu.Buffers:
@@ -95,15 +95,15 @@ class FusedDeferredVerify(_Fused, DeferredVerify):
 
     def _fold(self, slots: Tensor, keep: Tensor | None = None) -> None:
         folded = slots.numpy()
-        lengths = self._chain_len[folded] if keep is None else keep.numpy()
-        checkpoints = self.table.checkpoint[slots].numpy()
+        lengths = self._journal_len[folded] if keep is None else keep.numpy()
+        state_slots = self.table.state_slot[slots].numpy()
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)
-            cpu.fold(folded, lengths, self._path, checkpoints, self.history, buffers)
+            cpu.fold(folded, lengths, self._path, state_slots, self.history, buffers)
         last = self._path[folded, self.history + lengths - 1] - self.history
-        self.pool.feature.numpy()[checkpoints] = self.feature.numpy()[folded, last]
+        self.pool.feature.numpy()[state_slots] = self.feature.numpy()[folded, last]
         cpu.move_history(folded, lengths, self._path, self.history, self.conv_in.numpy())
-        self.chain_len[slots] = 0
+        self.journal_len[slots] = 0
 
 
 class FusedSnapshotVerify(_Fused, SnapshotVerify):
@@ -119,7 +119,7 @@ class FusedSnapshotVerify(_Fused, SnapshotVerify):
             nodes,
             count,
             features.flatten(0, 1).numpy(),
-            step.checkpoints,
+            step.state_slots,
             self.node_states.numpy(),
             self.pool.ssm.numpy(),
             self.pool.feature.numpy(),

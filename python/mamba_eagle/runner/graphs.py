@@ -3,7 +3,7 @@
 A graph repeats the same kernels on the same memory, so there is one for each kind of step: tree
 shape, number of requests (a ladder of them; a batch takes the next larger one), whether drafts
 follow the sampler's noise, and whether the drafter has a part in it. What pads a batch stands in a
-request slot, a checkpoint and a KV slot that nobody owns, and has no token left to make: it changes
+request slot, a state slot and a KV slot that nobody owns, and has no token left to make: it changes
 nothing of a request's.
 
     inputs → [ draft → verify ] → logits → sampler, launch by launch → [ accept, commit ] → outcome
@@ -25,7 +25,7 @@ from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.runner.decode_step import DecodeStep, Outcome, Verified
 from mamba_eagle.runner.transfer import host_tensor, to_device
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.tree import Tree
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -78,7 +78,7 @@ class _Graph:
     def __init__(self, kind: Kind, graphs: GraphedSteps) -> None:
         self.kind, self.step = kind, graphs.step
         self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
-        self.padding = [graphs.padded_slot, *[graphs.step.kv.bin_slot] * kind.shape.nodes]
+        self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
         device = graphs.logits.device
         self.inputs = to_device([self.padding] * kind.batch, device=device)
         self.slots = self.inputs[:, 0].clone()
@@ -104,7 +104,7 @@ class _Graph:
         self.verified = self.step.verify(self.slots, self.kv_slots, tree, self.logits)
 
     def _commit(self) -> None:
-        steps = self.kind.shape.steps
+        steps = self.kind.shape.depth
         self.outcome = self.step.commit(
             self.slots, self.kv_slots, self.verified, self.target, steps
         )
@@ -154,12 +154,12 @@ def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
 class GraphedSteps:
     """Steps by kind; each is captured when it is first wanted, or by ``warm_up``."""
 
-    def __init__(self, step: DecodeStep, padded_slot: int, most_nodes: int, vocab: int) -> None:
+    def __init__(self, step: DecodeStep, padded_slot: int, max_nodes: int, vocab: int) -> None:
         """padded_slot: a request slot that nobody owns, of which there are so many before it."""
         self.step, self.padded_slot = step, padded_slot
-        self.device = step.table.run.device
+        self.device = step.table.processed.device
         self.ladder = batch_ladder(padded_slot)
-        self.logits = torch.empty(padded_slot * most_nodes, vocab, device=self.device)
+        self.logits = torch.empty(padded_slot * max_nodes, vocab, device=self.device)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         self.graphs: dict[Kind, _Graph] = {}
@@ -176,7 +176,7 @@ class GraphedSteps:
                 self._catch_up([self.padded_slot] * batch)
         # and plain steps of requests that the drafter does not follow
         drafter, padding = self.step.drafter, [self.padded_slot]
-        drafter.unfollow(padding)
+        drafter.untrack(padding)
         for batch in self.ladder:
             self._graph(padding * batch, PLAIN)
         drafter.release(padding, [-1])

@@ -88,7 +88,7 @@ class FusedLanes(LaneAttention, FusedTreeAttention):
         b = len(slots)
         nothing = torch.empty(b, 0, dtype=torch.int64)
         FusedTreeAttention.__init__(self, pool, slot_table, slots, prefix, nothing, nothing)
-        spare = pool.bin_slot + 1 + np.arange(b * max_lanes)
+        spare = pool.padding_slot + 1 + np.arange(b * max_lanes)
         self.spare = spare.reshape(b, max_lanes)
 
     def advance(self, above: Tensor) -> None:
@@ -112,9 +112,9 @@ class LaneRows:
         self.scheme = scheme
         self.slots = slots
         self.rows = scheme.free_rows(slots, max_lanes)  # [b, lanes of all steps]
-        self.checkpoints = scheme.table.checkpoint[slots]
+        self.state_slots = scheme.table.state_slot[slots]
         self.path = scheme.path[slots][:, None]  # [b, lanes, places + …], before their own rows
-        self.length = scheme.chain_len[slots]
+        self.length = scheme.journal_len[slots]
         self.used = 0
 
     def advance(self, above: Tensor) -> None:
@@ -124,12 +124,12 @@ class LaneRows:
         ones = torch.ones(b * topk, 1, 1, dtype=torch.bool, device=above.device)
         step = Step(
             slots=self.slots.repeat_interleave(topk),
-            checkpoints=self.checkpoints.repeat_interleave(topk),
+            state_slots=self.state_slots.repeat_interleave(topk),
             rows=own.reshape(-1, 1),
             parents=torch.zeros(b * topk, 1, dtype=torch.int64, device=above.device),
             ancestors=ones,
             path=path.flatten(0, 1),
-            chain_len=self.length.repeat_interleave(topk),
+            journal_len=self.length.repeat_interleave(topk),
         )
         self.scheme.begin_step(step)
         end = (self.scheme.history + self.length)[:, None, None].expand(-1, topk, -1)

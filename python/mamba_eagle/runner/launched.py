@@ -11,12 +11,12 @@ from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult
 from mamba_eagle.runner.commit import step_trace
 from mamba_eagle.runner.decode_step import Outcome, Verified
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.runner.prompts import Logprobs, PromptsMade
+from mamba_eagle.runner.prompts import Logprobs, PendingPrefill
 from mamba_eagle.runner.transfer import to_host
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.tree import Tree
 
 
-class Moment:
+class Timestamp:
     """A point in the device's work; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -34,14 +34,14 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def until(self, later: Moment) -> float:
+    def until(self, later: Timestamp) -> float:
         """Seconds; both have been reached."""
         if self.event is None or later.event is None:
             return later.time - self.time
         return self.event.elapsed_time(later.event) / 1e3
 
 
-class TreesMade:
+class PendingDecode:
     """What a decode step gives, on its way to the host."""
 
     def __init__(
@@ -80,17 +80,17 @@ class TreesMade:
 class Times(NamedTuple):
     """Of a step; ``before``: when the step ahead of it ended."""
 
-    before: Moment
-    began: Moment
-    decode_began: Moment
-    ended: Moment
+    before: Timestamp
+    began: Timestamp
+    decode_began: Timestamp
+    ended: Timestamp
 
 
 class Launched:
     """All of the step's work is given to the device; the result is read when that is done."""
 
     def __init__(
-        self, number: int, prompts: PromptsMade | None, trees: TreesMade | None, times: Times
+        self, number: int, prompts: PendingPrefill | None, trees: PendingDecode | None, times: Times
     ) -> None:
         self.number, self.prompts, self.trees, self.times = number, prompts, trees, times
 

@@ -1,4 +1,4 @@
-"""How many slots fit: the sizes of a token, a checkpoint and a running request."""
+"""How many slots fit: the sizes of a token, a state slot and a running request."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import NamedTuple
 import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.models.config import Mamba2Config, ModelConfig
-from mamba_eagle.spec.drafters.model_drafter import draft_rows
+from mamba_eagle.drafting.model_drafter import draft_rows
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 CPU_KV_SLOTS = 65536
-CPU_CACHED_CHECKPOINTS = 192
+CPU_CACHED_STATES = 192
 GPU_KV_SLOTS = 2_000_000
 WIDEST_HISTORY = 3
 GRAPHS_AT_LEAST = 250_000_000
-# Beside a tree's: longer chains cost a step more, folds less. On a GPU 3 of them are history and 14
-# the chain's: with 8 nodes that is a quarter of a 9B model's state, and with 16 nodes the kernel's
-# products are 32 wide, where a chain of more than 16 would make them 64.
-CHAIN_ROWS = 17
+# Beside a tree's: longer journals cost a step more, folds less. On a GPU 3 of them are history and 14
+# the journal's: with 8 nodes that is a quarter of a 9B model's state, and with 16 nodes the kernel's
+# products are 32 wide, where a journal of more than 16 would make them 64.
+JOURNAL_ROWS = 17
 
 
 class MemoryPlan(NamedTuple):
     kv_slots: int
-    checkpoints: int
+    state_slots: int
     rows: int  # rows of a request's buffer
     kv_slot_bytes: int
     checkpoint_bytes: int
@@ -47,11 +47,11 @@ def plan_memory(
     device: torch.device,
 ) -> MemoryPlan:
     """Sizes of the pools: what the flags say, else what fits. feature_size: numbers that a
-    checkpoint keeps of its last token.
+    state slot keeps of its last token.
 
     Raises: ConfigError when a flag is too small to serve one request, or nothing fits.
     """
-    nodes, least = config.tree_shape.nodes, least_rows(config, device)
+    nodes, least = config.tree_shape.nodes, min_rows(config, device)
     rows = config.mamba_rows or default_rows(config, device)
     problems = []
     if config.mamba_verify_mode == "deferred" and rows < least:
@@ -74,21 +74,21 @@ def plan_memory(
     graphs = 0
     if device.type == "cuda" and not config.disable_cuda_graph:
         graphs = graph_bytes(running * nodes, model)
-    cached, most_slots = CPU_CACHED_CHECKPOINTS, CPU_KV_SLOTS
+    cached, max_slots = CPU_CACHED_STATES, CPU_KV_SLOTS
     if device.type == "cuda":
-        cached, most_slots = available.budget // checkpoint_bytes, GPU_KV_SLOTS
+        cached, max_slots = available.budget // checkpoint_bytes, GPU_KV_SLOTS
     left = available.budget - graphs - (running + padding) * request_bytes
     left -= padding * checkpoint_bytes
-    checkpoints = config.max_mamba_cache_size
-    if not checkpoints:
-        checkpoints = max(running, min(running + cached, left // 2 // checkpoint_bytes))
-    left -= checkpoints * checkpoint_bytes
+    state_slots = config.max_mamba_cache_size
+    if not state_slots:
+        state_slots = max(running, min(running + cached, left // 2 // checkpoint_bytes))
+    left -= state_slots * checkpoint_bytes
     kv_slots = config.max_total_tokens
     if not kv_slots:
-        kv_slots = max(0, min(most_slots, left // max(kv_bytes, 64)))
+        kv_slots = max(0, min(max_slots, left // max(kv_bytes, 64)))
     least = 2 * config.tree_shape.nodes + 2
     plan = MemoryPlan(
-        kv_slots, checkpoints, rows, kv_bytes, checkpoint_bytes, request_bytes, graphs
+        kv_slots, state_slots, rows, kv_bytes, checkpoint_bytes, request_bytes, graphs
     )
     needed = left - max(kv_slots, least) * kv_bytes
     if needed < 0:
@@ -108,7 +108,7 @@ def plan_memory(
 
 
 def padding_slots(device: torch.device) -> int:
-    """Request slots and checkpoints that nobody owns: what fills up a batch on a GPU."""
+    """Request slots and state slots that nobody owns: what fills up a batch on a GPU."""
     return int(device.type == "cuda")
 
 
@@ -138,7 +138,7 @@ def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:
 
 
 def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, itemsize: int) -> int:
-    """What a running request takes beside its checkpoint."""
+    """What a running request takes beside its state slot."""
     m = model.mamba
     if m is None:
         return 0
@@ -147,16 +147,16 @@ def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, items
     return places + rows * feature_size * itemsize
 
 
-def least_rows(config: EngineConfig, device: torch.device) -> int:
+def min_rows(config: EngineConfig, device: torch.device) -> int:
     """A tree's nodes; on a GPU, which folds a step ahead, also an accepted path and the history of
     the widest convolution that models have."""
     shape = config.tree_shape
-    ahead = shape.steps + 1 + WIDEST_HISTORY if device.type == "cuda" else 0
+    ahead = shape.depth + 1 + WIDEST_HISTORY if device.type == "cuda" else 0
     return shape.nodes + ahead
 
 
 def default_rows(config: EngineConfig, device: torch.device) -> int:
-    return max(config.tree_shape.nodes + CHAIN_ROWS, least_rows(config, device))
+    return max(config.tree_shape.nodes + JOURNAL_ROWS, min_rows(config, device))
 
 
 def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
@@ -201,7 +201,7 @@ def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
     what = "rows" if config.mamba_verify_mode == "deferred" else "node states"
     lines = [
         ("KV", plan.kv_slots, "tokens", plan.kv_slot_bytes),
-        ("checkpoints", plan.checkpoints, "states", plan.checkpoint_bytes),
+        ("state_slots", plan.state_slots, "states", plan.checkpoint_bytes),
         (what, running, "requests", plan.request_bytes),
     ]
     table = [

@@ -12,31 +12,31 @@ from torch import nn
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafting import draft_source
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.pointwise import pointwise_ops
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.moe import experts_on_device
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
     load_weights,
     random_weights,
 )
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.runner.decode_step import DecodeStep, EagerRun, EagerSteps
 from mamba_eagle.runner.graphs import GraphedRun, GraphedSteps
-from mamba_eagle.runner.launched import Launched, Moment, Times, TreesMade
+from mamba_eagle.runner.launched import Launched, PendingDecode, Times, Timestamp
 from mamba_eagle.runner.memory import memory_table, padding_slots, plan_memory, size_text
-from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
+from mamba_eagle.runner.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.runner.prompts import PromptRunner
 from mamba_eagle.runner.sampler import SamplingState, sample
 from mamba_eagle.runner.stateless_verify import StatelessVerify
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, SchemeSize, VerifyScheme
-from mamba_eagle.spec.drafters import draft_source
-from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, NoDrafter
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -50,7 +50,7 @@ UNLIMITED_CONTEXT = 32768  # of a model whose config.json names no limit, unless
 
 
 class ModelRunner:
-    """Owns every tensor. Slots, rows and checkpoints are the scheduler's numbers.
+    """Owns every tensor. Slots, rows and state slots are the scheduler's numbers.
 
     A step: releases, then prompt chunks, then one tree for each decoding request: draft, verify,
     accept. Results are Python lists; on the CPU reading them costs nothing.
@@ -60,7 +60,7 @@ class ModelRunner:
         """Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError."""
         self.config = config
         self.device = resolve_device(config.device)
-        self.model_config = ModelConfig.from_pretrained(config.model_path)
+        self.model_config = read_model_config(config.model_path)
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         self.context_length = self._context_length()
         self.shape = config.tree_shape
@@ -89,7 +89,7 @@ class ModelRunner:
                     target=self.model,
                     table=self.table,
                     kv_slots=self.memory.kv_slots,
-                    checkpoints=self.pool.feature.shape[0],
+                    state_slots=self.pool.feature.shape[0],
                     dtype=self.dtype,
                     device=self.device,
                     load=self._load,
@@ -100,7 +100,7 @@ class ModelRunner:
         )
         self.prompts = PromptRunner(self.step, self.pool, self.model_config.eos_token_ids)
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
-        self._ended = Moment(self.device)  # the last step
+        self._ended = Timestamp(self.device)  # the last step
         self.warm_up()
         self.ready = self._describe()
 
@@ -119,25 +119,25 @@ class ModelRunner:
     def launch(self, plan: Plan) -> Launched:
         """Run a plan. On a GPU all of it is under way when this returns, and the next plan may be
         launched before the result is read; results come in the order of the plans."""
-        began = Moment(self.device)
-        if plan.unfollow:
-            self.drafter.unfollow(plan.unfollow)
+        began = Timestamp(self.device)
+        if plan.untrack:
+            self.drafter.untrack(plan.untrack)
         if plan.releases:
             self._release(plan.releases)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
         trees, decode_began = None, began
         if plan.decode is not None:
             run = self.steps.prepare(plan.decode)
-            decode_began = Moment(self.device)
+            decode_began = Timestamp(self.device)
             trees = self._decode(plan.decode, run)
-        before, self._ended = self._ended, Moment(self.device)
+        before, self._ended = self._ended, Timestamp(self.device)
         return Launched(plan.step, prompts, trees, Times(before, began, decode_began, self._ended))
 
-    def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> TreesMade:
+    def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
         verified = run.verify()
         after = verified.positions + 1
         target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
-        return TreesMade(self.table, batch, verified, run.commit(target))
+        return PendingDecode(self.table, batch, verified, run.commit(target))
 
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]
@@ -146,7 +146,7 @@ class ModelRunner:
         if kept:
             rows, ends = to_device(list(zip(*kept)), device=self.device)
             keep = ends - self.scheme.folded(rows)
-            self.scheme.finish(rows, self.table.checkpoint[rows], keep)
+            self.scheme.finish(rows, self.table.state_slot[rows], keep)
         self.table.remaining[to_device(slots, device=self.device)] = 0
         for slot in slots:
             self.sampling.release(slot)
@@ -162,12 +162,12 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Serve two tokens, so that no request waits for a kernel to be compiled.
 
-        What it leaves in slot 0 and checkpoint 0 goes when a request takes them.
+        What it leaves in slot 0 and state slot 0 goes when a request takes them.
         """
         nodes = self.shape.nodes
         prompt = PrefillItem(
             slot=0,
-            checkpoint=0,
+            state_slot=0,
             start=0,
             token_ids=[0],
             kv_slots=[0],
@@ -233,13 +233,13 @@ class ModelRunner:
         padding = padding_slots(self.device)
         running = config.max_running_requests + padding
         self.table = RequestTable(running, self.context_length, self.device)
-        self.table.checkpoint[config.max_running_requests :] = memory.checkpoints
+        self.table.state_slot[config.max_running_requests :] = memory.state_slots
         self.kv = KVPool(
             model.num_attention_layers, memory.kv_slots, model.attention, self.dtype, self.device
         )
-        self.pool = CheckpointPool(
+        self.pool = StatePool(
             model.num_mamba_layers,
-            memory.checkpoints + padding,
+            memory.state_slots + padding,
             model.mamba,
             self.model.feature_size,
             getattr(torch, config.mamba_ssm_dtype),
@@ -253,7 +253,7 @@ class ModelRunner:
                 features=self.model.feature_size,
                 rows=memory.rows,
                 nodes=self.shape.nodes,
-                accepts=self.shape.steps + 1,
+                accepts=self.shape.depth + 1,
             )
             make_scheme = VERIFY_SCHEMES[config.mamba_verify_mode]
             self.scheme = make_scheme(model.mamba, size, self.table, self.pool)
@@ -263,7 +263,7 @@ class ModelRunner:
         memory, weights = self.memory, sum(p.nbytes for p in self.model.parameters())
         return RunnerReady(
             max_kv_slots=memory.kv_slots,
-            max_checkpoints=memory.checkpoints,
+            max_state_slots=memory.state_slots,
             max_running_requests=self.config.max_running_requests,
             context_length=self.context_length,
             vocab_size=self.model_config.vocab_size,

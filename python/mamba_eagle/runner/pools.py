@@ -1,4 +1,4 @@
-"""The runner's memory: KV slots, checkpoints, and what each running request keeps.
+"""The runner's memory: KV slots, state slots, and what each running request keeps.
 
 Slot numbers come from the scheduler, which alone decides who owns what; nothing here allocates.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import AttentionConfig, Mamba2Config
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config
 
 
 class KVPool:
@@ -28,7 +28,7 @@ class KVPool:
         device: torch.device,
         num_spare: int = 1,
     ) -> None:
-        self.bin_slot = num_slots
+        self.padding_slot = num_slots
         shape = (0, num_slots + num_spare, 1, 1)
         if config is not None and num_layers:
             shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
@@ -54,7 +54,7 @@ class KVPool:
         return self.k.nbytes + self.v.nbytes
 
 
-class CheckpointPool:
+class StatePool:
     """Recurrent states after some token of some sequence, in all Mamba2 layers.
 
     ssm [layers, slots, H, P, N]; conv [layers, slots, K-1, conv_dim], the raw convolution inputs
@@ -82,18 +82,18 @@ class CheckpointPool:
         self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
 
     def begin(self, item: PrefillItem) -> None:
-        """The request's own checkpoint takes the state to start from."""
+        """The request's own state slot takes the state to start from."""
         if item.load_from < 0:
-            self.clear(item.checkpoint)
+            self.clear(item.state_slot)
         else:
-            self.copy(item.load_from, item.checkpoint)
+            self.copy(item.load_from, item.state_slot)
 
     def begin_feature(self, item: PrefillItem) -> None:
         """The same for its feature alone."""
         if item.load_from < 0:
-            self.feature[item.checkpoint].zero_()
+            self.feature[item.state_slot].zero_()
         else:
-            self.feature[item.checkpoint].copy_(self.feature[item.load_from])
+            self.feature[item.state_slot].copy_(self.feature[item.load_from])
 
     def copy(self, source: int, target: int) -> None:
         for part in (self.ssm, self.conv):
@@ -121,8 +121,8 @@ class RequestTable:
 
         # room for a tree past the end: its nodes' slots are looked up by position as well
         self.kv_slots = zeros(R, context_length + 64)  # KV slot of each position
-        self.run = zeros(R)  # tokens the target has processed
-        self.checkpoint = zeros(R)  # checkpoint slot of S0
+        self.processed = zeros(R)  # tokens the target has processed
+        self.state_slot = zeros(R)  # state slot of S0
         self.last_token = zeros(R)  # the root of the next tree: sampled, not run
         self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
         self.stop_tokens = torch.full((R, 8), -1, dtype=torch.int64, device=device)

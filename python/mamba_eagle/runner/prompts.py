@@ -11,7 +11,7 @@ from torch import Tensor
 from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
 from mamba_eagle.runner.contexts import PrefillPart, prefill_context, prefill_parts, start_finished
 from mamba_eagle.runner.decode_step import DecodeStep
-from mamba_eagle.runner.pools import CheckpointPool
+from mamba_eagle.runner.pools import StatePool
 from mamba_eagle.runner.sampler import TokenLogprobs, sample, token_logprobs
 from mamba_eagle.runner.transfer import to_device, to_host
 
@@ -34,7 +34,7 @@ class Logprobs:
 
 
 @dataclass
-class PromptsMade:
+class PendingPrefill:
     """What the chunks of a step give, on its way to the host."""
 
     items: Sequence[PrefillItem]
@@ -65,26 +65,24 @@ class PromptsMade:
 class PromptRunner:
     """Takes requests in and runs their prompts."""
 
-    def __init__(
-        self, step: DecodeStep, pool: CheckpointPool, eos_token_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, step: DecodeStep, pool: StatePool, eos_token_ids: tuple[int, ...]) -> None:
         self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
-        self.device = step.table.run.device
+        self.device = step.table.processed.device
         # of output tokens; a retracted request has made some of them before
-        self.budget_end = [0] * step.table.run.shape[0]
+        self.budget_end = [0] * step.table.processed.shape[0]
 
-    def run(self, items: Sequence[PrefillItem]) -> PromptsMade:
+    def run(self, items: Sequence[PrefillItem]) -> PendingPrefill:
         model, table = self.step.model, self.step.table
         for item in items:
             self._admit(item)
         parts = prefill_parts(items)
         tokens = self._indices([token for item in items for token in item.token_ids])
         ctx = prefill_context(parts, self.pool, self.step.kv, table.kv_slots, model.config.mamba)
-        checkpoints = self._indices([item.checkpoint for item in items])
-        before = self.pool.feature[checkpoints]  # copied: they are overwritten below
+        state_slots = self._indices([item.state_slot for item in items])
+        before = self.pool.feature[state_slots]  # copied: they are overwritten below
         features = model(tokens, ctx)
         self._keep_features(parts, features)
-        table.run[self._indices([item.slot for item in items])] = self._indices(
+        table.processed[self._indices([item.slot for item in items])] = self._indices(
             [item.start + len(item.token_ids) for item in items]
         )
         for part in parts:
@@ -92,7 +90,7 @@ class PromptRunner:
             self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
         start_finished(self.step.scheme, items, self.device)
         self._show_drafter(parts, tokens, features, before)
-        made = PromptsMade(items)
+        made = PendingPrefill(items)
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
                 made.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
@@ -104,12 +102,12 @@ class PromptRunner:
     def _show_drafter(
         self, parts: Sequence[PrefillPart], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        """The chunks of followed requests; before [parts, F]."""
+        """The chunks of tracked requests; before [parts, F]."""
         drafter = self.step.drafter
-        new = [part.item.slot for part in parts if part.item.is_first and not part.item.follow]
+        new = [part.item.slot for part in parts if part.item.is_first and not part.item.track]
         if new:
-            drafter.unfollow(new)
-        shown = [i for i, part in enumerate(parts) if part.item.follow]
+            drafter.untrack(new)
+        shown = [i for i, part in enumerate(parts) if part.item.track]
         if len(shown) < len(parts):
             ranges = [range(p.first, p.first + p.length) for p in map(parts.__getitem__, shown)]
             rows = self._indices([row for each in ranges for row in each])
@@ -131,7 +129,7 @@ class PromptRunner:
             return
         params = item.sampling
         assert params is not None
-        table.checkpoint[slot] = item.checkpoint
+        table.state_slot[slot] = item.state_slot
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids))
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs
@@ -140,18 +138,18 @@ class PromptRunner:
         self.budget_end[slot] = item.output_start + params.max_new_tokens
 
     def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
-        """Those of the tokens at which checkpoints end."""
+        """Those of the tokens at which state slots end."""
         kept = []
         for part in parts:
             item = part.item
-            saves = [(save.position - item.start, save.checkpoint) for save in item.saves]
-            saves.append((part.length, item.checkpoint))
-            kept += [(checkpoint, part.first + length - 1) for length, checkpoint in saves]
-        checkpoints, rows = self._indices(list(zip(*kept)))
-        self.pool.feature[checkpoints] = features[rows].to(self.pool.feature.dtype)
+            saves = [(save.position - item.start, save.state_slot) for save in item.saves]
+            saves.append((part.length, item.state_slot))
+            kept += [(state_slot, part.first + length - 1) for length, state_slot in saves]
+        state_slots, rows = self._indices(list(zip(*kept)))
+        self.pool.feature[state_slots] = features[rows].to(self.pool.feature.dtype)
 
     def _first_tokens(
-        self, parts: Sequence[PrefillPart], features: Tensor, made: PromptsMade
+        self, parts: Sequence[PrefillPart], features: Tensor, made: PendingPrefill
     ) -> None:
         """The prompts are over: their first output tokens are sampled."""
         table, sampling = self.step.table, self.step.sampling
@@ -167,7 +165,7 @@ class PromptRunner:
         table.last_token[rows] = tokens
         is_stop = (table.stop_tokens[rows] == tokens[:, None]).any(1)
         table.remaining[rows] = torch.where(is_stop, 0, budget)
-        shown = [i for i, part in enumerate(parts) if part.item.follow]
+        shown = [i for i, part in enumerate(parts) if part.item.track]
         if len(shown) == len(parts):
             self.step.drafter.observe_first_tokens(slots, tokens, own)
         elif shown:

@@ -23,7 +23,7 @@ from torch import Tensor
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling_noise import gumbel
 from mamba_eagle.runner.transfer import to_device
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.tree import Tree
 
 MASS = 2.0**40  # the mass of a row's best token, in the integer sums of top-p
 LOW_BITS = 2**32 - 1
@@ -203,7 +203,7 @@ class SamplingState:
 
 
 class BatchNoise:
-    """The Gumbel noise that ``sample`` will add, for drafters (spec/drafters/base.py KeyedNoise).
+    """The Gumbel noise that ``sample`` will add, for drafters (drafting/base.py KeyedNoise).
 
     The target takes ``argmax(logits / temperature + noise)``. A drafter whose logits are near the
     target's guesses that best from ``log_probs / temperature + noise``; its softmax is a measure of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, where
 
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.runner.pools import CheckpointPool, RequestTable
+from mamba_eagle.runner.pools import RequestTable, StatePool
 from mamba_eagle.runner.verify import VerifyScheme
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
 
 
 class StatelessVerify(VerifyScheme):
@@ -16,17 +16,17 @@ class StatelessVerify(VerifyScheme):
 
     name = "stateless"
 
-    def __init__(self, table: RequestTable, pool: CheckpointPool) -> None:
+    def __init__(self, table: RequestTable, pool: StatePool) -> None:
         self.table, self.pool = table, pool
 
     on_device = True
 
-    def start(self, slots: Tensor, checkpoints: Tensor) -> None: ...
+    def start(self, slots: Tensor, state_slots: Tensor) -> None: ...
 
-    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None: ...
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None: ...
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
-        self.checkpoints = self.table.checkpoint[slots]
+        self.state_slots = self.table.state_slot[slots]
 
     def verify(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         raise AssertionError("the model has no Mamba2 layer")
@@ -38,11 +38,11 @@ class StatelessVerify(VerifyScheme):
         made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
         # a request that had ended accepts nothing: its feature stays
         feature, alive = self.pool.feature, (accepted.count > 0)[:, None]
-        before = feature[self.checkpoints]
-        feature[self.checkpoints] = where(alive, made.to(feature.dtype), before)
+        before = feature[self.state_slots]
+        feature[self.state_slots] = where(alive, made.to(feature.dtype), before)
 
     def folded(self, slots: Tensor) -> Tensor:
-        return self.table.run[slots]
+        return self.table.processed[slots]
 
     @property
     def num_bytes(self) -> int:

@@ -50,7 +50,7 @@ class TritonLanes(TritonTreeAttention, LaneAttention):
 
     def advance(self, above: Tensor) -> None:
         self.nodes = continue_lanes(
-            above, self.masks, self.used, self.pool.bin_slot + 1, self.max_lanes
+            above, self.masks, self.used, self.pool.padding_slot + 1, self.max_lanes
         )
         self.masks = self.nodes.masks
         self.used += above.shape[1]

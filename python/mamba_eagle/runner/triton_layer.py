@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.tree_verify.triton import Sizes
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 
 _weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
 

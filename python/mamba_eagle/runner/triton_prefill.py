@@ -10,15 +10,15 @@ from mamba_eagle.kernels.ssd.triton import scan
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner.contexts import PrefillContext, PrefillPart
-from mamba_eagle.runner.pools import CheckpointPool, KVPool
+from mamba_eagle.runner.pools import KVPool, StatePool
 from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
 
 
 class TritonPrefillContext(PrefillContext):
-    """From each request's checkpoint to it, and to those wanted on the way."""
+    """From each request's state slot to it, and to those wanted on the way."""
 
     def __init__(
-        self, parts: list[PrefillPart], pool: CheckpointPool, kv: KVPool, slot_table: Tensor
+        self, parts: list[PrefillPart], pool: StatePool, kv: KVPool, slot_table: Tensor
     ) -> None:
         super().__init__(parts, pool, kv, slot_table)
         self.plan = prefill_plan([prompt_of(part) for part in parts], pool.ssm.device)
@@ -34,9 +34,9 @@ class TritonPrefillContext(PrefillContext):
 
 
 def prompt_of(part: PrefillPart) -> Prompt:
-    """The own checkpoint is the last save, also where one is wanted at the chunk's end."""
+    """The own state slot is the last save, also where one is wanted at the chunk's end."""
     item = part.item
-    saves = [(save.position - item.start, save.checkpoint) for save in item.saves]
-    saves.append((part.length, item.checkpoint))
-    source = item.load_from if item.is_first else item.checkpoint
+    saves = [(save.position - item.start, save.state_slot) for save in item.saves]
+    saves.append((part.length, item.state_slot))
+    source = item.load_from if item.is_first else item.state_slot
     return Prompt(part.first, part.length, source, saves)

@@ -10,11 +10,11 @@ from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, TreeStep
 from mamba_eagle.kernels.tree_verify.triton_snapshot import commit_snapshots, snapshot_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
-from mamba_eagle.runner.pools import CheckpointPool, RequestTable
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.runner.pools import RequestTable, StatePool
 from mamba_eagle.runner.triton_layer import conv_weights, sizes_of
 from mamba_eagle.runner.verify import SchemeSize, SnapshotVerify, Step
-from mamba_eagle.spec.accept import Truncated
+from mamba_eagle.tree.accept import Truncated
 
 
 class TritonSnapshotVerify(SnapshotVerify):
@@ -23,7 +23,7 @@ class TritonSnapshotVerify(SnapshotVerify):
     on_device = True
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: CheckpointPool
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
         self.sizes = sizes_of(config)
@@ -43,9 +43,9 @@ class TritonSnapshotVerify(SnapshotVerify):
         b = len(step.slots)
         self.tree_step = TreeStep(
             slots=step.slots,
-            checkpoints=step.checkpoints,
+            state_slots=step.state_slots,
             chain=step.rows.new_zeros(b, 0),
-            chain_len=step.chain_len,
+            journal_len=step.journal_len,
             rows=step.rows.contiguous(),
             parents=step.parents,
             ancestors=pack_paths(step.ancestors)[..., 0],
@@ -64,13 +64,13 @@ class TritonSnapshotVerify(SnapshotVerify):
         step, count, pool = self.step, accepted.count, self.pool
         last = accepted.nodes.gather(1, (count - 1).clamp(min=0)[:, None])  # [b, 1]
         commit_snapshots(
-            self.node_states, pool.ssm, step.slots, step.checkpoints, last[:, 0], count
+            self.node_states, pool.ssm, step.slots, step.state_slots, last[:, 0], count
         )
         # a request that had ended accepts nothing: its state, feature and history stay
         made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
-        before = pool.feature[step.checkpoints]
+        before = pool.feature[step.state_slots]
         alive = (count > 0)[:, None]
-        pool.feature[step.checkpoints] = torch.where(alive, made.to(before.dtype), before)
+        pool.feature[step.state_slots] = torch.where(alive, made.to(before.dtype), before)
         rows = step.rows.gather(1, accepted.nodes) + self.history
         path = torch.cat([self.offsets.expand(len(count), -1), rows], dim=1)
         move_history(self.conv_in, step.slots, path.gather(1, count[:, None] + self.offsets), count)

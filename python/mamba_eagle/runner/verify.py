@@ -2,14 +2,14 @@
 
 Both schemes answer the same five calls. A step is ``begin`` (a tree is about to be verified),
 ``verify`` in each Mamba2 layer, ``accept``. ``start`` and ``finish`` bracket a request's life:
-after prefill its checkpoint holds the state after the prompt, and at its end it is brought to a
+after prefill its state slot holds the state after the prompt, and at its end it is brought to a
 position of the caller's choice.
 
-Convolution inputs live in one buffer a request: K-1 places for the tokens before the checkpoint
+Convolution inputs live in one buffer a request: K-1 places for the tokens before the state slot
 (the history), then W rows. ``path`` lists places in sequence order, history first, so the K-1
 nearest ancestors of a tree's root are a slice of it. What the nodes feed into the recurrence is
 written to their rows while they are verified: rows are free until ``accept`` puts them into the
-chain, which moves no tensor.
+journal, which moves no tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.naive import Rows, fold, snapshot_verify, tree_verify
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
-from mamba_eagle.runner.pools import CheckpointPool, RequestTable
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.runner.pools import RequestTable, StatePool
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
 
 
 class VerifyScheme(ABC):
@@ -38,12 +38,12 @@ class VerifyScheme(ABC):
     on_device = False  # nothing waits for the host, so that a captured graph can repeat a step
 
     @abstractmethod
-    def start(self, slots: Tensor, checkpoints: Tensor) -> None:
-        """Prefill has ended: the checkpoints [n] hold all that was run of the requests [n]."""
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        """Prefill has ended: the state slots [n] hold all that was run of the requests [n]."""
 
     @abstractmethod
-    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
-        """Move each checkpoint ``keep`` [n] tokens on from where it is; its request leaves."""
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        """Move each state slot ``keep`` [n] tokens on from where it is; its request leaves."""
 
     @abstractmethod
     def begin(self, slots: Tensor, tree: Tree) -> None:
@@ -56,16 +56,16 @@ class VerifyScheme(ABC):
     @abstractmethod
     def accept(self, accepted: Truncated, features: Tensor) -> None:
         """Make the accepted nodes part of the sequence. features [b, T, F]: of the nodes, kept
-        for a later checkpoint."""
+        for a later state slot."""
 
     @abstractmethod
     def folded(self, slots: Tensor) -> Tensor:
-        """Position of each request's checkpoint, [b]."""
+        """Position of each request's state slot, [b]."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory of the scheme itself, checkpoints apart."""
+        """Memory of the scheme itself, state slots apart."""
 
 
 class SchemeSize(NamedTuple):
@@ -83,12 +83,12 @@ class Step(NamedTuple):
     """The nodes of b trees, where they stand and what is before them."""
 
     slots: Tensor  # [b]: whose row buffers
-    checkpoints: Tensor  # [b]: where S0 is
+    state_slots: Tensor  # [b]: where S0 is
     rows: Tensor  # [b, T]: each node's row
     parents: Tensor  # [b, T]
     ancestors: Tensor  # [b, T, T] bool
-    path: Tensor  # [b, places + …]: history and chain before each root
-    chain_len: Tensor  # [b]
+    path: Tensor  # [b, places + …]: history and journal before each root
+    journal_len: Tensor  # [b]
 
 
 class LayerConstants(NamedTuple):
@@ -112,26 +112,26 @@ class RecurrentVerify(VerifyScheme):
     """What both schemes share: convolution inputs, paths and rows."""
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: CheckpointPool
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         self.config, self.size, self.table, self.pool = config, size, table, pool
         self.history = config.conv_kernel - 1
         device, dtype = pool.conv.device, pool.conv.dtype
-        requests, places = table.run.shape[0], self.history + size.rows
+        requests, places = table.processed.shape[0], self.history + size.rows
         self.conv_in = torch.zeros(
             size.layers, requests, places, config.conv_dim, dtype=dtype, device=device
         )
         # accepted nodes are appended all at once, valid or not; hence the spare columns
         self.path = torch.zeros(requests, places + size.accepts, dtype=torch.int64, device=device)
         self.path[:, : self.history] = torch.arange(self.history, device=device)
-        self.chain_len = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.journal_len = torch.zeros(requests, dtype=torch.int64, device=device)
         self.feature = torch.zeros(requests, size.rows, size.features, dtype=dtype, device=device)
         self.offsets = torch.arange(self.history, device=device)
         self.constants: dict[int, LayerConstants] = {}
 
-    def start(self, slots: Tensor, checkpoints: Tensor) -> None:
-        self.chain_len[slots] = 0
-        self.conv_in[:, slots, : self.history] = self.pool.conv[:, checkpoints]
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        self.journal_len[slots] = 0
+        self.conv_in[:, slots, : self.history] = self.pool.conv[:, state_slots]
 
     def begin(self, slots: Tensor, tree: Tree) -> None:
         self.begin_step(self._step(slots, self._choose_rows(slots, tree), tree))
@@ -168,28 +168,28 @@ class RecurrentVerify(VerifyScheme):
     def _step(self, slots: Tensor, rows: Tensor, tree: Tree) -> Step:
         return Step(
             slots,
-            self.table.checkpoint[slots],
+            self.table.state_slot[slots],
             rows,
             tree.parents,
             tree.ancestors,
             self.path[slots],
-            self.chain_len[slots],
+            self.journal_len[slots],
         )
 
     def _extend(self, accepted: Truncated) -> None:
         """The rows of the accepted nodes join the path."""
         step = self.step
         rows = step.rows.gather(1, accepted.nodes)  # [b, D]
-        ends = self.history + step.chain_len
+        ends = self.history + step.journal_len
         columns = ends[:, None] + torch.arange(rows.shape[1], device=rows.device)
         self.path[step.slots[:, None], columns] = rows + self.history
-        self.chain_len[step.slots] += accepted.count
+        self.journal_len[step.slots] += accepted.count
 
     def _windows(self) -> Tensor:
         """The places of each node's K-1 nearest ancestors and its own: tree parents first, then
         the tail of the path. Never packed order. [b, T, K]"""
         h, step = self.history, self.step
-        tail = step.path.gather(1, step.chain_len[:, None] + self.offsets)  # [b, K-1]
+        tail = step.path.gather(1, step.journal_len[:, None] + self.offsets)  # [b, K-1]
         places = torch.cat([tail, step.rows + h], dim=1)  # [b, K-1+T]
         # parent of entry j: j-1 in the tail, the tail's end for the root
         in_tail = (self.offsets - 1).clamp_(min=0).expand(self.batch, -1)
@@ -226,7 +226,7 @@ class DeferredVerify(RecurrentVerify):
     name = "deferred"
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: CheckpointPool
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
         device = self.conv_in.device
@@ -241,26 +241,26 @@ class DeferredVerify(RecurrentVerify):
         self.dt = buffer(config.num_heads)
         self.log_decay = buffer(config.num_heads)
 
-    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
         if bool(moved.any()):
             self._fold(slots[moved], keep[moved])
-        self.pool.conv[:, checkpoints] = self.conv_in[:, slots, : self.history]
+        self.pool.conv[:, state_slots] = self.conv_in[:, slots, : self.history]
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
-        # packed rows: the chain's, then the nodes'
-        longest = int(step.chain_len.max())
+        # packed rows: the journal's, then the nodes'
+        longest = int(step.journal_len.max())
         h, device = self.history, step.rows.device
-        chain = (step.path[:, h : h + longest] - h).clamp_(0, self.size.rows - 1)
-        self.packed = torch.cat([chain, step.rows], dim=1)  # [b, R+T]
-        in_chain = torch.arange(longest, device=device) < step.chain_len[:, None]
-        visible = torch.cat([in_chain[:, None].expand(-1, self.nodes, -1), step.ancestors], dim=2)
+        journal = (step.path[:, h : h + longest] - h).clamp_(0, self.size.rows - 1)
+        self.packed = torch.cat([journal, step.rows], dim=1)  # [b, R+T]
+        in_journal = torch.arange(longest, device=device) < step.journal_len[:, None]
+        visible = torch.cat([in_journal[:, None].expand(-1, self.nodes, -1), step.ancestors], dim=2)
         self.mask_bias = torch.zeros(visible.shape, device=device)
         self.mask_bias.masked_fill_(~visible, float("-inf"))  # [b, T, R+T]
-        last = step.path.gather(1, (h + step.chain_len - 1)[:, None])[:, 0] - h
-        self.last = last.clamp_(min=0)  # of an empty chain: any row, its L is not read
-        self.has_chain = (step.chain_len > 0).float()[:, None, None]
+        last = step.path.gather(1, (h + step.journal_len - 1)[:, None])[:, 0] - h
+        self.last = last.clamp_(min=0)  # of an empty journal: any row, its L is not read
+        self.has_journal = (step.journal_len > 0).float()[:, None, None]
         self.ancestors = step.ancestors.float()
 
     def accept(self, accepted: Truncated, features: Tensor) -> None:
@@ -269,24 +269,24 @@ class DeferredVerify(RecurrentVerify):
         self._extend(accepted)
 
     def folded(self, slots: Tensor) -> Tensor:
-        return self.table.run[slots] - self.chain_len[slots]
+        return self.table.processed[slots] - self.journal_len[slots]
 
     def free_rows(self, slots: Tensor, count: int) -> Tensor:
-        """``count`` rows of each request that are not in its chain, the lowest first. [b, count]"""
+        """``count`` rows of each request that are not in its journal, the lowest first. [b, count]"""
         h, W = self.history, self.size.rows
         columns = torch.arange(W, device=slots.device)
-        in_chain = columns < self.chain_len[slots][:, None]
-        taken = torch.where(in_chain, self.path[slots, h : h + W] - h, W)
+        in_journal = columns < self.journal_len[slots][:, None]
+        taken = torch.where(in_journal, self.path[slots, h : h + W] - h, W)
         marks = torch.zeros(len(slots), W + 1, dtype=torch.int8, device=slots.device)
         marks.scatter_(1, taken, 1)
         return marks[:, :W].argsort(dim=1, stable=True)[:, :count]
 
     def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
         # one limit for trees of all sizes: a small one would gain less by folding less often than
-        # it would lose to a longer chain
+        # it would lose to a longer journal
         nodes = tree.tokens.shape[1]
         most = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
-        crowded = self.chain_len[slots] > most
+        crowded = self.journal_len[slots] > most
         if bool(crowded.any()):
             self._fold(slots[crowded])
         return self.free_rows(slots, nodes)
@@ -296,7 +296,7 @@ class DeferredVerify(RecurrentVerify):
         slots = step.slots[:, None]
         xB, dt, log_decay = self.xB[i], self.dt[i], self.log_decay[i]
         decays = inputs.dt * layer.decay_rate()
-        before = self.has_chain * log_decay[step.slots, self.last][:, None]  # L of the chain
+        before = self.has_journal * log_decay[step.slots, self.last][:, None]  # L of the journal
         L = before + decays if self.nodes == 1 else torch.baddbmm(before, self.ancestors, decays)
         fed = torch.cat([inputs.x.flatten(2), inputs.B.flatten(2)], dim=2)
         xB[slots, step.rows], dt[slots, step.rows] = fed, inputs.dt
@@ -306,7 +306,7 @@ class DeferredVerify(RecurrentVerify):
             self._as_rows(xB[at], dt[at], log_decay[at]),
             inputs.C,
             L,
-            self.pool.ssm[i][step.checkpoints],
+            self.pool.ssm[i][step.state_slots],
             self.mask_bias,
         )
 
@@ -321,22 +321,22 @@ class DeferredVerify(RecurrentVerify):
         )
 
     def _fold(self, slots: Tensor, keep: Tensor | None = None) -> None:
-        """Write the state after the chain, or its first ``keep`` tokens, back to S0."""
+        """Write the state after the journal, or its first ``keep`` tokens, back to S0."""
         h = self.history
-        length = self.chain_len[slots] if keep is None else keep
+        length = self.journal_len[slots] if keep is None else keep
         longest = int(length.max())
-        chain = (self.path[slots, h : h + longest] - h).clamp_(0, self.size.rows - 1)  # [f, R]
+        journal = (self.path[slots, h : h + longest] - h).clamp_(0, self.size.rows - 1)  # [f, R]
         valid = torch.arange(longest, device=slots.device) < length[:, None]
         last = self.path[slots, h + length - 1] - h
-        checkpoints, at = self.table.checkpoint[slots], (slots[:, None], chain)
+        state_slots, at = self.table.state_slot[slots], (slots[:, None], journal)
         for layer in range(self.size.layers):
             rows = self._as_rows(self.xB[layer][at], self.dt[layer][at], self.log_decay[layer][at])
             ssm = self.pool.ssm[layer]
-            folded = fold(rows, valid, self.log_decay[layer, slots, last], ssm[checkpoints])
-            ssm.index_copy_(0, checkpoints, folded.to(ssm.dtype))
-        self.pool.feature[checkpoints] = self.feature[slots, last]
+            folded = fold(rows, valid, self.log_decay[layer, slots, last], ssm[state_slots])
+            ssm.index_copy_(0, state_slots, folded.to(ssm.dtype))
+        self.pool.feature[state_slots] = self.feature[slots, last]
         self._move_history(slots, length)
-        self.chain_len[slots] = 0
+        self.journal_len[slots] = 0
 
     @property
     def num_bytes(self) -> int:
@@ -353,16 +353,16 @@ class SnapshotVerify(RecurrentVerify):
     name = "snapshot"
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: CheckpointPool
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
         layers, requests = self.conv_in.shape[:2]
         shape = (layers, requests, size.rows, *pool.ssm.shape[2:])
         self.node_states = torch.zeros(shape, device=self.path.device)
 
-    def finish(self, slots: Tensor, checkpoints: Tensor, keep: Tensor) -> None:
-        """``keep`` is 0: the checkpoints already hold every accepted token."""
-        self.pool.conv[:, checkpoints] = self.conv_in[:, slots, : self.history]
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        """``keep`` is 0: the state slots already hold every accepted token."""
+        self.pool.conv[:, state_slots] = self.conv_in[:, slots, : self.history]
 
     def accept(self, accepted: Truncated, features: Tensor) -> None:
         self._extend(accepted)
@@ -370,14 +370,14 @@ class SnapshotVerify(RecurrentVerify):
         last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])[:, 0]
         # a request that had ended accepts nothing: its state stays
         alive = accepted.count > 0
-        slots, last, checkpoints = step.slots[alive], last[alive], step.checkpoints[alive]
-        self.pool.ssm[:, checkpoints] = self.node_states[:, slots, last].to(self.pool.ssm.dtype)
-        self.pool.feature[checkpoints] = features[alive, last].to(self.pool.feature.dtype)
+        slots, last, state_slots = step.slots[alive], last[alive], step.state_slots[alive]
+        self.pool.ssm[:, state_slots] = self.node_states[:, slots, last].to(self.pool.ssm.dtype)
+        self.pool.feature[state_slots] = features[alive, last].to(self.pool.feature.dtype)
         self._move_history(slots, accepted.count[alive])
-        self.chain_len[step.slots] = 0
+        self.journal_len[step.slots] = 0
 
     def folded(self, slots: Tensor) -> Tensor:
-        return self.table.run[slots]
+        return self.table.processed[slots]
 
     def _choose_rows(self, slots: Tensor, tree: Tree) -> Tensor:
         # node i stands in row i
@@ -385,7 +385,7 @@ class SnapshotVerify(RecurrentVerify):
 
     def _recur(self, layer: Mamba2Mixer, inputs: Inputs) -> Tensor:
         step, x, B, C, dt = self.step, *inputs
-        state = self.pool.ssm[layer.index][step.checkpoints]
+        state = self.pool.ssm[layer.index][step.state_slots]
         y, states = snapshot_verify(x, dt, layer.decay_rate(), B, C, state, step.parents)
         self.node_states[layer.index, step.slots, : self.nodes] = states
         return y
@@ -400,7 +400,7 @@ def _make_scheme(
     config: Mamba2Config,
     size: SchemeSize,
     table: RequestTable,
-    pool: CheckpointPool,
+    pool: StatePool,
 ) -> RecurrentVerify:
     """``scheme``, or its twin with kernels where there is one for the pool's device and dtypes."""
     device, dtypes = pool.conv.device, (pool.conv.dtype, pool.ssm.dtype)

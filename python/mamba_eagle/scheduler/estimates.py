@@ -12,20 +12,20 @@ from mamba_eagle.core import PLAIN, TreeShape
 
 WINDOW = 9  # step times that a median is taken of
 SETTLED = 2  # step times that are believed
-PACE_GAIN = 0.5  # how much of what a step was slower than expected goes into the pace, …
-MOST_SLOWER = 1.5  # … of so much at most
+PACE_SMOOTHING = 0.5  # how much of what a step was slower than expected goes into the pace, …
+MAX_SLOWDOWN = 1.5  # … of so much at most
 FIRST_GUESS = 0.25  # of a plain step: what a node or a drafting step adds, before any is measured
 PRIOR_RATE = 0.6  # share of drafted tokens that are accepted, before any is seen, …
 PRIOR_TRIALS = 4.0  # … and how many trials that is worth
-MOST_ROWS = 256.0  # the memory of a running mean
+MAX_ROWS = 256.0  # the memory of a running mean
 STALE = 200  # steps of others after which a step time may have been that of a bad moment
 UNSEEN = 100.0  # plain steps, and …
 UNUSED = 500.0  # … steps of other shapes after which what is known counts 1/e
 REQUEST_STEPS = 32.0  # the memory of what one request's drafts did
-LEAST_USEFUL = 0.1  # accepted drafts of a row; a drafter that has fewer is given up
+MIN_USEFUL_DRAFTS = 0.1  # accepted drafts of a row; a drafter that has fewer is given up
 USEFUL_ROWS = 64.0  # the memory of that
-FEWEST_USELESS = 8  # rows before it is said
-LIKE_OTHERS = 8.0  # drafts for which a request is taken to be like the others
+MIN_ROWS_TO_DISABLE = 8  # rows before it is said
+PRIOR_DRAFTS = 8.0  # drafts for which a request is taken to be like the others
 
 
 class StepTimes:
@@ -47,7 +47,7 @@ class StepTimes:
         self._steps = 0
         self._when: dict[tuple[TreeShape, int], int] = {}  # the step it was last measured in
 
-    def knows(self, shape: TreeShape) -> bool:
+    def has_samples(self, shape: TreeShape) -> bool:
         return shape in self._median
 
     def observe(self, shape: TreeShape, batch: int, seconds: float) -> None:
@@ -61,7 +61,7 @@ class StepTimes:
         settled = len(window) >= SETTLED
         if settled:
             slower = seconds / medians[batch]
-            self.pace *= min(max(slower, 1 / MOST_SLOWER), MOST_SLOWER) ** PACE_GAIN
+            self.pace *= min(max(slower, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN) ** PACE_SMOOTHING
         if len(window) < WINDOW or self._again < SETTLED:
             window.append(seconds)
             medians[batch] = sorted(window)[(len(window) - 1) // 2]
@@ -78,10 +78,10 @@ class StepTimes:
         # a plain step does a part of what every other does
         return max(self._measured(shape, batch), self._measured(PLAIN, batch))
 
-    def hoped(self, shape: TreeShape, batch: int) -> float:
+    def optimistic(self, shape: TreeShape, batch: int) -> float:
         """The same, or less if it was measured seldom or long ago and others let hope for less."""
         seconds, key = self.of(shape, batch), (shape, batch)
-        if shape == PLAIN or not self.knows(shape):
+        if shape == PLAIN or not self.has_samples(shape):
             return seconds
         if len(self._recent.get(key, ())) >= SETTLED and self._is_fresh(shape, batch):
             return seconds
@@ -129,23 +129,23 @@ class StepTimes:
 
 
 def _size(shape: TreeShape) -> int:
-    return shape.nodes - 1 + shape.steps
+    return shape.nodes - 1 + shape.depth
 
 
 @dataclass
 class RequestDrafts:
     """How well one request's drafts do, compared with those of all."""
 
-    followed: bool = True  # by the drafter; if not, nothing is expected of its drafts
+    tracked: bool = True  # by the drafter; if not, nothing is expected of its drafts
     probe: bool = False  # to see whether a drafter that was given up has become of use
     accepted: float = 0.0
     expected: float = 0.0
 
     @property
     def ratio(self) -> float:
-        if not self.followed:
+        if not self.tracked:
             return 0.0
-        return (self.accepted + LIKE_OTHERS) / (self.expected + LIKE_OTHERS)
+        return (self.accepted + PRIOR_DRAFTS) / (self.expected + PRIOR_DRAFTS)
 
     def observe(self, accepted: int, expected: float) -> None:
         keep = 1 - 1 / REQUEST_STEPS
@@ -177,7 +177,7 @@ class Usefulness:
     @property
     def none(self) -> bool:
         """Even if drafts cost nothing, there would be next to nothing to win."""
-        return self.rows >= FEWEST_USELESS and self.accepted < LEAST_USEFUL * self.rows
+        return self.rows >= MIN_ROWS_TO_DISABLE and self.accepted < MIN_USEFUL_DRAFTS * self.rows
 
 
 class Expected(NamedTuple):
@@ -197,9 +197,9 @@ class _Depth:
     rate: float = 0.0  # of these accepted it as well
 
     def observe(self, rows: int, trials: int, accepted: int) -> None:
-        self.rows = min(self.rows + rows, max(MOST_ROWS, rows))
+        self.rows = min(self.rows + rows, max(MAX_ROWS, rows))
         if trials:
-            self.trials = min(self.trials + trials, max(MOST_ROWS, trials))
+            self.trials = min(self.trials + trials, max(MAX_ROWS, trials))
             self.rate += (accepted - trials * self.rate) / self.trials
 
     def forget(self, steps: float) -> None:
@@ -222,12 +222,12 @@ class Acceptance:
 
     def of(self, shape: TreeShape) -> Expected:
         if shape == PLAIN:
-            return Expected(0.0, 0.0, MOST_ROWS)
+            return Expected(0.0, 0.0, MAX_ROWS)
         weight = self.trials + PRIOR_TRIALS
         rate = (self.trials * self.rate + PRIOR_TRIALS * PRIOR_RATE) / weight
         common = 1 - (1 - rate) ** _width(shape)
-        reached, mean, square, rows = 1.0, 0.0, 0.0, MOST_ROWS
-        for number in range(1, shape.steps + 1):
+        reached, mean, square, rows = 1.0, 0.0, 0.0, MAX_ROWS
+        for number in range(1, shape.depth + 1):
             depth = self._depths.get((_kind(shape), number), _Depth())
             weight = depth.trials + PRIOR_TRIALS
             reached *= (depth.trials * depth.rate + PRIOR_TRIALS * common) / weight
@@ -241,18 +241,18 @@ class Acceptance:
         """Accepted drafts of each row of a step."""
         kind, steps = _kind(shape), UNSEEN if shape == PLAIN else UNUSED
         for (other, number), depth in self._depths.items():
-            if other != kind or number > shape.steps:
+            if other != kind or number > shape.depth:
                 depth.forget(steps)
         if shape == PLAIN:
             self.trials *= 1 - 1 / UNSEEN
         if shape == PLAIN or not accepted:
             return
-        reached = [sum(each >= number for each in accepted) for number in range(shape.steps + 1)]
-        for number in range(1, shape.steps + 1):
+        reached = [sum(each >= number for each in accepted) for number in range(shape.depth + 1)]
+        for number in range(1, shape.depth + 1):
             depth = self._depths.setdefault((kind, number), _Depth())
             depth.observe(len(accepted), reached[number - 1], reached[number])
         trials, total = sum(reached[:-1]), sum(reached[1:])
-        self.trials = min(self.trials + trials, max(MOST_ROWS, trials))
+        self.trials = min(self.trials + trials, max(MAX_ROWS, trials))
         self.rate += (total - trials * (1 - (1 - self.rate) ** _width(shape))) / self.trials
         self.rate = min(max(self.rate, 0.0), 1.0)
 
@@ -262,5 +262,5 @@ def _kind(shape: TreeShape) -> TreeShape:
 
 
 def _width(shape: TreeShape) -> float:
-    lanes = min(shape.topk, (shape.nodes - 1) / shape.steps)
+    lanes = min(shape.topk, (shape.nodes - 1) / shape.depth)
     return 1 + math.log2(max(lanes, 1.0)) / 2

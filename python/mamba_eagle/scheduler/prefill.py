@@ -1,4 +1,4 @@
-"""Which waiting requests start, how their prompts are cut, and where checkpoints are saved."""
+"""Which waiting requests start, how their prompts are cut, and where state slots are saved."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import Counter
 from mamba_eagle.cache.base import Match, common_prefix
 from mamba_eagle.cache.pools import Pools
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import CheckpointSave, PrefillItem
+from mamba_eagle.drafting import needs_history
+from mamba_eagle.message import PrefillItem, StateSave
+from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import ShapePolicy
-from mamba_eagle.scheduler.step import Chunk, Step
-from mamba_eagle.spec.drafters import needs_history
 
 LOOK_AHEAD = 64  # waiting requests whose prompts are compared
 WORTH_WAITING = 32  # tokens; for less, a shared prefix is run twice
-MOST_SHARED_SAVES = 4  # checkpoints a prompt for the sake of waiting ones
-MOST_SPARE_SAVES = 32  # checkpoints a prompt at multiples of --mamba-checkpoint-interval
-MOST_SORTED = 128  # longer queues are served in order of arrival whatever the policy
+MAX_SHARED_SAVES = 4  # state slots a prompt for the sake of waiting ones
+MAX_SPARE_SAVES = 32  # state slots a prompt at multiples of --mamba-state slot-interval
+MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
 
 class PrefillManager:
@@ -33,7 +33,7 @@ class PrefillManager:
         self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes
         self.drafter_needs_history = needs_history(config.speculative_algorithm)
-        self.reserve = max(1, pools.checkpoints.total // 8)
+        self.reserve = max(1, pools.state_slots.total // 8)
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
 
@@ -55,7 +55,7 @@ class PrefillManager:
             if request in requests:
                 requests.remove(request)
 
-    def schedule(self, step: Step, num_running: int) -> list[Request]:
+    def schedule(self, step: PlanDraft, num_running: int) -> list[Request]:
         """Fills ``step`` with up to ``chunk_size`` prompt tokens, begun prompts first.
 
         Returns the requests that it admitted; they join the ``num_running``.
@@ -80,7 +80,7 @@ class PrefillManager:
         return admitted
 
     def _in_order(self) -> list[Request]:
-        if not self.longest_match_first or len(self.waiting) > MOST_SORTED:
+        if not self.longest_match_first or len(self.waiting) > MAX_SORTED:
             return list(self.waiting)
         cache = self.pools.cache
 
@@ -101,7 +101,7 @@ class PrefillManager:
                 return True
         return False
 
-    def _admit(self, request: Request, match: Match, step: Step, num_running: int) -> bool:
+    def _admit(self, request: Request, match: Match, step: PlanDraft, num_running: int) -> bool:
         """Gives it all that its prompt needs, if there will be room for decoding as well."""
         pools, cache = self.pools, self.pools.cache
         cache.lock(match.node)
@@ -111,24 +111,24 @@ class PrefillManager:
         if pools.available_kv < fresh + replayed + (2 + num_running) * self.nodes:
             cache.unlock(match.node)
             return False
-        checkpoint = pools.take_checkpoint(keep=step.reads | {match.checkpoint})
-        if checkpoint is None:
+        state_slot = pools.take_state(keep=step.reads | {match.state_slot})
+        if state_slot is None:
             cache.unlock(match.node)
             if num_running == 0 and match.position > 0:
-                # The only checkpoint there is holds its prefix: run that again, in its place.
+                # The only state slot there is holds its prefix: run that again, in its place.
                 whole = cache.match(request.to_prefill, limit=0)
                 return self._admit(request, whole, step, num_running)
             return False
         slot, kv = pools.requests.allocate(1), pools.take_kv(fresh)
         assert slot is not None and kv is not None
-        request.admit(slot[0], checkpoint, match, kv)
+        request.admit(slot[0], state_slot, match, kv)
         request.started()
         self.policy.admit(request.drafts)
         if match.position > 0:
-            step.reads.add(match.checkpoint)
+            step.reads.add(match.state_slot)
         return True
 
-    def _cut(self, request: Request, budget: int, step: Step) -> int:
+    def _cut(self, request: Request, budget: int, step: PlanDraft) -> int:
         """Plans the next chunk; returns its length."""
         start = request.inserted
         end = min(start + budget, len(request.to_prefill))
@@ -136,7 +136,7 @@ class PrefillManager:
         saves, spare = self._saves(request, start, end, step)
         item = PrefillItem(
             slot=request.slot,
-            checkpoint=request.checkpoint,
+            state_slot=request.state_slot,
             start=start,
             token_ids=request.tokens[start:end],
             kv_slots=request.kv[start:end],
@@ -146,7 +146,7 @@ class PrefillManager:
             output_start=request.prompt_len,
             top_logprobs=request.top_logprobs,
             return_logprob=request.return_logprob,
-            follow=request.drafts.followed,
+            track=request.drafts.tracked,
         )
         if request.wants_input_logprobs and request.logprob_start < end:
             item.logprob_start = max(request.logprob_start, start)
@@ -161,11 +161,11 @@ class PrefillManager:
         step.chunks.append(Chunk(request, item, spare))
         return end - start
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────
+    # ── state slots ──────────────────────────────────────────────────────────────────────────
 
     def _saves(
-        self, request: Request, start: int, end: int, step: Step
-    ) -> tuple[list[CheckpointSave], frozenset[int]]:
+        self, request: Request, start: int, end: int, step: PlanDraft
+    ) -> tuple[list[StateSave], frozenset[int]]:
         """Where in (start, end] the state is saved, as slots allow; which of these are spare."""
         if not self.pools.cache.stores:
             return [], frozenset()
@@ -175,19 +175,19 @@ class PrefillManager:
         for position in wanted:
             inside = max(start, request.hit) < position <= min(end, tail)
             if inside and position not in slots:
-                slot = self.pools.take_checkpoint(keep=step.reads)
+                slot = self.pools.take_state(keep=step.reads)
                 if slot is None:
                     break
                 slots[position] = slot
         spare = set()
         for position in self._spare_positions(request, start, min(end, tail)):
-            if position in slots or self.pools.checkpoints.num_free <= self.reserve:
+            if position in slots or self.pools.state_slots.num_free <= self.reserve:
                 continue
-            slot = self.pools.take_checkpoint()
+            slot = self.pools.take_state()
             assert slot is not None
             slots[position] = slot
             spare.add(position)
-        return [CheckpointSave(*save) for save in sorted(slots.items())], frozenset(spare)
+        return [StateSave(*save) for save in sorted(slots.items())], frozenset(spare)
 
     def _shared_positions(self, request: Request) -> list[int]:
         """Ends of prefixes shared with waiting requests, those that spare most tokens first."""
@@ -201,12 +201,12 @@ class PrefillManager:
             for end, count in ends.items()
             if end - request.hit >= WORTH_WAITING
         }
-        return sorted(spared, key=lambda end: -spared[end])[:MOST_SHARED_SAVES]
+        return sorted(spared, key=lambda end: -spared[end])[:MAX_SHARED_SAVES]
 
     def _spare_positions(self, request: Request, start: int, end: int) -> range:
         """Multiples of the interval, or of a multiple of it if the prompt is long."""
         if self.interval == 0:
             return range(0)
         strides = (len(request.to_prefill) - request.hit) // self.interval
-        stride = self.interval * max(1, -(-strides // MOST_SPARE_SAVES))
+        stride = self.interval * max(1, -(-strides // MAX_SPARE_SAVES))
         return range((start // stride + 1) * stride, end + 1, stride)

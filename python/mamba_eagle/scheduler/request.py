@@ -14,18 +14,18 @@ from mamba_eagle.message import Generate, Release, RequestOutput, StepTrace, Tok
 from mamba_eagle.scheduler.estimates import RequestDrafts
 
 
-class Held(NamedTuple):
+class HeldSlots(NamedTuple):
     """Slots of each kind that a request owns and the cache does not."""
 
     kv: int
-    checkpoints: int
+    state_slots: int
     requests: int
 
 
 class Request:
     """One sample of one prompt.
 
-    While it is *admitted* it owns a request slot, a checkpoint slot (S0) and KV slots, and keeps
+    While it is *admitted* it owns a request slot, a state slot (S0) and KV slots, and keeps
     its part of the cache's tree locked:
 
         position   0 ──────── hit ─────────── inserted ─────── run ───────── len(kv)
@@ -72,12 +72,12 @@ class Request:
     def _reset(self) -> None:
         """Nothing run, nothing held: all tokens so far are to be prefilled."""
         self.to_prefill = as_tokens(self.tokens)
-        self.slot = self.checkpoint = -1
+        self.slot = self.state_slot = -1
         self.kv: list[int] = []
         self.duplicates: list[int] = []
         self.node: Node | None = None
         self.hit = self.inserted = self.branch = 0
-        self.load_from = -1  # the cache's checkpoint at ``hit``; sure until the first chunk is sent
+        self.load_from = -1  # the cache's state slot at ``hit``; sure until the first chunk is sent
         self.folded = 0  # the position S0 was last known to be at
         self.retracting = False
         self.in_flight = 0  # plans sent that name this request, their results not back
@@ -127,7 +127,7 @@ class Request:
         return self.return_logprob and self.logprob_start >= 0 and self.num_output == 0
 
     @property
-    def run(self) -> int:
+    def processed(self) -> int:
         """Tokens whose KV slots are known."""
         if not self.prefill_sent:
             return self.inserted
@@ -135,13 +135,13 @@ class Request:
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self, slot: int, checkpoint: int, match: Match, fresh_kv: list[int]) -> None:
+    def admit(self, slot: int, state_slot: int, match: Match, fresh_kv: list[int]) -> None:
         """Takes the slots over; the caller has locked ``match.node`` for it."""
-        self.slot, self.checkpoint = slot, checkpoint
+        self.slot, self.state_slot = slot, state_slot
         self.node = match.node
         self.hit = self.inserted = self.folded = match.position
         self.branch = match.length
-        self.load_from = match.checkpoint
+        self.load_from = match.state_slot
         self.kv = match.kv_slots + fresh_kv
 
     def give_to_cache(self, end: int, pools: Pools) -> None:
@@ -162,21 +162,21 @@ class Request:
         Nothing may be in flight. The release must be in the very next plan sent.
         """
         assert self.in_flight == 0 and self.node is not None
-        run = self.run
+        run = self.processed
         wanted = self.finish is None or self.finish.kind != "abort"
         # A late StopAt may have cut tokens that S0 has already taken in.
         exact = max(self.folded, self.inserted, 1) <= run <= len(self.tokens)
         keep = wanted and pools.cache.stores and exact
-        checkpoint_kept = False
+        state_kept = False
         if keep:
             self.give_to_cache(run, pools)
-            checkpoint_kept = pools.cache.attach_checkpoint(self.node, run, self.checkpoint)
+            state_kept = pools.cache.attach_state(self.node, run, self.state_slot)
         # Not stored: slots from ``inserted`` on are in nobody's tree, those of a NoCache's
         # ``give_to_cache`` are in duplicates.
         pools.kv.free(self.duplicates)
         pools.kv.free(self.kv[self.inserted :])
-        if not checkpoint_kept:
-            pools.checkpoints.free([self.checkpoint])
+        if not state_kept:
+            pools.state_slots.free([self.state_slot])
         pools.cache.unlock(self.node)
         pools.requests.free([self.slot])
         # Between two chunks of a prompt S0 is at ``run`` already.
@@ -185,10 +185,10 @@ class Request:
         return release
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldSlots:
         if not self.admitted:
-            return Held(0, 0, 0)
-        return Held(len(self.duplicates) + len(self.kv) - self.inserted, 1, 1)
+            return HeldSlots(0, 0, 0)
+        return HeldSlots(len(self.duplicates) + len(self.kv) - self.inserted, 1, 1)
 
     def start_again(self) -> None:
         """After a retraction and release: back to the queue, the output so far becomes prompt."""

@@ -9,11 +9,11 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import FinishReason, TreeShape
 from mamba_eagle.message import DecodeResult, Generate, Plan, RequestOutput, RunnerReady, StepResult
 from mamba_eagle.scheduler.decode import DecodeManager
+from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Outcome, shape_policy
 from mamba_eagle.scheduler.stats import Stats
-from mamba_eagle.scheduler.step import Row, Step
 
 
 class Scheduler:
@@ -30,7 +30,7 @@ class Scheduler:
         self.max_in_flight = 1 if config.disable_overlap_schedule else 2
         self.pools = Pools(
             runner.max_kv_slots,
-            runner.max_checkpoints,
+            runner.max_state_slots,
             runner.max_running_requests,
             use_cache=not config.disable_radix_cache,
         )
@@ -40,7 +40,7 @@ class Scheduler:
         self.stats = Stats()
         self._live: dict[str, Request] = {}  # those that have not ended
         self._admitted: list[Request] = []  # those that hold slots, ended ones until released
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[PlanDraft] = deque()
         self._num_added = 0
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
@@ -98,11 +98,11 @@ class Scheduler:
                 f"the prompt has {size} tokens, but prompt and output together are limited to "
                 f"{limit} (--context-length): shorten the prompt"
             )
-        most_output = max(0, min(message.sampling.max_new_tokens, limit - size))
-        needed, slots = size + most_output + 2 * self.shape.nodes, self.runner.max_kv_slots
+        max_output = max(0, min(message.sampling.max_new_tokens, limit - size))
+        needed, slots = size + max_output + 2 * self.shape.nodes, self.runner.max_kv_slots
         if needed > slots:
             return (
-                f"{size} prompt tokens, {most_output} new tokens and {2 * self.shape.nodes} slots "
+                f"{size} prompt tokens, {max_output} new tokens and {2 * self.shape.nodes} slots "
                 f"for drafts need {needed} KV slots, but there are {slots}: shorten the prompt, "
                 "lower max_new_tokens, or start the server with a larger --max-total-tokens"
             )
@@ -120,7 +120,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or as many in flight as may be."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
-        step = Step(self.stats.num_steps + 1)
+        step = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(step)
         youngest = self.decode.schedule(step, self._admitted, self._in_flight)
         if youngest is not None:
@@ -133,7 +133,7 @@ class Scheduler:
         self._complete(step)
         return step.plan()
 
-    def _release_leaving(self, step: Step) -> None:
+    def _release_leaving(self, step: PlanDraft) -> None:
         for request in list(self._admitted):
             if request.leaving and request.in_flight == 0:
                 self._admitted.remove(request)
@@ -148,7 +148,7 @@ class Scheduler:
         request.retracting = True
         self.prefill.remove(request)
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: PlanDraft) -> None:
         """The plan is as good as sent: what it will have run belongs to the cache from here on,
         for the plans after it."""
         self.stats.num_steps += 1
@@ -168,10 +168,10 @@ class Scheduler:
                 self.prefill.remove(request)
             assert request.node is not None
             for save in item.saves:
-                if not self.pools.cache.attach_checkpoint(
-                    request.node, save.position, save.checkpoint, save.position in spare
+                if not self.pools.cache.attach_state(
+                    request.node, save.position, save.state_slot, save.position in spare
                 ):
-                    self.pools.checkpoints.free([save.checkpoint])
+                    self.pools.state_slots.free([save.state_slot])
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -214,7 +214,7 @@ class Scheduler:
                 self._made(request, len(walk.tokens))
         return outputs
 
-    def _settle(self, row: Row, walk: DecodeResult) -> None:
+    def _settle(self, row: DecodeItem, walk: DecodeResult) -> None:
         """The accepted nodes' KV slots go to the request, the others are free."""
         request, kept = row.request, set(walk.nodes)
         request.in_flight -= 1
@@ -223,7 +223,7 @@ class Scheduler:
         self.pools.kv.free(slot for node, slot in enumerate(row.kv_slots) if node not in kept)
         request.folded = max(request.folded, walk.folded)
 
-    def _learn(self, step: Step, result: StepResult) -> None:
+    def _learn(self, step: PlanDraft, result: StepResult) -> None:
         # A runner whose next plan is there in time waits for as long as messages take: a cost of
         # every step. Longer pauses are not the step's.
         waited = min(result.idle_seconds, result.decode_seconds)
@@ -240,7 +240,7 @@ class Scheduler:
         if self.shape.nodes > 1:
             request.verify_steps += 1
             request.count_accepted(len(walk.tokens) - 1)
-            request.proposed_drafts += shape.steps
+            request.proposed_drafts += shape.depth
 
     def _made(self, request: Request, num_tokens: int) -> None:
         self.stats.generated(num_tokens)
@@ -275,7 +275,7 @@ class Scheduler:
         drafts = sum(len(row.kv_slots) for step in self._in_flight for row in step.rows)
         self.pools.check_integrity(
             drafts + sum(each.kv for each in held),
-            sum(each.checkpoints for each in held),
+            sum(each.state_slots for each in held),
             sum(each.requests for each in held),
         )
 
@@ -291,8 +291,8 @@ class Scheduler:
             "num_free_kv_slots": pools.kv.num_free,
             "max_total_num_tokens": pools.kv.total,
             "token_usage": used / max(pools.kv.total, 1),
-            "num_free_checkpoints": pools.checkpoints.num_free,
-            "num_cached_checkpoints": cache.num_checkpoints,
-            "max_mamba_cache_size": pools.checkpoints.total,
+            "num_free_checkpoints": pools.state_slots.num_free,
+            "num_cached_checkpoints": cache.num_states,
+            "max_mamba_cache_size": pools.state_slots.total,
             **self.stats.as_dict(),
         }

@@ -12,15 +12,19 @@ from mamba_eagle.core import PLAIN, TreeShape, candidates
 from mamba_eagle.message import ShapeUse, SpeculationState
 from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes, Usefulness
 
-SHARE = 0.01  # of the time may be lost on steps that are believed to be worse than others, …
-START = 2.0  # … and beforehand the time of so many plain steps
+EXPLORATION_SHARE = (
+    0.01  # of the time may be lost on steps that are believed to be worse than others, …
+)
+INITIAL_CREDIT = 2.0  # … and beforehand the time of so many plain steps
 SAVINGS = 12.0  # plain steps' time: the most that is saved up
 TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps made
 MARGIN = 1.02  # by how much a shape must be better than the one in use
-FEWEST_ROWS = 4  # of a shape before it is relied on
-PROBE_EVERY = 16  # requests, of which one at most is followed by a drafter that was given up, …
-PROBE_STEPS = 800  # … and in so many steps, …
-PROBE_TRIALS = 2  # … and tried on so often
+MIN_RELIABLE_ROWS = 4  # of a shape before it is relied on
+PROBE_REQUEST_INTERVAL = (
+    16  # requests, of which one at most is tracked by a drafter that was given up, …
+)
+PROBE_STEP_INTERVAL = 800  # … and in so many steps, …
+TRIALS_PER_PROBE = 2  # … and tried on so often
 RETHINK = 4  # steps of a batch for which a choice holds: thinking takes 50 to 100 us
 TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
 
@@ -48,7 +52,7 @@ class ShapePolicy(ABC):
     """
 
     adaptive: bool
-    given_up = False  # the drafter
+    disabled = False  # the drafter
 
     def __init__(self) -> None:
         self._current = PLAIN
@@ -56,12 +60,12 @@ class ShapePolicy(ABC):
 
     def admit(self, request: RequestDrafts) -> None:
         """Its prompt is about to be run: says whether the drafter follows it."""
-        request.followed = True
+        request.tracked = True
 
     @abstractmethod
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         """For a step of these requests, one at least, behind the steps ``in_flight``. Sets
-        ``followed`` of those that the drafter need not follow any longer."""
+        ``tracked`` of those that the drafter need not follow any longer."""
 
     @abstractmethod
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
@@ -82,7 +86,7 @@ class ShapePolicy(ABC):
         return SpeculationState(
             adaptive=self.adaptive,
             current=self._current.name,
-            given_up=self.given_up,
+            disabled=self.disabled,
             shapes={shape.name: use.summary() for shape, use in self._used.items()},
         )
 
@@ -131,7 +135,7 @@ class AdaptiveShape(ShapePolicy):
         self.times = StepTimes()
         self.acceptance = Acceptance()
         self.usefulness = Usefulness()
-        self.ahead = self.budget = START
+        self.ahead = self.budget = INITIAL_CREDIT
         self._best = PLAIN
         self._trial = PLAIN
         self._trial_steps = 0  # of it, that are still to be chosen
@@ -139,39 +143,42 @@ class AdaptiveShape(ShapePolicy):
         self._missed = False  # the drafter has not been asked since a plain step
         self._unprobed = self._unprobed_steps = 0  # requests and steps since the last probe
         self._probe_trials = 0  # that are left
-        self._held = Held()
+        self._held = HeldChoice()
 
     # ── choosing ─────────────────────────────────────────────────────────────────────────────
 
     @property
-    def given_up(self) -> bool:  # type: ignore[override]
+    def disabled(self) -> bool:  # type: ignore[override]
         return self.usefulness.none
 
     def admit(self, request: RequestDrafts) -> None:
-        request.followed, request.probe = True, False
-        if self.given_up:
+        request.tracked, request.probe = True, False
+        if self.disabled:
             self._unprobed += 1
-            due = self._unprobed >= PROBE_EVERY and self._unprobed_steps >= PROBE_STEPS
-            request.followed = request.probe = due
-        if request.followed:
+            due = (
+                self._unprobed >= PROBE_REQUEST_INTERVAL
+                and self._unprobed_steps >= PROBE_STEP_INTERVAL
+            )
+            request.tracked = request.probe = due
+        if request.tracked:
             self._unprobed = self._unprobed_steps = 0
-            self._probe_trials = PROBE_TRIALS
+            self._probe_trials = TRIALS_PER_PROBE
 
     def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
         batch = len(requests)
-        followed = [request for request in requests if request.followed]
-        if self.given_up:
+        tracked = [request for request in requests if request.tracked]
+        if self.disabled:
             self._unprobed_steps += 1
-            for request in followed:
-                request.followed = request.probe
-        num_followed = sum(request.followed for request in followed)
-        if not self.times.knows(PLAIN) or not num_followed:
+            for request in tracked:
+                request.tracked = request.probe
+        num_tracked = sum(request.tracked for request in tracked)
+        if not self.times.has_samples(PLAIN) or not num_tracked:
             return self._chosen(Choice(PLAIN))
-        if self._held.steps and self._held.requests == (batch, num_followed):
+        if self._held.steps and self._held.requests == (batch, num_tracked):
             self._held.steps -= 1
             return self._chosen(Choice(self._best))
         total = sum(request.ratio for request in requests)
-        quality = Quality(total / batch, total / num_followed)
+        quality = Quality(total / batch, total / num_tracked)
         odds = {shape: self._odds(shape, batch, quality) for shape in self.shapes}
         best = self._best = self._best_known(odds)
         trying = any(choice.trial for choice in in_flight)
@@ -182,8 +189,8 @@ class AdaptiveShape(ShapePolicy):
         if self._trial_steps:
             self._trial_steps -= 1
             return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
-        if self.usefulness.settled and (best == PLAIN or self.ahead > START):
-            self._held = Held(RETHINK - 1, (batch, num_followed))
+        if self.usefulness.settled and (best == PLAIN or self.ahead > INITIAL_CREDIT):
+            self._held = HeldChoice(RETHINK - 1, (batch, num_tracked))
         return self._chosen(Choice(best))
 
     def _chosen(self, choice: Choice) -> Choice:
@@ -196,17 +203,17 @@ class AdaptiveShape(ShapePolicy):
 
     def _odds(self, shape: TreeShape, batch: int, quality: Quality) -> Odds:
         drafts = self.acceptance.of(shape)
-        seconds, hoped = self.times.of(shape, batch), self.times.hoped(shape, batch)
+        seconds, optimistic = self.times.of(shape, batch), self.times.optimistic(shape, batch)
 
         def tokens(accepted: float, quality: float) -> float:
             return batch * (1 + quality * max(accepted, 0.0))
 
         return Odds(
             rate=tokens(drafts.mean, quality.now) / seconds,
-            low=tokens(drafts.mean - drafts.error, quality.now) / hoped,
-            high=tokens(drafts.mean + drafts.error, quality.followed) / hoped,
-            plain_steps=hoped / self.times.of(PLAIN, batch),
-            relied_on=self.times.knows(shape) and drafts.rows >= FEWEST_ROWS,
+            low=tokens(drafts.mean - drafts.error, quality.now) / optimistic,
+            high=tokens(drafts.mean + drafts.error, quality.tracked) / optimistic,
+            plain_steps=optimistic / self.times.of(PLAIN, batch),
+            is_reliable=self.times.has_samples(shape) and drafts.rows >= MIN_RELIABLE_ROWS,
         )
 
     def _best_known(self, odds: dict[TreeShape, Odds]) -> TreeShape:
@@ -214,7 +221,7 @@ class AdaptiveShape(ShapePolicy):
         clearly better."""
         if self.ahead < 0:
             return PLAIN
-        known = {shape: each.rate for shape, each in odds.items() if each.relied_on}
+        known = {shape: each.rate for shape, each in odds.items() if each.is_reliable}
         best = max(known, key=lambda shape: known[shape])
         if best != PLAIN and known[best] < MARGIN * known.get(self._best, 0.0):
             return self._best
@@ -222,12 +229,12 @@ class AdaptiveShape(ShapePolicy):
 
     def _worth_a_trial(self, odds: dict[TreeShape, Odds], best: TreeShape) -> TreeShape:
         """The shape that may be better than ``best`` by most, if it can be paid for."""
-        if self.given_up and self._probe_trials <= 0:
+        if self.disabled and self._probe_trials <= 0:
             return best
         if best != PLAIN and self._since_plain >= TIME_PLAIN:
             return PLAIN if self._affordable(odds[PLAIN], odds, best) else best
         others = [shape for shape in odds if shape not in (PLAIN, best)]
-        if self.given_up or not any(self.times.knows(shape) for shape in self.shapes[1:]):
+        if self.disabled or not any(self.times.has_samples(shape) for shape in self.shapes[1:]):
             others = others[:1]  # the smallest: it tells most for its price
         chosen, hope = best, MARGIN * odds[best].rate
         for shape in others:
@@ -249,7 +256,7 @@ class AdaptiveShape(ShapePolicy):
         tokens = sum(outcome.tokens for outcome in outcomes)
         accepted: list[int] = []
         if shape != PLAIN:
-            drafted = [each for each in outcomes if each.tokens and each.drafts.followed]
+            drafted = [each for each in outcomes if each.tokens and each.drafts.tracked]
             accepted = [outcome.tokens - 1 for outcome in drafted]
             expected = self.acceptance.of(shape).mean
             for outcome in drafted:
@@ -262,8 +269,8 @@ class AdaptiveShape(ShapePolicy):
         if shape != PLAIN:
             # n nodes and k drafting steps take no longer than n + k plain steps: what does is a
             # kernel that is being compiled
-            seconds = min(seconds, self.times.of(PLAIN, batch) * (shape.nodes + shape.steps))
-        usual = self.times.hoped(shape, batch) if self.times.knows(PLAIN) else seconds
+            seconds = min(seconds, self.times.of(PLAIN, batch) * (shape.nodes + shape.depth))
+        usual = self.times.optimistic(shape, batch) if self.times.has_samples(PLAIN) else seconds
         if not choice.catches_up:
             self.times.observe(shape, batch, seconds)
         # a stall is nobody's fault
@@ -271,7 +278,7 @@ class AdaptiveShape(ShapePolicy):
 
     def _pay(self, choice: Choice, tokens: int, batch: int, seconds: float) -> None:
         plain = self.times.of(PLAIN, batch)
-        saved = SHARE * seconds / plain
+        saved = EXPLORATION_SHARE * seconds / plain
         won = 0.0 if choice.shape == PLAIN else tokens / batch - seconds / plain
         lost = (seconds - tokens * choice.pace) / plain if choice.trial else 0.0
         self.ahead = min(self.ahead + saved + won, SAVINGS)
@@ -279,18 +286,18 @@ class AdaptiveShape(ShapePolicy):
 
 
 @dataclass
-class Held:
+class HeldChoice:
     """A choice that is made for so many steps more, of a batch of the same size."""
 
     steps: int = 0
-    requests: tuple[int, int] = (0, 0)  # all, and those that are followed
+    requests: tuple[int, int] = (0, 0)  # all, and those that are tracked
 
 
 class Quality(NamedTuple):
     """Of the requests' drafts, compared with all there were."""
 
     now: float
-    followed: float  # if all were followed as some are
+    tracked: float  # if all were tracked as some are
 
 
 @dataclass(frozen=True)
@@ -299,9 +306,9 @@ class Odds:
 
     rate: float
     low: float
-    high: float  # if all requests were followed
+    high: float  # if all requests were tracked
     plain_steps: float  # time of a step
-    relied_on: bool
+    is_reliable: bool
 
 
 @dataclass

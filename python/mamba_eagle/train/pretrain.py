@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train import loop
 from mamba_eagle.train.checkpoint import MODEL_CONFIG, load_weights, save_model
 from mamba_eagle.train.context import TrainingContext
@@ -103,7 +103,7 @@ def _train(
 ) -> NemotronHForCausalLM:
     loop.set_precision()
     device = args.device
-    model = NemotronHForCausalLM(ModelConfig.from_dict(config)).float()
+    model = NemotronHForCausalLM(parse_config(config)).float()
     initialize(model, args.seed)
     if args.init_from is not None:
         load_weights(model, args.init_from)

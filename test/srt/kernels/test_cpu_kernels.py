@@ -181,7 +181,7 @@ def test_accept_and_commit_are_those_of_torch(nodes: int) -> None:
         made = []
         for torch_only in (False, True):
             table = RequestTable(6, 30, torch.device("cpu"))
-            table.run[:] = torch.arange(6) * 3
+            table.processed[:] = torch.arange(6) * 3
             table.remaining[:] = torch.tensor([0, 1, 2, 3, 9, 9])
             table.last_token[:] = 77
             table.set_stop_tokens(2, frozenset())
@@ -190,10 +190,10 @@ def test_accept_and_commit_are_those_of_torch(nodes: int) -> None:
             with torch_path(torch_only):
                 accepted = accept_tokens(table, slots, tree, target, depth)
                 commit_tokens(table, slots, kv_slots, accepted)
-            where = [table.kv_slots[slot, : table.run[slot]].tolist() for slot in slots]
+            where = [table.kv_slots[slot, : table.processed[slot]].tolist() for slot in slots]
             parts = (part.tolist() for part in accepted)
             walks = [(n[:c], t[:c], c, end) for n, t, c, end in zip(*parts)]
-            made.append((walks, where, table.run, table.last_token, table.remaining))
+            made.append((walks, where, table.processed, table.last_token, table.remaining))
         fused, plain = made
         assert fused[:2] == plain[:2]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused[2:], plain[2:]))

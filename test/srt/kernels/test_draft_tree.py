@@ -7,7 +7,7 @@ import torch
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.tree import Candidates, FusedCandidates
+from mamba_eagle.tree.tree import Candidates, FusedCandidates
 
 pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.tree_attention.naive import masked_attention
-from mamba_eagle.models.config import AttentionConfig
+from mamba_eagle.model_config import AttentionConfig
 from mamba_eagle.runner import contexts
 from mamba_eagle.runner.contexts import CausalAttention, PromptSpan, prompt_attention
 from mamba_eagle.runner.pools import KVPool

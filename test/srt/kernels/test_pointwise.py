@@ -19,9 +19,8 @@ from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps, PointwiseOps
 from mamba_eagle.kernels.rms_norm import naive
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import random_weights
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, parse_config
 
 NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
@@ -101,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_models_give_the_same(
     values: dict[str, Any], tapped: tuple[int, ...], calls: Calls
 ) -> None:
-    config = ModelConfig.from_dict(values)
+    config = parse_config(values)
     tokens = torch.arange(20) * 7 % 96
 
     def features(prepared: bool) -> Tensor:

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_prompts_equal_the_recurrence_from_and_to_their_checkpoints(chunk: int) -> None:
+def test_prompts_equal_the_recurrence_from_and_to_their_states(chunk: int) -> None:
     batch = make_batch((4, 6, 2, 5))
     wanted = scanned(batch)
     y = scan_prompts(*batch[1:], batch.prompts, chunk)

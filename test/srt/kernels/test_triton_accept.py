@@ -1,4 +1,4 @@
-"""The Triton kernels that accept and commit, against spec/accept.py and runner/commit.py."""
+"""The Triton kernels that accept and commit, against tree/accept.py and runner/commit.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from triton_rig import to_device as moved
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree, ancestor_matrix
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
-REQUESTS, VOCAB, MOST_RUN = 9, 7, 30
+REQUESTS, VOCAB, MAX_PROCESSED = 9, 7, 30
 
 
 @needs_interpreter
@@ -41,13 +41,13 @@ def random_trees(b: int, nodes: int, generator: torch.Generator) -> Tree:
 def random_table(generator: torch.Generator, stop_tokens: int) -> RequestTable:
     """Some requests have ended, some have more stop tokens than others. The last slot is what pads
     a batch."""
-    table = RequestTable(REQUESTS, MOST_RUN + 70, torch.device("cpu"))
+    table = RequestTable(REQUESTS, MAX_PROCESSED + 70, torch.device("cpu"))
     table.remaining = torch.randint(-1, 6, (REQUESTS,), generator=generator) * 2
-    table.run = torch.randint(0, MOST_RUN, (REQUESTS,), generator=generator)
+    table.processed = torch.randint(0, MAX_PROCESSED, (REQUESTS,), generator=generator)
     table.last_token = torch.randint(0, VOCAB, (REQUESTS,), generator=generator)
     table.stop_tokens = torch.randint(0, VOCAB, (REQUESTS, stop_tokens), generator=generator)
     table.stop_tokens[:, 1:] = -1
-    table.remaining[-1] = table.run[-1] = 0
+    table.remaining[-1] = table.processed[-1] = 0
     return table
 
 
@@ -99,7 +99,7 @@ def test_a_step_is_accepted_as_in_torch(nodes: int, monkeypatch: pytest.MonkeyPa
         for name in ("remaining", "run", "last_token"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(table, name)), name
         for slot in slots.tolist():  # behind what is run the torch path leaves rejected ones
-            end = int(table.run[slot])
+            end = int(table.processed[slot])
             assert torch.equal(ours.kv_slots[slot, :end].cpu(), table.kv_slots[slot, :end])
             assert not ours.kv_slots[slot, end:].any()
         counts |= set(expected.count.tolist())

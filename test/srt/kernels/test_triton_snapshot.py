@@ -81,9 +81,9 @@ def check(case: Case) -> None:
     empty = torch.zeros(b, 0, dtype=torch.int64)
     step = TreeStep(
         slots=torch.randperm(R, generator=generator)[:b],
-        checkpoints=torch.randperm(S, generator=generator)[:b],
+        state_slots=torch.randperm(S, generator=generator)[:b],
         chain=empty,
-        chain_len=torch.zeros(b, dtype=torch.int64),
+        journal_len=torch.zeros(b, dtype=torch.int64),
         rows=rows,
         parents=tree.parents,
         ancestors=ancestor_bits(tree.ancestors),
@@ -111,7 +111,7 @@ def check(case: Case) -> None:
                 B.unflatten(1, (G, N)),
                 C[i, node].view(1, G, N).expand(len(path), -1, -1),
                 D,
-                state[step.checkpoints[i]],
+                state[step.state_slots[i]],
             )
             outputs.append(y[-1].flatten())
             wanted_states[slot, path[-1]] = states[-1]
@@ -124,7 +124,7 @@ def check(case: Case) -> None:
     assert y_error < (2e-6 if case.dtype == torch.float32 else BFLOAT16_ERROR)
     assert state_error < 1e-6
     assert (node_states[~used] == 77.0).all(), "another place was written to"
-    assert torch.equal(state, before), "verifying only reads checkpoints"
+    assert torch.equal(state, before), "verifying only reads state slots"
 
 
 @runs_kernels
@@ -165,17 +165,17 @@ def test_accepting_copies_states_and_moves_histories(case: CopyCase) -> None:
     state = torch.randn(case.layers, S, *case.shape, generator=generator)
     state = state.to(case.dtype).to(DEVICE)
     conv_in = torch.randn(case.layers, R, K - 1 + W, case.conv_dim, generator=generator).to(DEVICE)
-    slots, checkpoints = torch.tensor([2, 0, 3]).to(DEVICE), torch.tensor([4, 1, 0]).to(DEVICE)
+    slots, state_slots = torch.tensor([2, 0, 3]).to(DEVICE), torch.tensor([4, 1, 0]).to(DEVICE)
     rows, count = torch.tensor([1, 2, 0]).to(DEVICE), torch.tensor([3, 0, 1]).to(DEVICE)
     # the last K-1 of the history 0, 1, 2 and the accepted rows, which stand behind it
     places = torch.tensor([[3, 5, 4], [3, 4, 5], [1, 2, 3]]).to(DEVICE)
     wanted_state, wanted_in = state.clone(), conv_in.clone()
     for i in (0, 2):
         accepted = node_states[:, slots[i], rows[i]]
-        wanted_state[:, checkpoints[i]] = accepted.to(case.dtype)
+        wanted_state[:, state_slots[i]] = accepted.to(case.dtype)
         wanted_in[:, slots[i], : K - 1] = conv_in[:, slots[i], places[i]]
 
-    commit_snapshots(node_states, state, slots, checkpoints, rows, count, case.block)
+    commit_snapshots(node_states, state, slots, state_slots, rows, count, case.block)
     move_history(conv_in, slots, places, count > 0, block=16)
     # in the interpreter, numbers are cut
     torch.testing.assert_close(state, wanted_state, rtol=2**-7, atol=0)

@@ -1,4 +1,4 @@
-"""The Triton kernels that grow and cut a draft tree, against spec/tree.py in torch."""
+"""The Triton kernels that grow and cut a draft tree, against tree/tree.py in torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, r
 
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
-from mamba_eagle.spec.tree import Candidates, candidates, single_node_tree
-from mamba_eagle.spec.triton_tree import TritonCandidates
+from mamba_eagle.tree.tree import Candidates, candidates, single_node_tree
+from mamba_eagle.tree.triton_tree import TritonCandidates
 
 on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 

@@ -14,16 +14,15 @@ from tiny_model import VOCAB, load_model
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafting.base import FolderSource
+from mamba_eagle.drafting.eagle3 import EagleThreeNetwork
+from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import Eagle3Head, published_name
 from mamba_eagle.models.loader import load_weights
-from mamba_eagle.models.registry import read_as
-from mamba_eagle.spec.drafters.base import FolderSource
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork
-from mamba_eagle.spec.drafters.network import DraftNetwork
+from mamba_eagle.models.registry import read_as, read_model_config
 
 BATCH, LENGTH = 2, 21
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -102,5 +101,5 @@ def engine_config(model: Path, head: Path | str) -> EngineConfig:
 
 
 def problems_of(source: type[FolderSource], head: Path, target: Path) -> list[str]:
-    made = source(engine_config(target, head), ModelConfig.from_pretrained(target))
+    made = source(engine_config(target, head), read_model_config(target))
     return [line.replace(f"{head}: ", "") for line in made.problems()]

@@ -16,8 +16,8 @@ from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
-PROBLEMS, MOST_TOKENS = 24, 120
-LEAST_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens a step, by temperature; measured: 5.7 and 5.5
+PROBLEMS, MAX_TOKENS = 24, 120
+MIN_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens a step, by temperature; measured: 5.7 and 5.5
 Generate = Callable[[str, float], Generation]
 
 
@@ -43,15 +43,15 @@ def generate() -> Generate:
                 speculative_num_steps=5,
                 speculative_num_draft_tokens=16,
             ).resolved()
-            config = sized_for(config, PROBLEMS, 100 + MOST_TOKENS)
+            config = sized_for(config, PROBLEMS, 100 + MAX_TOKENS)
             drivers[algorithm] = InProcessDriver(ModelRunner(config), config)
-        sampling = SamplingParams(max_new_tokens=MOST_TOKENS, temperature=temperature, seed=1)
+        sampling = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=temperature, seed=1)
         return drivers[algorithm].generate(prompts(), sampling)
 
     return run
 
 
-@pytest.mark.parametrize("temperature", LEAST_LENGTH)
+@pytest.mark.parametrize("temperature", MIN_LENGTH)
 @pytest.mark.parametrize("algorithm", EMBEDDED_DRAFTERS)
 def test_an_embedded_drafter_drafts_what_the_model_writes(
     algorithm: str, temperature: float, generate: Generate
@@ -59,7 +59,7 @@ def test_an_embedded_drafter_drafts_what_the_model_writes(
     """No folder is named: the drafter's is found. Texts are those of plain decoding."""
     made = generate(algorithm, temperature)
     assert made.tokens == generate("NONE", temperature).tokens
-    assert made.accept_length >= LEAST_LENGTH[temperature]
+    assert made.accept_length >= MIN_LENGTH[temperature]
 
 
 def test_the_embedded_model_drafts_with_its_eagle_head_unless_another_drafter_is_named() -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models import loader
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.falcon_h1 import multipliers
 from mamba_eagle.models.hub import NotFound, checkpoint_folder
 from mamba_eagle.models.loader import CheckpointError, created_as, random_weights
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, parse_config, read_model_config
 
 TOKENS = torch.randint(0, VOCAB, (2, 45), generator=torch.Generator().manual_seed(5))
 
@@ -47,9 +47,7 @@ def saved(name: str, folder: Path) -> tuple[Any, Path]:
 
 def test_multipliers_are_what_the_config_says_whatever_the_model_is_made_as() -> None:
     """Weights are multiplied as they are read, on the CPU, before they are rounded."""
-    config = ModelConfig.from_dict(
-        PEERS["falcon-h1"][1] | {"architectures": ["FalconH1ForCausalLM"]}
-    )
+    config = parse_config(PEERS["falcon-h1"][1] | {"architectures": ["FalconH1ForCausalLM"]})
     expected = multipliers(config)
     with created_as(torch.bfloat16, torch.device("meta")):
         found = multipliers(config)
@@ -150,7 +148,7 @@ def test_a_description_that_is_no_json_object_is_named(
     _, folder = saved("mamba2", tmp_path)
     (folder / name).write_text(text)
     with pytest.raises(UnsupportedModel, match=f"{name}.*{words}"):
-        ModelConfig.from_pretrained(folder)
+        read_model_config(folder)
 
 
 def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -175,7 +173,7 @@ def test_what_is_not_known_is_refused_by_name(
     _, folder = saved("bamba", tmp_path)
     edit(folder, **changes)
     with pytest.raises(UnsupportedModel, match=words):
-        ModelConfig.from_pretrained(folder)
+        read_model_config(folder)
 
 
 @pytest.mark.parametrize("name", ["mamba_n_heads", "vocab_size", "hidden_size"])
@@ -185,7 +183,7 @@ def test_a_config_that_lacks_something_is_refused_by_name(name: str, tmp_path: P
     del values[name]
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(UnsupportedModel, match=f"BambaForCausalLM lacks '{name}'"):
-        ModelConfig.from_pretrained(folder)
+        read_model_config(folder)
 
 
 # ── where from, into what ──
@@ -217,7 +215,7 @@ def test_names_come_from_the_local_cache_and_are_refused_clearly(
 
 
 def test_parameters_are_made_in_the_wanted_dtype_but_for_the_few_that_must_be_exact() -> None:
-    config = ModelConfig.from_dict(
+    config = parse_config(
         {**make_peer("nemotron-3-nano").config.to_dict(), "architectures": ["NemotronHForCausalLM"]}
     )
     with created_as(torch.bfloat16, torch.device("cpu")):

@@ -15,8 +15,9 @@ from test_loading import edit, logits
 from tiny_model import load_model
 from torch import Tensor
 
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.registry import read_model_config
 
 BLOCK = (16, 32)
 
@@ -173,7 +174,7 @@ def test_other_schemes_are_refused_by_name(
     make_peer("bamba").save_pretrained(tmp_path)
     edit(tmp_path, quantization_config=described)
     with pytest.raises(UnsupportedModel, match=words):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_other_schemes_in_modelopts_own_file_are_refused_by_name(
     make_peer("nemotron-h").save_pretrained(tmp_path)
     write_modelopt(tmp_path, **described)
     with pytest.raises(UnsupportedModel, match=f"quantization {name} is not supported"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> None:

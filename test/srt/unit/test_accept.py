@@ -8,8 +8,8 @@ import torch
 from mamba_eagle.kernels.top_log_probs import top_log_probs
 from mamba_eagle.runner.commit import accept_tokens, commit_tokens
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Accepted, accept, truncate
-from mamba_eagle.spec.tree import Tree, ancestor_matrix, candidates, single_node_tree
+from mamba_eagle.tree.accept import Accepted, accept, truncate
+from mamba_eagle.tree.tree import Tree, ancestor_matrix, candidates, single_node_tree
 
 torch.set_num_threads(1)
 

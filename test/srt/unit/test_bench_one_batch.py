@@ -32,7 +32,7 @@ class CountingRunner:
         self.config = config
         self.ready = RunnerReady(
             max_kv_slots=max_kv_slots or config.max_total_tokens,
-            max_checkpoints=config.max_mamba_cache_size,
+            max_state_slots=config.max_mamba_cache_size,
             max_running_requests=config.max_running_requests,
             context_length=4096,
             vocab_size=100,

@@ -39,9 +39,9 @@ def test_free_cached_and_held_add_up_to_the_total():
     pools = Pools(10, 2, 2)
     kv = pools.kv.allocate(4)
     pools.cache.insert(pools.cache.root, as_tokens([1, 2, 3]), kv[:3])
-    pools.check_integrity(held_kv=1, held_checkpoints=0, held_requests=0)
+    pools.check_integrity(held_kv=1, held_states=0, held_requests=0)
     with pytest.raises(RuntimeError, match="6 free \\+ 3 cached \\+ 0 held by requests != 10"):
-        pools.check_integrity(held_kv=0, held_checkpoints=0, held_requests=0)
+        pools.check_integrity(held_kv=0, held_states=0, held_requests=0)
 
 
 def test_taking_slots_evicts_but_never_what_is_locked():

@@ -338,5 +338,5 @@ def test_a_request_released_before_it_decodes_frees_its_slot(tiny: Tiny) -> None
     engine.execute(releases=[Release(half.slot)])
     engine.free_slots.append(half.slot)
     engine.free(half.kv)
-    engine.free_checkpoint(half.checkpoint)
+    engine.free_state(half.state_slot)
     assert engine.generate(PROMPTS[3], greedy(10)).output == expected.output

@@ -24,10 +24,10 @@ from runner_harness import (
 from torch import Tensor
 
 from mamba_eagle.core import PLAIN
+from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
 from mamba_eagle.runner import graphs, memory, model_runner
 from mamba_eagle.runner.decode_step import EagerSteps
 from mamba_eagle.runner.graphs import GraphedSteps, batch_ladder
-from mamba_eagle.spec.drafters.model_drafter import MOST_WITHOUT_ROWS
 
 TREE = Settings(topk=3, steps=3, nodes=9)
 SETTINGS = {
@@ -99,7 +99,7 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     engine.finish(lives)
     for live in lives:
         assert live.output == tiny.plain.choices(live)
-    end = lives[0].run
+    end = lives[0].processed
     left = engine.release(lives[0], fold_to=end)
     turn = engine.start(lives[0].tokens[:end] + [5, 9], greedy(20), hit=left)
     engine.finish([turn])
@@ -120,8 +120,8 @@ def test_plain_steps_have_graphs_with_the_drafter_and_without(tiny: Tiny, graphe
     assert kinds == {(PLAIN, True), (PLAIN, False), (engine.shape, True)}
     live = engine.start(random_prompt(12, 1), greedy(30))
     known = len(steps.graphs)
-    for unfollow in ([], [live]):
-        engine.execute(decode=[live], shape=PLAIN, unfollow=unfollow)
+    for untrack in ([], [live]):
+        engine.execute(decode=[live], shape=PLAIN, untrack=untrack)
     engine.finish([live])
     assert live.output == tiny.plain.choices(live)
     assert len(steps.graphs) == known, "nothing new is captured"
@@ -136,7 +136,7 @@ def test_plain_steps_are_caught_up_on_by_a_graph_of_their_own(tiny: Tiny, graphe
         if not with_graphs:
             engine.runner.steps = EagerSteps(engine.runner.step)
         lives = [engine.start(random_prompt(9 + i, i), greedy(80)) for i in range(5)]
-        for _ in range(MOST_WITHOUT_ROWS + 3):
+        for _ in range(MAX_WITHOUT_ROWS + 3):
             engine.execute(decode=lives, shape=PLAIN)
         engine.execute(decode=lives)
         drafted.append([live.proposals[-1] for live in lives])

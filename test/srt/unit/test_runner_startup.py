@@ -24,9 +24,9 @@ from tokenizers import Tokenizer
 
 from mamba_eagle.config import EMBEDDED_MODEL, ConfigError, EngineConfig
 from mamba_eagle.core import TreeShape
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.driver import InProcessDriver
-from mamba_eagle.runner.memory import default_rows, least_rows, row_bytes, state_bytes
+from mamba_eagle.runner.memory import default_rows, min_rows, row_bytes, state_bytes
 from mamba_eagle.runner.model_runner import ModelRunner
 
 NINE_B = Path(__file__).parents[3] / "benchmark" / "models" / "nemotron-nano-9b-v2"
@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def test_a_runner_says_what_it_holds(tiny: Tiny) -> None:
     ready = tiny.engine(context_length=300, max_total_tokens=123).runner.ready
     assert (ready.max_kv_slots, ready.context_length) == (123, 300)
-    assert (ready.max_checkpoints, ready.max_running_requests) == (24, 5)
+    assert (ready.max_state_slots, ready.max_running_requests) == (24, 5)
     assert (ready.vocab_size, ready.eos_token_ids) == (VOCAB, [EOS])
     assert ready.details["architecture"] == "NemotronHForCausalLM"
     assert tiny.engine().runner.ready.context_length == 512
@@ -95,7 +95,7 @@ def test_every_reason_against_a_tree_is_said(
     shape: tuple[int, int, int], said: tuple[str, ...]
 ) -> None:
     steps, topk, nodes = shape
-    wrong = TreeShape(steps=steps, topk=topk, nodes=nodes).problems()
+    wrong = TreeShape(depth=steps, topk=topk, nodes=nodes).problems()
     assert len(wrong) == len(said)
     for problem, part in zip(wrong, said):
         assert part in problem
@@ -168,12 +168,12 @@ def test_any_tree_gets_rows_enough_where_no_flag_says_how_many(device: str) -> N
             speculative_num_steps=steps,
             speculative_num_draft_tokens=nodes,
         )
-        least = least_rows(config, torch.device(device))
+        least = min_rows(config, torch.device(device))
         assert default_rows(config, torch.device(device)) >= max(least, nodes + 1)
 
 
 def test_a_running_request_of_a_nine_b_model_takes_no_more_than_a_quarter_of_a_state_more() -> None:
-    model = ModelConfig.from_pretrained(NINE_B)
+    model = read_model_config(NINE_B)
     config = EngineConfig(speculative_algorithm="EAGLE", speculative_num_draft_tokens=8)
     rows = default_rows(config, torch.device("cuda"))
     beside = row_bytes(model, "deferred", rows, model.hidden_size, itemsize=2)

@@ -123,7 +123,7 @@ def test_a_request_continues_from_one_that_left(
     other = engine.start(random_prompt(15, 5), greedy(9))
     engine.finish([first])
     engine.execute(decode=[first, other])  # one more step than it should be in
-    prefix = engine.release(first, fold_to=first.run)
+    prefix = engine.release(first, fold_to=first.processed)
     turn = engine.start(first.tokens + random_prompt(3, 6), greedy(4), hit=prefix)
     engine.finish([turn, other])
     assert_plain(model, [first, other, turn])

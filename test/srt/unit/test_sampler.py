@@ -11,8 +11,8 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling_noise import gumbel, naive
 from mamba_eagle.kernels.top_log_probs import TopTokens
 from mamba_eagle.runner.sampler import SamplingState, _keep_best, sample, token_logprobs
-from mamba_eagle.spec.accept import accept, truncate
-from mamba_eagle.spec.tree import Candidates, Tree, ancestor_matrix, single_node_tree
+from mamba_eagle.tree.accept import accept, truncate
+from mamba_eagle.tree.tree import Candidates, Tree, ancestor_matrix, single_node_tree
 
 torch.set_num_threads(1)
 EOS = 0

@@ -1,4 +1,4 @@
-"""Who gets which hit, and where checkpoints are placed."""
+"""Who gets which hit, and where state slots are placed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_branch_point_is_saved_and_costs_not_the_tail():
     assert serving.last["b again"].cached_tokens == 502
 
 
-def test_the_tail_is_saved_when_there_is_one_checkpoint_to_spare():
+def test_the_tail_is_saved_when_there_is_one_state_to_spare():
     serving = server(pools=(20000, 2, 2), mamba_checkpoint_interval=64)
     plans = record(serving)
     sampling = SamplingParams(max_new_tokens=1)
@@ -112,7 +112,7 @@ def test_the_tail_is_saved_when_there_is_one_checkpoint_to_spare():
     assert saves(plans) == [999, 502]
 
 
-def test_checkpoints_between_come_from_free_slots_only():
+def test_states_between_come_from_free_slots_only():
     serving = server(mamba_checkpoint_interval=64)
     plans = record(serving)
     serving.add("a", TRUNK, SHORT)
@@ -124,7 +124,7 @@ def test_checkpoints_between_come_from_free_slots_only():
     assert serving.last["shorter"].cached_tokens == 640
 
 
-def test_checkpoints_between_are_spread_over_a_long_prompt():
+def test_states_between_are_spread_over_a_long_prompt():
     serving = server(mamba_checkpoint_interval=16)
     plans = record(serving)
     serving.add("a", TRUNK, SHORT)
@@ -256,7 +256,7 @@ def test_steps_of_all_shapes_are_counted():
     # steps of requests that had ended in the step before are in plans alone
     assert state["verify_steps_total"] <= len(shapes)
     assert sum(output.accepted_drafts + output.verify_steps + 1 for output in last) == 8 * 150
-    assert sum(output.proposed_drafts for output in last) <= sum(shape.steps for shape in shapes)
+    assert sum(output.proposed_drafts for output in last) <= sum(shape.depth for shape in shapes)
     speculation = serving.scheduler.policy.state()
     assert speculation.adaptive
     steps = {name: use.steps for name, use in speculation.shapes.items()}

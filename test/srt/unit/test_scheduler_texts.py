@@ -12,7 +12,7 @@ from fake_runner import EOS, FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.scheduler.speculation import PROBE_EVERY
+from mamba_eagle.scheduler.speculation import PROBE_REQUEST_INTERVAL
 
 TREE = {
     "speculative_algorithm": "EAGLE",
@@ -27,10 +27,10 @@ SHAPES = {
     "adaptive": {**TREE, "speculative_adaptive": True},
     "tree-told-all-tokens": {**TREE, "speculative_algorithm": "NGRAM"},
 }
-POOLS = {  # kv slots, checkpoints, request slots
+POOLS = {  # kv slots, state slots, request slots
     "roomy": (2000, 60, 8),
-    "few-checkpoints": (2000, 5, 4),
-    "one-checkpoint": (2000, 1, 4),
+    "few-state slots": (2000, 5, 4),
+    "one-state slot": (2000, 1, 4),
     "few-kv": (150, 40, 8),
     "tiny": (112, 3, 3),
 }
@@ -195,7 +195,7 @@ def test_an_aborted_request_frees_all_within_one_step():
     assert plan is not None and len(plan.releases) == 1
     pools = server.scheduler.pools
     assert pools.kv.num_free == 500
-    assert pools.checkpoints.num_free == 8
+    assert pools.state_slots.num_free == 8
     assert pools.requests.num_free == 4
 
 
@@ -279,7 +279,7 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_drafter_of_no_use_follows_one_request_of_some(pool):
-    """And no text changes, whoever is followed, retracted or aborted."""
+    """And no text changes, whoever is tracked, retracted or aborted."""
     luck = random.Random(5)
     runner = FakeRunner(*POOLS[pool], context=100)
     runner.drafts_accepted = False
@@ -291,11 +291,11 @@ def test_a_drafter_of_no_use_follows_one_request_of_some(pool):
         expected[f"{number}"] = expected_text(prompt, how)
         for _ in range(12):
             server.step()
-        if not server.scheduler.policy.given_up:
-            before = runner.followed
+        if not server.scheduler.policy.disabled:
+            before = runner.tracked
     server.finish()
     assert server.texts == expected
-    assert 0 < runner.followed - before <= 160 // PROBE_EVERY
+    assert 0 < runner.tracked - before <= 160 // PROBE_REQUEST_INTERVAL
 
 
 def test_a_runner_that_makes_no_token_is_an_error_not_a_hang():

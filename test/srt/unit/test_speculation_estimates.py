@@ -64,11 +64,11 @@ def test_a_shape_measured_once_in_a_bad_moment_is_hoped_to_be_better():
     observe(times, CHAIN, 1, 1.3, 1.3)
     observe(times, TREE, 1, 9.0)
     assert times.of(TREE, 1) == 9.0
-    assert times.hoped(TREE, 1) == pytest.approx(1.0 + 0.3 * 12 / 6)
+    assert times.optimistic(TREE, 1) == pytest.approx(1.0 + 0.3 * 12 / 6)
     observe(times, TREE, 1, 8.0, 8.0)
-    assert times.hoped(TREE, 1) == times.of(TREE, 1) == 8.0
+    assert times.optimistic(TREE, 1) == times.of(TREE, 1) == 8.0
     observe(times, PLAIN, 1, *[1.0] * 600)  # long ago
-    assert times.hoped(TREE, 1) < 2.0
+    assert times.optimistic(TREE, 1) < 2.0
 
 
 # ── acceptance ───────────────────────────────────────────────────────────────────────────────

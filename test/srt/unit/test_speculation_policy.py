@@ -15,8 +15,8 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, TreeShape, candidates
 from mamba_eagle.scheduler.estimates import RequestDrafts
 from mamba_eagle.scheduler.speculation import (
+    EXPLORATION_SHARE,
     SAVINGS,
-    SHARE,
     AdaptiveShape,
     Choice,
     FixedShape,
@@ -24,7 +24,7 @@ from mamba_eagle.scheduler.speculation import (
     shape_policy,
 )
 
-TREE = TreeShape(topk=2, steps=5, nodes=8)
+TREE = TreeShape(topk=2, depth=5, nodes=8)
 MACHINES = {"gpu": GPU, "cpu": CPU}
 BATCHES = [1, 8, 32]
 
@@ -93,7 +93,7 @@ def test_trials_stay_within_their_budget_in_the_long_run():
         machine = machine._replace(following=0.0)  # what trials lose, and nothing else
         run = adaptive(machine, 8, rate(0.0), 5000)
         plain = fixed(PLAIN, machine, 8, rate(0.0), 5000)
-        assert 1 - run.rate / plain <= 1.1 * SHARE
+        assert 1 - run.rate / plain <= 1.1 * EXPLORATION_SHARE
         assert sum(choice.trial for choice in run.choices) > 4  # it goes on looking
 
 
@@ -104,38 +104,38 @@ def test_trials_stay_within_their_budget_in_the_long_run():
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_useless_drafter_that_takes_long_for_prompts_is_given_up(machine, batch):
     """No step tells what it takes for them: half a plain step each, and 1 % of every plain step.
-    If it followed all requests, that alone would be more than 3 % at batch 32."""
+    If it tracked all requests, that alone would be more than 3 % at batch 32."""
     slow = MACHINES[machine]._replace(taking_in=0.5)
     simulation = Simulation(AdaptiveShape(TREE), slow, batch, rate(0.02))
     simulation.run(2000)
-    assert simulation.policy.given_up and simulation.policy.state().given_up
+    assert simulation.policy.disabled and simulation.policy.state().disabled
     plain = fixed(PLAIN, slow, batch, rate(0.02), 2000)
     assert simulation.run(2000).rate >= 0.98 * plain
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_one_that_was_given_up_is_tried_again(batch):
-    """On requests that it has followed from the beginning; when it hits, it follows all."""
+    """On requests that it has tracked from the beginning; when it hits, it follows all."""
     now = [0.0]
     simulation = Simulation(AdaptiveShape(TREE), GPU, batch, lambda request, position: now[0])
     simulation.run(1500)
-    assert simulation.policy.given_up
-    given_up = simulation.run(3000)
-    assert sum(choice.trial for choice in given_up.choices) > 0
+    assert simulation.policy.disabled
+    disabled = simulation.run(3000)
+    assert sum(choice.trial for choice in disabled.choices) > 0
     now[0] = 0.9
     simulation.run(3000)
-    assert not simulation.policy.given_up
-    assert all(request.followed for request in simulation.requests)
+    assert not simulation.policy.disabled
+    assert all(request.tracked for request in simulation.requests)
 
 
 def test_where_nobody_is_followed_nothing_is_drafted():
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.9)).run(600)
-    lost = [RequestDrafts(followed=False) for _ in range(4)]
+    lost = [RequestDrafts(tracked=False) for _ in range(4)]
     assert policy.choose(lost, []).shape == PLAIN
-    followed = RequestDrafts()
-    policy.admit(followed)
-    assert policy.choose([followed], []).shape != PLAIN
+    tracked = RequestDrafts()
+    policy.admit(tracked)
+    assert policy.choose([tracked], []).shape != PLAIN
 
 
 # ── what changes ─────────────────────────────────────────────────────────────────────────────
@@ -174,9 +174,9 @@ def test_one_request_that_drafts_badly_is_told_from_the_others():
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.85)).run(600)
     bad = Simulation(policy, CPU._replace(plain=GPU.plain), 1, rate(0.0)).run(120)
-    assert bad.steps["plain"] > 0.8 * 120
+    assert bad.depth["plain"] > 0.8 * 120
     half = Simulation(policy, GPU, 8, lambda request, position: 0.85 * (request % 8 > 0)).run(600)
-    assert half.steps["plain"] < 0.1 * sum(half.steps.values())
+    assert half.depth["plain"] < 0.1 * sum(half.depth.values())
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.8])
@@ -253,7 +253,9 @@ def test_catching_up_after_plain_steps_is_not_taken_for_the_shape():
     assert sum(choice.catches_up for choice in run.choices) >= 3
     times = simulation.policy.times
     for shape in candidates(TREE):
-        assert not times.knows(shape) or times.of(shape, 8) == slow.seconds(shape, 8, missed=0)
+        assert not times.has_samples(shape) or times.of(shape, 8) == slow.seconds(
+            shape, 8, missed=0
+        )
 
 
 def test_fixed_and_adaptive_are_chosen_by_the_flags():

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from mamba_eagle.config import EMBEDDED_DRAFTERS
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.models.registry import parse_config, read_model_config
 from mamba_eagle.train import loop, pretrain
 from mamba_eagle.train.checkpoint import MODEL_CONFIG, load_weights
 from mamba_eagle.train.context import TrainingContext
@@ -57,7 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path)
 
 
 def load(folder: Path) -> NemotronHForCausalLM:
-    model = NemotronHForCausalLM(ModelConfig.from_pretrained(folder)).float()
+    model = NemotronHForCausalLM(read_model_config(folder)).float()
     load_weights(model, folder)
     return model
 
@@ -148,7 +148,7 @@ def test_row_stream_ends_when_the_parent_ignores_sigterm(tokenizer_folder: Path)
 
 
 def test_training_context_equals_full_sequence_context() -> None:
-    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    model = NemotronHForCausalLM(parse_config(MODEL_CONFIG)).float()
     initialize(model, seed=0)
     tokens = torch.randint(3, VOCAB_SIZE, (2 * 80,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_training_context_equals_full_sequence_context() -> None:
 
 
 def test_initialization_is_complete_and_deterministic() -> None:
-    config = ModelConfig.from_dict(MODEL_CONFIG)
+    config = parse_config(MODEL_CONFIG)
     models = [NemotronHForCausalLM(config).float() for _ in range(2)]
     for model in models:
         for parameter in model.parameters():
@@ -172,7 +172,7 @@ def test_initialization_is_complete_and_deterministic() -> None:
 
 
 def test_a_few_steps_on_one_batch_lower_the_loss(tokenizer_folder: Path) -> None:
-    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    model = NemotronHForCausalLM(parse_config(MODEL_CONFIG)).float()
     initialize(model, seed=0)
     optimizer = loop.make_optimizer(model, 1e-3)
     rows = make_block(ProblemEncoder(tokenizer_folder), 0, 0, LENGTH, 2)

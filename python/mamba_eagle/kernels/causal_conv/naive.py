@@ -50,11 +50,11 @@ def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) ->
 def conv_prompts(
     xbc: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, prompts: Sequence[Prompt]
 ) -> Tensor:
-    """The convolution over prompts that lie one after the other, from and to checkpoints.
+    """The convolution over prompts that lie one after the other, from and to state slots.
 
     Args:
         xbc: [n, channels]; weight: [K, channels], that is, transposed.
-        history: [slots, K-1, channels], the raw inputs before a checkpoint; written where the
+        history: [slots, K-1, channels], the raw inputs before a state slot; written where the
             prompts say.
     Returns: [n, channels].
     """

@@ -1,7 +1,7 @@
 """Before the scan, for all prompts of a batch: convolution from the histories, and step sizes.
 
 One pass over in_proj's output. x, B and C come out as views of one tensor, dt with the tokens of a
-head side by side: as ssd.triton reads them. The histories of saved checkpoints are written, too.
+head side by side: as ssd.triton reads them. The histories of saved state slots are written, too.
 """
 
 from __future__ import annotations

@@ -120,11 +120,11 @@ def scan_prompts(
     prompts: Sequence[Prompt],
     chunk: int = 64,
 ) -> Tensor:
-    """The scan over prompts that lie one after the other, from and to checkpoints.
+    """The scan over prompts that lie one after the other, from and to state slots.
 
     Args:
         x: [n, H, P]; dt: [n, H] after softplus, float32; A, D: [H]; B, C: [n, G, N].
-        state: [slots, H, P, N], a layer's checkpoints; written where the prompts say.
+        state: [slots, H, P, N], a layer's state slots; written where the prompts say.
     Returns: y [n, H, P], dtype of x.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

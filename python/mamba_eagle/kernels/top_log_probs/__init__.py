@@ -8,14 +8,14 @@ from torch import Tensor
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.top_log_probs import naive
 from mamba_eagle.kernels.top_log_probs.cpu import best
-from mamba_eagle.kernels.top_log_probs.naive import MOST, TopTokens
+from mamba_eagle.kernels.top_log_probs.naive import MAX_TOP, TopTokens
 
 
 def top_log_probs(logits: Tensor, k: int) -> TopTokens:
     """Of ``log_softmax(logits)``, in float32. logits: [n, V], any float dtype."""
     if numba_math.usable(logits.device, logits.dtype):
         return top_of(logits.log_softmax(-1), k)
-    if k <= MOST and gpu.usable(logits.device, logits.dtype):
+    if k <= MAX_TOP and gpu.usable(logits.device, logits.dtype):
         from mamba_eagle.kernels.top_log_probs import triton  # needs triton
 
         return triton.top_log_probs(logits, k)
@@ -32,4 +32,4 @@ def top_of(log_probs: Tensor, k: int) -> TopTokens:
     return found
 
 
-__all__ = ["MOST", "TopTokens", "top_log_probs", "top_of"]
+__all__ = ["MAX_TOP", "TopTokens", "top_log_probs", "top_of"]

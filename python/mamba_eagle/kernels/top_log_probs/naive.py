@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MOST = 16  # tokens of a row that a GPU's kernels choose; torch takes over beyond
+MAX_TOP = 16  # tokens of a row that a GPU's kernels choose; torch takes over beyond
 
 
 class TopTokens(NamedTuple):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.top_log_probs.naive import MOST, TopTokens
+from mamba_eagle.kernels.top_log_probs.naive import MAX_TOP, TopTokens
 
 BLOCK = 2048
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
@@ -102,8 +102,8 @@ def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) ->
     Raises: ValueError if k is not in 1 … 16, or above V.
     """
     n, V = logits.shape
-    if not 1 <= k <= min(MOST, V):
-        raise ValueError(f"k = {k}: must be between 1 and {MOST}, and at most the {V} tokens")
+    if not 1 <= k <= min(MAX_TOP, V):
+        raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     device = logits.device
     block = max(block, triton.next_power_of_2(k))

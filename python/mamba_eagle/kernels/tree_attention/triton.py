@@ -231,7 +231,7 @@ def _join_kernel(
 
 
 PROGRAMS = 256  # about two on each of a Hopper GPU's 132 multiprocessors
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 JOINED = 1024  # numbers that a program of _join_kernel adds up
 
 
@@ -254,7 +254,7 @@ def choose_config(
     tiles = triton.cdiv(nodes * heads // kv_heads, rows)
     programs = PROGRAMS if rows <= 64 else PROGRAMS // 2
     splits = 1
-    while splits * 2 * batch * kv_heads * tiles <= programs and splits < MOST_SPLITS:
+    while splits * 2 * batch * kv_heads * tiles <= programs and splits < MAX_SPLITS:
         splits *= 2
     # joining shares costs more than it saves on a short prefix, unless the device is nearly empty
     least = max(64, rows) if splits > 8 else 256

@@ -1,8 +1,8 @@
 """Verifying tree nodes on a Mamba2 layer, in readable torch: the dual form, the fold, snapshots.
 
 b requests, T tree nodes, W rows a request, H heads of P channels, G groups, N state size.
-Rows hold what accepted tokens since the checkpoint (the chain) and this step's nodes fed into the
-recurrence. ``L`` of a row or node is the sum of ``dt·A`` along its path from the checkpoint.
+Rows hold what accepted tokens since the state slot (the journal) and this step's nodes fed into the
+recurrence. ``L`` of a row or node is the sum of ``dt·A`` along its path from the state slot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tree_verify(
 
     Args:
         C: [b, T, G, N]; log_decay: [b, T, H], L of the nodes; state: [b, H, P, N], S0.
-        mask_bias: [b, T, W], 0 where row j is in the chain or node i's path, -inf elsewhere. It is
+        mask_bias: [b, T, W], 0 where row j is in the journal or node i's path, -inf elsewhere. It is
             added before ``exp``: L_i - L_j of an unrelated row may be large and positive.
     Returns: [b, T, H, P] float32.
     """
@@ -51,21 +51,23 @@ def tree_verify(
     return torch.addcmul(from_rows, L.exp()[..., None], from_state).transpose(1, 2)
 
 
-def fold(rows: Rows, in_chain: Tensor, chain_decay: Tensor, state: Tensor) -> Tensor:
-    """The state after the chain: ``exp(L) S0 + Σ_chain exp(L - L_j) dt_j x_j B_jᵀ``.
+def fold(rows: Rows, in_journal: Tensor, journal_decay: Tensor, state: Tensor) -> Tensor:
+    """The state after the journal: ``exp(L) S0 + Σ_chain exp(L - L_j) dt_j x_j B_jᵀ``.
 
     Args:
-        in_chain: [b, W] bool; chain_decay: [b, H], L of the chain's last token (0 if empty).
+        in_journal: [b, W] bool; journal_decay: [b, H], L of the journal's last token (0 if empty).
         state: [b, H, P, N], S0.
     Returns: [b, H, P, N] float32.
     """
     b, H, P, N = state.shape
     G = rows.B.shape[2]
-    gap = (chain_decay[:, None] - rows.log_decay).masked_fill(~in_chain[..., None], float("-inf"))
+    gap = (journal_decay[:, None] - rows.log_decay).masked_fill(
+        ~in_journal[..., None], float("-inf")
+    )
     weights = gap.exp() * rows.dt  # [b, W, H]
     x = (rows.x.float() * weights[..., None]).view(b, -1, G, H // G * P)
     added = x.permute(0, 2, 3, 1) @ rows.B.float().transpose(1, 2)  # [b, G, H/G*P, N]
-    return chain_decay.exp()[..., None, None] * state.float() + added.view(b, H, P, N)
+    return journal_decay.exp()[..., None, None] * state.float() + added.view(b, H, P, N)
 
 
 def snapshot_verify(

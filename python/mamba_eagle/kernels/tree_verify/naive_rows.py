@@ -10,7 +10,7 @@ from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
 
 
 def free_rows(path: Tensor, length: Tensor, history: int, rows: int, count: int) -> Tensor:
-    """The lowest ``count`` rows that are neither the chain's nor serve as history.
+    """The lowest ``count`` rows that are neither the journal's nor serve as history.
 
     path: [b, K-1 + rows or more] and length: [b], of each request -> [b, count] int64.
     """
@@ -27,18 +27,18 @@ def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
 ) -> TreeStep:
     """As triton_rows.begin_rows."""
-    h, path, length = room.history, paths.path[slots], paths.chain_len[slots]
+    h, path, length = room.history, paths.path[slots], paths.journal_len[slots]
     offsets = torch.arange(h, device=slots.device)
     return TreeStep(
         slots=slots,
-        checkpoints=paths.checkpoint[slots],
-        chain=path[:, h : h + room.most_chain] - h,
-        chain_len=length,
+        state_slots=paths.state_slot[slots],
+        journal=path[:, h : h + room.max_journal] - h,
+        journal_len=length,
         rows=free_rows(path, length, h, room.rows, parents.shape[1]),
         parents=parents,
         ancestors=ancestor_bits(ancestors),
         tail=path.gather(1, length[:, None] + offsets),
-        fold=length + room.accepts > room.most_chain,
+        fold=length + room.accepts > room.max_journal,
     )
 
 
@@ -55,17 +55,17 @@ def accept_rows(
     """As triton_rows.accept_rows; what it leaves behind the accepted entries means nothing."""
     assert step.fold is not None
     h, slots, fold = room.history, step.slots, step.fold[:, None]
-    # a chain's last row; of an empty chain any, whose feature is not taken
-    last = step.chain.gather(1, (step.chain_len - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
-    moved = fold & (step.chain_len > 0)[:, None]
-    made, before = feature[slots, last], saved[step.checkpoints]
-    saved[step.checkpoints] = torch.where(moved, made, before)
+    # a journal's last row; of an empty journal any, whose feature is not taken
+    last = step.journal.gather(1, (step.journal_len - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+    moved = fold & (step.journal_len > 0)[:, None]
+    made, before = feature[slots, last], saved[step.state_slots]
+    saved[step.state_slots] = torch.where(moved, made, before)
     feature[slots[:, None], step.rows] = features.to(feature.dtype)
 
     offsets = torch.arange(h, device=slots.device)
     history = paths.path[slots[:, None], offsets]
     paths.path[slots[:, None], offsets] = torch.where(fold, step.tail, history)
-    ends = torch.where(step.fold, 0, step.chain_len)
+    ends = torch.where(step.fold, 0, step.journal_len)
     columns = h + ends[:, None] + torch.arange(nodes.shape[1], device=slots.device)
     paths.path[slots[:, None], columns] = step.rows.gather(1, nodes) + h
-    paths.chain_len[slots] = ends + count
+    paths.journal_len[slots] = ends + count

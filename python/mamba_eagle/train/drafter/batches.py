@@ -114,12 +114,12 @@ class Batches:
         return order[:begun] + [i for batch in batches for i in batch] + last
 
 
-def passes(answers: Sequence[Answer], most_tokens: int) -> list[list[Answer]]:
-    """Answers of like length together, so that no group has more than ``most_tokens`` with its
+def passes(answers: Sequence[Answer], max_tokens_left: int) -> list[list[Answer]]:
+    """Answers of like length together, so that no group has more than ``max_tokens_left`` with its
     padding; one that is longer by itself is a group of its own."""
     groups: list[list[Answer]] = []
     for answer in sorted(answers, key=lambda a: len(a.tokens)):  # the longest of a group is last
-        if groups and (len(groups[-1]) + 1) * len(answer.tokens) <= most_tokens:
+        if groups and (len(groups[-1]) + 1) * len(answer.tokens) <= max_tokens_left:
             groups[-1].append(answer)
         else:
             groups.append([answer])

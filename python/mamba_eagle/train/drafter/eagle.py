@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.drafting.eagle import EagleNetwork
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
-from mamba_eagle.spec.drafters.eagle import EagleNetwork
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.drafter.batches import Answer
 from mamba_eagle.train.drafter.recipe import Recipe
 from mamba_eagle.train.drafter.settings import TrainSettings
@@ -29,7 +29,7 @@ class EagleRecipe(Recipe):
     ) -> None:
         self.target = target
         self.config = head_values("EagleHead", settings.head_pattern, target.config)
-        head = EagleHead(ModelConfig.from_dict(self.config)).float()
+        head = EagleHead(parse_config(self.config)).float()
         initialize(head, settings.seed)
         with torch.no_grad():  # the head ends in the same norm, in front of the same lm_head
             head.norm.weight.copy_(target.parts.norm.weight)

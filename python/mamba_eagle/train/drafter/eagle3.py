@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.drafting.eagle3 import EagleThreeNetwork
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, tap_layers
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.drafter.batches import Answer
 from mamba_eagle.train.drafter.recipe import Recipe
 from mamba_eagle.train.drafter.settings import TrainSettings
@@ -30,7 +31,7 @@ class Eagle3Recipe(Recipe):
     ) -> None:
         vocab = min(settings.draft_vocab_size, target.config.vocab_size)
         self.config = eagle3_values(vocab, layer_ids(taps(target.config)), target.config)
-        config = ModelConfig.from_dict(self.config)
+        config = parse_config(self.config)
         target.tap(tap_layers(config, len(target.config.blocks)))
         head = Eagle3Head(config).float()
         initialize(head, settings.seed)

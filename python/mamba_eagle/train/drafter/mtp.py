@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.drafting.mtp import MtpNetwork
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.mtp import MtpHead
-from mamba_eagle.spec.drafters.mtp import MtpNetwork
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.drafter.batches import Answer
 from mamba_eagle.train.drafter.recipe import Recipe, begin, unroll
 from mamba_eagle.train.drafter.settings import TrainSettings
@@ -30,7 +31,7 @@ class MtpRecipe(Recipe):
         self.config = head_values("NemotronHMTPModel", settings.head_pattern, target.config)
         self.config["mtp_hybrid_override_pattern"] = self.config.pop("hybrid_override_pattern")
         self.config["num_nextn_predict_layers"] = settings.mtp_modules
-        head = MtpHead(ModelConfig.from_dict(self.config)).float()
+        head = MtpHead(parse_config(self.config)).float()
         initialize(head, settings.seed)
         with torch.no_grad():  # each module ends in the same norm, in front of the same lm_head
             for last in head.mtp.layers[head.length - 1 :: head.length]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.spec.drafters.network import DraftNetwork
 from mamba_eagle.train.context import UnrolledContext, shift
 from mamba_eagle.train.drafter.batches import Answer, Rows
 from mamba_eagle.train.drafter.settings import TrainSettings

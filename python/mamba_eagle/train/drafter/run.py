@@ -7,8 +7,9 @@ from typing import Any
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.eval import machine
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.model_runner import START_ERRORS, resolve_device
 from mamba_eagle.train import loop
 from mamba_eagle.train.drafter.acceptance import Acceptance
@@ -39,7 +40,7 @@ def train(settings: TrainSettings, config: EngineConfig, command: str) -> bool:
 
 def _train(settings: TrainSettings, config: EngineConfig, command: str, world: World) -> bool:
     folder = Path(settings.output)
-    target_config = ModelConfig.from_pretrained(settings.target)
+    target_config = read_model_config(settings.target)
     prompts = read_prompts(settings, config, target_config, world)
     recipe_class = RECIPES[settings.algorithm]
     if wrong := recipe_class.problems(settings, target_config):
@@ -131,7 +132,7 @@ def get_answers(
     budget = Budget(
         settings.temperature,
         settings.max_new_tokens,
-        longest(settings, ModelConfig.from_pretrained(settings.target)),
+        longest(settings, read_model_config(settings.target)),
         settings.seed,
     )
     answer_all(config, left[world.rank :: world.size], budget, file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig
 
 MLP_WIDTH = 3  # of an MLP layer, times the hidden size
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import created_as, load_weights
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.runner.model_runner import resolve_dtype
 from mamba_eagle.train.drafter.batches import Rows
 
@@ -27,7 +26,7 @@ class Taught(NamedTuple):
 def load_target(folder: Path, device: torch.device) -> CausalLM:
     """In the dtype that ``serve`` runs it in, without what inference packs: gradients of the head
     pass through lm_head."""
-    config = ModelConfig.from_pretrained(folder)
+    config = read_model_config(folder)
     with created_as(resolve_dtype("auto", config, device), device):
         target = model_class(config)(config)
     load_weights(target, folder)

@@ -26,7 +26,7 @@ from mamba_eagle.train.drafter.world import World
 WARM_UP = 0.03  # of the run
 LR_FLOOR = 0.01  # of the peak, at the end
 MEASUREMENTS = 10
-MOST_BROKEN_STEPS = 20
+MAX_BROKEN_STEPS = 20
 
 
 class Diverged(RuntimeError):
@@ -139,7 +139,7 @@ class Trainer:
         left_out, in_a_row = map(int, self.broken.tolist())
         if left_out:
             self.world.say(f"{left_out} steps left out: their gradient was no number")
-        if in_a_row >= MOST_BROKEN_STEPS:
+        if in_a_row >= MAX_BROKEN_STEPS:
             raise Diverged(
                 f"the gradient was no number for {in_a_row} steps in a row at a learning rate "
                 f"of {self.lr:.1e}: start again with a lower --lr and another --output"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.tree import Tree
 
 
 class Accepted(NamedTuple):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
 from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
 from mamba_eagle.models.registry import read_as
-from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
-from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
-from mamba_eagle.spec.drafters.network import DraftNetwork
 
 
 class MtpNetwork(DraftNetwork):

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, KeyedNoise
+from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.runner.transfer import to_device
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, KeyedNoise
-from mamba_eagle.spec.drafters.ngram_index import NgramIndex
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
 
-MOST_UNREAD = 256  # steps whose tokens wait on the device until somebody asks for a draft
+MAX_UNREAD = 256  # steps whose tokens wait on the device until somebody asks for a draft
 
 
 class NgramDrafter(Drafter):
@@ -29,9 +29,9 @@ class NgramDrafter(Drafter):
     on_device = False
 
     def __init__(self, index: NgramIndex, table: RequestTable) -> None:
-        self.index, self.table, self.device = index, table, table.run.device
+        self.index, self.table, self.device = index, table, table.processed.device
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
-        self.unfollowed: set[int] = set()
+        self.untracked: set[int] = set()
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -47,20 +47,20 @@ class NgramDrafter(Drafter):
         self._remember(rows, torch.ones_like(rows), tokens[:, None])
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
-        self.idle = self.unfollowed.issuperset(slots)
+        self.idle = self.untracked.issuperset(slots)
         return []
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         self._remember(slots, accepted.count, accepted.tokens)
 
-    def unfollow(self, slots: Sequence[int]) -> None:
+    def untrack(self, slots: Sequence[int]) -> None:
         """What was counted of their texts is forgotten."""
         self._read()
         for slot in slots:
             if self.index.roots[slot]:
                 self.index.end(slot, 0)
             self.index.begin(slot, [])
-        self.unfollowed.update(slots)
+        self.untracked.update(slots)
 
     def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
         if self.device.type == "cpu":
@@ -68,7 +68,7 @@ class NgramDrafter(Drafter):
                 self._append(slot, made[:count])
             return
         self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
-        if len(self.unread) > MOST_UNREAD:
+        if len(self.unread) > MAX_UNREAD:
             self._read()
 
     def _read(self) -> None:
@@ -79,7 +79,7 @@ class NgramDrafter(Drafter):
         self.unread.clear()
 
     def _append(self, slot: int, tokens: list[int]) -> None:
-        if slot not in self.unfollowed:
+        if slot not in self.untracked:
             self.index.append(slot, tokens)
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
@@ -92,7 +92,7 @@ class NgramDrafter(Drafter):
         self.index.draft(slots.tolist(), shape, *(field.numpy() for field in fields))
         if on_gpu:
             fields = _fields(buffer.to(self.device, non_blocking=True), len(slots), shape.nodes)
-        if self.unfollowed:  # the index does not know where their texts end
+        if self.untracked:  # the index does not know where their texts end
             fields.tokens[:, 0] = self.table.last_token[slots]
         return fields
 
@@ -101,7 +101,7 @@ class NgramDrafter(Drafter):
         for slot, position in zip(slots, positions, strict=True):
             # the last token was never run, and is text all the same
             self.index.end(slot, position + 1)
-        self.unfollowed.difference_update(slots)
+        self.untracked.difference_update(slots)
 
     @property
     def num_bytes(self) -> int:
@@ -144,7 +144,7 @@ class NgramSource(DraftSource):
                 f"--speculative-ngram-max-trie-depth {depth}: must be 2 or more, "
                 "a token that is matched and the one behind it"
             )
-        least = NgramIndex.least_capacity(requests, max(depth, 2))
+        least = NgramIndex.min_capacity(requests, max(depth, 2))
         if capacity < least:
             wrong.append(
                 f"--speculative-ngram-capacity {capacity}: must be {least} or more "

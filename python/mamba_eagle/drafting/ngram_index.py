@@ -28,7 +28,7 @@ class NgramIndex:
 
     def __init__(self, requests: int, positions: int, capacity: int, depth: int) -> None:
         """requests: request slots. positions: the longest text, in tokens."""
-        least = self.least_capacity(requests, depth)
+        least = self.min_capacity(requests, depth)
         if capacity < least:
             raise ValueError(f"capacity {capacity}: must be {least} or more")
         self.depth = depth
@@ -43,7 +43,7 @@ class NgramIndex:
         self.finished = int(cpu.new_root(self.nodes, self.buckets, self.state))
 
     @staticmethod
-    def least_capacity(requests: int, depth: int) -> int:
+    def min_capacity(requests: int, depth: int) -> int:
         """Room for every root, one n-gram, and a node to be used again."""
         return requests + 1 + depth + 1
 
@@ -72,7 +72,7 @@ class NgramIndex:
         cpu.draft(
             *(self.nodes, self.buckets, self.state),
             *(self.finished, self.roots, self.texts, self.lengths, self.counted),
-            *(np.array(slots), self.depth, shape.topk, shape.steps),
+            *(np.array(slots), self.depth, shape.topk, shape.depth),
             *tree,
         )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class DraftNetwork(ABC):

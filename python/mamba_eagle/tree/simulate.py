@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.spec.accept import Accepted
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.accept import Accepted
+from mamba_eagle.tree.tree import Tree
 
 
 def simulated_walk(

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from mamba_eagle.spec.drafters.base import DraftSource
+    from mamba_eagle.drafting.base import DraftSource
 
 
 class Entry(NamedTuple):

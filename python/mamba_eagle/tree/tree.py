@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.draft_tree import cpu
-from mamba_eagle.kernels.top_log_probs import MOST, TopTokens
+from mamba_eagle.kernels.top_log_probs import MAX_TOP, TopTokens
 
 
 class Tree(NamedTuple):
@@ -62,7 +62,7 @@ def chain_tree(tokens: Tensor) -> Tree:
     )
 
 
-def head_of_chain(chain: Tree, tokens: Tensor) -> Tree:
+def chain_prefix(chain: Tree, tokens: Tensor) -> Tree:
     """``chain_tree(tokens)`` without a launch: views of the one longer ``chain`` [1, …]."""
     b, nodes = tokens.shape
     parents, depths, ancestors, scores = (
@@ -205,8 +205,8 @@ def candidates(roots: Tensor, topk: int, steps: int) -> Candidates:
     """For ``steps`` expansions at most; the fastest on the roots' device."""
     if numba_math.usable(roots.device):
         return FusedCandidates(roots, topk)
-    if topk <= MOST and gpu.usable(roots.device):
-        from mamba_eagle.spec.triton_tree import TritonCandidates  # needs triton
+    if topk <= MAX_TOP and gpu.usable(roots.device):
+        from mamba_eagle.tree.triton_tree import TritonCandidates  # needs triton
 
         return TritonCandidates(roots, topk, steps)
     return Candidates(roots, topk)

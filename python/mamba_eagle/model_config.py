@@ -1,12 +1,9 @@
-"""What a checkpoint's config.json says, in the names the layers use."""
+"""What a checkpoint's config.json says, in the names the layers use. Plain data; models/registry.py
+reads it from a folder."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 
@@ -136,78 +133,3 @@ class ModelConfig:
     @property
     def num_attention_layers(self) -> int:
         return self.blocks.count("attention") + self.blocks.count("hybrid")
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> ModelConfig:
-        """What ``read_values`` finds in the folder.
-
-        Raises: FileNotFoundError, UnsupportedModel, which name the folder.
-        """
-        values = read_values(folder)
-        with naming(folder):
-            return cls.from_dict(values)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """``values`` is config.json of a checkpoint of any family of models/registry.py."""
-        from mamba_eagle.models.registry import parse_config  # families import this module
-
-        return parse_config(values)
-
-
-@contextlib.contextmanager
-def naming(folder: str | Path) -> Iterator[None]:
-    """Whatever is unsupported inside is said of ``folder``."""
-    try:
-        yield
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{folder}: {error}") from None
-
-
-def read_values(folder: str | Path) -> dict[str, Any]:
-    """config.json, with what its neighbours add: the stop tokens of generation_config.json, and
-    the quantization that ModelOpt describes in hf_quant_config.json, where config.json has none.
-
-    Raises: FileNotFoundError where there is no config.json; UnsupportedModel.
-    """
-    folder = Path(folder)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: give the folder of a checkpoint")
-    values = read_json(path)
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = read_json(generation).get("eos_token_id")
-        if eos is not None:
-            values["eos_token_id"] = eos
-    modelopt = folder / "hf_quant_config.json"
-    if modelopt.is_file() and not values.get("quantization_config"):
-        values["quantization_config"] = {"quant_method": "modelopt", **read_json(modelopt)}
-    return values
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises: UnsupportedModel where there is something else than a JSON object."""
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise UnsupportedModel(f"{path} is no JSON: {error}; download it again") from None
-    if not isinstance(values, dict):
-        raise UnsupportedModel(f"{path} has no JSON object but a {type(values).__name__}")
-    return values
-
-
-def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
-    """The model's stop tokens: config.json has one, a list, or none."""
-    eos = values.get("eos_token_id")
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-def dtype_name(values: dict[str, Any]) -> str:
-    name = str(values.get("torch_dtype") or values.get("dtype") or "float32")
-    return name.removeprefix("torch.")
-
-
-def number(value: Any) -> float:
-    """JSON has no infinity; transformers writes ``{"__float__": "Infinity"}``."""
-    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.registry import MODELS
-from mamba_eagle.spec.drafters.base import Drafter, DraftParts, FolderSource
-from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
-from mamba_eagle.spec.drafters.network import DraftNetwork
 
 
 class EagleNetwork(DraftNetwork):

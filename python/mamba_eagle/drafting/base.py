@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import weight_problems
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,10 +36,10 @@ class Drafter(ABC):
     """Proposes a tree for each request and is told what became of the sequence.
 
     Its caches follow the target's: entries of a token stand under that token's KV slot in a pool
-    of its own, its recurrent states under the target's checkpoint slots. So a prefix that the
+    of its own, its recurrent states under the target's state slots. So a prefix that the
     target finds in the radix cache is there for the drafter too.
 
-    A request that is *unfollowed* costs it nothing: of its prompt it is told nothing, and what it
+    A request that is *untracked* costs it nothing: of its prompt it is told nothing, and what it
     drafts for it need not be any good. Prefixes that such requests leave in the radix cache are as
     good as unknown to it.
 
@@ -78,8 +79,8 @@ class Drafter(ABC):
         [b, T, F], of all nodes."""
 
     @abstractmethod
-    def unfollow(self, slots: Sequence[int]) -> None:
-        """The requests in ``slots`` are unfollowed from now on, until they are released."""
+    def untrack(self, slots: Sequence[int]) -> None:
+        """The requests in ``slots`` are untracked from now on, until they are released."""
 
     @abstractmethod
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
@@ -113,7 +114,7 @@ class NoDrafter(Drafter):
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None: ...
 
-    def unfollow(self, slots: Sequence[int]) -> None: ...
+    def untrack(self, slots: Sequence[int]) -> None: ...
 
     def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
         raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")
@@ -133,7 +134,7 @@ class DraftParts:
     target: CausalLM
     table: RequestTable
     kv_slots: int
-    checkpoints: int
+    state_slots: int
     dtype: torch.dtype
     device: torch.device
     load: Callable[[Callable[[], nn.Module], str], nn.Module]  # a maker and a folder -> a model
@@ -177,7 +178,7 @@ class FolderSource(DraftSource):
         return self.own
 
     def read(self) -> ModelConfig:
-        return ModelConfig.from_pretrained(self.path)
+        return read_model_config(self.path)
 
     @abstractmethod
     def module(self) -> nn.Module:

@@ -17,23 +17,23 @@ class Chunk(NamedTuple):
     spare_saves: frozenset[int]  # positions of saves that nobody is known to ask for
 
 
-class Row(NamedTuple):
+class DecodeItem(NamedTuple):
     request: Request
     kv_slots: list[int]  # one a tree node; in flight they are the step's
 
 
 @dataclass
-class Step:
+class PlanDraft:
     """Whose each part of the plan is; results come in the same order."""
 
     number: int
     releases: list[Release] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    unfollow: list[int] = field(default_factory=list)  # slots of requests the drafter gives up
+    rows: list[DecodeItem] = field(default_factory=list)
+    untrack: list[int] = field(default_factory=list)  # slots of requests the drafter gives up
     choice: Choice = Choice(PLAIN)  # the shape of the rows' trees
     short_of_kv: bool = False  # a running request has to skip it for want of KV slots
-    reads: set[int] = field(default_factory=set)  # checkpoints that its prefill starts from
+    reads: set[int] = field(default_factory=set)  # state slots that its prefill starts from
 
     @property
     def empty(self) -> bool:
@@ -49,7 +49,7 @@ class Step:
             )
         return Plan(
             step=self.number,
-            unfollow=self.unfollow,
+            untrack=self.untrack,
             releases=self.releases,
             prefill=[chunk.item for chunk in self.chunks],
             decode=decode,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mamba_eagle.kernels import gpu
 from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated
+from mamba_eagle.tree.accept import Truncated
 
-NONE_EVER = -1  # in ``pending``: of an unfollowed request nothing waits, and nothing ever will
+UNTRACKED = -1  # in ``pending``: of an untracked request nothing waits, and nothing ever will
 
 
 class Taken(NamedTuple):
@@ -31,15 +31,17 @@ class PendingEntries:
     """By request slot. R slots, with room for ``width`` entries that wait."""
 
     def __init__(
-        self, table: RequestTable, width: int, features: int, dtype: torch.dtype, bin_slot: int
+        self, table: RequestTable, width: int, features: int, dtype: torch.dtype, padding_slot: int
     ) -> None:
-        """bin_slot: the KV slot of what is no entry."""
-        requests = table.run.shape[0]
-        self.table, self.bin_slot = table, bin_slot
-        self.run = torch.zeros_like(table.run)  # entries in the caches
-        self.pending = torch.zeros_like(table.run)
-        self.tokens = table.run.new_zeros(requests, width)
-        self.features = torch.zeros(requests, width, features, dtype=dtype, device=table.run.device)
+        """padding_slot: the KV slot of what is no entry."""
+        requests = table.processed.shape[0]
+        self.table, self.padding_slot = table, padding_slot
+        self.processed = torch.zeros_like(table.processed)  # entries in the caches
+        self.pending = torch.zeros_like(table.processed)
+        self.tokens = table.processed.new_zeros(requests, width)
+        self.features = torch.zeros(
+            requests, width, features, dtype=dtype, device=table.processed.device
+        )
 
     def take(self, slots: Tensor, counts: Tensor | None, longest: int) -> Taken:
         """The first ``counts`` [b] entries of each request in ``slots`` [b], ``longest`` at most,
@@ -51,12 +53,12 @@ class PendingEntries:
             taken = torch.where(self.table.remaining[slots] > 0, waiting, 0)
             self.pending[slots] -= taken
         offsets = torch.arange(longest, device=slots.device)
-        prefix = self.run[slots]
+        prefix = self.processed[slots]
         positions = prefix[:, None] + offsets
         own = self.table.kv_slots[slots[:, None], positions]
-        own = torch.where(offsets < taken[:, None], own, self.bin_slot)
+        own = torch.where(offsets < taken[:, None], own, self.padding_slot)
         nodes = torch.minimum(offsets, (taken - 1).clamp(min=0)[:, None])
-        self.run[slots] += taken
+        self.processed[slots] += taken
         tokens = self.tokens[slots, :longest]
         return Taken(Truncated(nodes, tokens, taken, taken == 0), prefix, own, positions)
 
@@ -82,8 +84,8 @@ class TritonPendingEntries(PendingEntries):
         finished = torch.empty(b, dtype=torch.bool, device=slots.device)
         accepted = Truncated(nodes, tokens, slots.new_empty(b), finished)
         taken = Taken(accepted, slots.new_empty(b), own, positions)
-        tables = (table.remaining, self.run, self.pending, self.tokens, table.kv_slots)
-        take_pending(slots, counts, *tables, self.bin_slot, *accepted, *taken[1:])
+        tables = (table.remaining, self.processed, self.pending, self.tokens, table.kv_slots)
+        take_pending(slots, counts, *tables, self.padding_slot, *accepted, *taken[1:])
         return taken
 
     def append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
@@ -94,9 +96,9 @@ class TritonPendingEntries(PendingEntries):
 
 
 def pending_entries(
-    table: RequestTable, width: int, features: int, dtype: torch.dtype, bin_slot: int
+    table: RequestTable, width: int, features: int, dtype: torch.dtype, padding_slot: int
 ) -> PendingEntries:
     """With kernels where there are some for the table's device."""
-    on_gpu = gpu.usable(table.run.device, dtype)
+    on_gpu = gpu.usable(table.processed.device, dtype)
     kind = TritonPendingEntries if on_gpu else PendingEntries
-    return kind(table, width, features, dtype, bin_slot)
+    return kind(table, width, features, dtype, padding_slot)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.draft_tree.triton import Grown, Lanes, expand, select
 from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.tree import Candidates, Frontier, Tree, single_node_tree
+from mamba_eagle.tree.tree import Candidates, Frontier, Tree, single_node_tree
 
 
 class TritonCandidates(Candidates):

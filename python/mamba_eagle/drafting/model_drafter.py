@@ -9,6 +9,9 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.pending import UNTRACKED, pending_entries
 from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.accept.cpu import append_pending
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_of
@@ -23,20 +26,17 @@ from mamba_eagle.runner.contexts import (
     tree_attention,
 )
 from mamba_eagle.runner.lanes import LaneRows, Lanes, lane_attention
-from mamba_eagle.runner.pools import CheckpointPool, KVPool
+from mamba_eagle.runner.pools import KVPool, StatePool
 from mamba_eagle.runner.stateless_verify import StatelessVerify
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, DeferredVerify, SchemeSize, VerifyScheme
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.base import Drafter, DraftParts, KeyedNoise
-from mamba_eagle.spec.drafters.network import DraftNetwork
-from mamba_eagle.spec.drafters.pending import NONE_EVER, pending_entries
-from mamba_eagle.spec.tree import Tree, candidates, chain_tree, head_of_chain
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree, candidates, chain_prefix, chain_tree
 
-MOST_PENDING = 16  # entries of tokens that plain steps made; beyond that they are run
+MAX_PENDING = 16  # entries of tokens that plain steps made; beyond that they are run
 # In all, of a drafter that needs no row for each: so that plain decoding seldom stops for it. The
 # slot table has room for 64 positions behind a request.
-MOST_WITHOUT_ROWS = 62
+MAX_WITHOUT_ROWS = 62
 FEW_PLAIN_STEPS = 2  # whose tokens a step of drafts takes in as well; after more it catches up
 SPARE_ROWS = 8  # longer chains of the drafter's own state, fewer folds
 
@@ -44,23 +44,23 @@ SPARE_ROWS = 8  # longer chains of the drafter's own state, fewer folds
 def max_lanes(config: EngineConfig) -> int:
     """Lanes of a request that are run: those of the last step are only chosen."""
     shape = config.tree_shape
-    return shape.topk * max(shape.steps - 1, 0)
+    return shape.topk * max(shape.depth - 1, 0)
 
 
-def most_pending(config: EngineConfig) -> int:
+def max_pending(config: EngineConfig) -> int:
     """Room for entries that wait: plain steps may fill it, and a step of drafts comes on top."""
-    return MOST_PENDING + config.tree_shape.steps + 1
+    return MAX_PENDING + config.tree_shape.depth + 1
 
 
-def most_without_rows(config: EngineConfig) -> int:
+def max_without_rows(config: EngineConfig) -> int:
     """The same of a drafter without recurrent layers."""
-    return max(most_pending(config), MOST_WITHOUT_ROWS)
+    return max(max_pending(config), MAX_WITHOUT_ROWS)
 
 
 def draft_rows(config: EngineConfig) -> int:
     """Rows of a request in a drafter with recurrent layers: pending entries, a chain as long, and
     lanes."""
-    return 2 * most_pending(config) + max_lanes(config) + SPARE_ROWS
+    return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
 
 
 class ModelDrafter(Drafter):
@@ -77,9 +77,9 @@ class ModelDrafter(Drafter):
         config, net = parts.config, network.config
         self.network, self.table = network, parts.table
         self.max_lanes = max_lanes(config)
-        room = most_without_rows if net.mamba is None else most_pending
-        self.most_pending = room(config)
-        requests, device = parts.table.run.shape[0], parts.device
+        room = max_without_rows if net.mamba is None else max_pending
+        self.max_pending = room(config)
+        requests, device = parts.table.processed.shape[0], parts.device
         self.kv = KVPool(
             net.num_attention_layers,
             parts.kv_slots,
@@ -88,9 +88,9 @@ class ModelDrafter(Drafter):
             device,
             num_spare=1 + requests * self.max_lanes,
         )
-        self.pool = CheckpointPool(
+        self.pool = StatePool(
             net.num_mamba_layers,
-            parts.checkpoints,
+            parts.state_slots,
             net.mamba,
             network.carry_size,
             getattr(torch, config.mamba_ssm_dtype),
@@ -103,24 +103,24 @@ class ModelDrafter(Drafter):
                 layers=net.num_mamba_layers,
                 features=network.carry_size,
                 rows=draft_rows(config),
-                nodes=self.most_pending,
-                accepts=self.most_pending,
+                nodes=self.max_pending,
+                accepts=self.max_pending,
                 spare=self.max_lanes,
             )
             self.scheme = VERIFY_SCHEMES["deferred"](net.mamba, size, parts.table, self.pool)
 
-        # a step's entries are appended valid or not; hence the room behind ``most_pending``
-        self.most_accepted = config.tree_shape.steps + 1
-        width = self.most_pending + self.most_accepted
+        # a step's entries are appended valid or not; hence the room behind ``max_pending``
+        self.max_accepted = config.tree_shape.depth + 1
+        width = self.max_pending + self.max_accepted
         self.waiting = [0] * requests  # entries of each request, or more: what the host knows
         # entries that a tree's requests run at most; the same in all steps that a graph repeats
-        self.longest = min(self.most_accepted + FEW_PLAIN_STEPS, self.most_pending)
+        self.longest = min(self.max_accepted + FEW_PLAIN_STEPS, self.max_pending)
         self.device = device
         self.entries = pending_entries(
-            parts.table, width, network.feature_size, parts.dtype, self.kv.bin_slot
+            parts.table, width, network.feature_size, parts.dtype, self.kv.padding_slot
         )
         self.carry = torch.zeros(requests, network.carry_size, dtype=parts.dtype, device=device)
-        self.longest_chain = chain_tree(parts.table.run.new_zeros(1, self.most_pending))
+        self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
         attends = not net.num_attention_layers or gpu.usable(device, parts.dtype)
         on_device = self.scheme.on_device and attends
         self.on_device = on_device and experts_on_device(net.moe, parts.dtype)
@@ -140,12 +140,12 @@ class ModelDrafter(Drafter):
             span = slice(run[0].first, run[-1].first + run[-1].length)
             mamba = self.network.config.mamba
             ctx = prefill_context(run, self.pool, self.kv, self.table.kv_slots, mamba)
-            carry = self.pool.feature[run[0].item.checkpoint][None]
+            carry = self.pool.feature[run[0].item.state_slot][None]
             outputs = self.network.chain(tokens[None, span], entries[None, span], carry, ctx)[0]
             self._keep_carries(run, outputs[:, : self.network.carry_size])
         slots = to_device([item.slot for item in items], torch.int64, self.device)
         ends = [item.start + len(item.token_ids) for item in items]
-        self.entries.run[slots] = to_device(ends, torch.int64, self.device)
+        self.entries.processed[slots] = to_device(ends, torch.int64, self.device)
         self.entries.pending[slots] = 0
         start_finished(self.scheme, items, self.device)
 
@@ -156,8 +156,8 @@ class ModelDrafter(Drafter):
         for part in parts:
             item, own = part.item, carries[part.first - parts[0].first :]
             for save in item.saves:
-                self.pool.feature[save.checkpoint] = own[save.position - item.start - 1]
-            self.pool.feature[item.checkpoint] = self.carry[item.slot] = own[part.length - 1]
+                self.pool.feature[save.state_slot] = own[save.position - item.start - 1]
+            self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         rows = to_device(slots, torch.int64, self.device)
@@ -171,16 +171,16 @@ class ModelDrafter(Drafter):
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
         """Steps in flight may have added fewer entries than the host must reckon with."""
-        followed = [slot for slot in slots if self.waiting[slot] != NONE_EVER]
-        waiting = dict(zip(followed, self._waiting(followed), strict=True))
-        self.idle, added = not followed and shape == PLAIN, shape.steps + 1
+        tracked = [slot for slot in slots if self.waiting[slot] != UNTRACKED]
+        waiting = dict(zip(tracked, self._waiting(tracked), strict=True))
+        self.idle, added = not tracked and shape == PLAIN, shape.depth + 1
         if shape == PLAIN:
-            behind = [slot for slot, n in waiting.items() if n + added > self.most_pending]
+            behind = [slot for slot, n in waiting.items() if n + added > self.max_pending]
             waiting.update(dict.fromkeys(behind, 1))
             for slot, n in waiting.items():
                 self.waiting[slot] = n + added
             return behind
-        for slot in followed:
+        for slot in tracked:
             self.waiting[slot] = added
         if self.device.type == "cpu":
             self.longest = max([1, *waiting.values()])
@@ -191,16 +191,16 @@ class ModelDrafter(Drafter):
         """All but the roots are run; these wait on, alone."""
         waits = self.entries
         counts = (waits.pending[slots] - 1).clamp(min=0)
-        longest = max(int(counts.max()), 1) if self.device.type == "cpu" else self.most_pending
+        longest = max(int(counts.max()), 1) if self.device.type == "cpu" else self.max_pending
         self._run_pending(slots, counts, longest)
         waits.tokens[slots, 0] = waits.tokens[slots, counts]
         waits.features[slots, 0] = waits.features[slots, counts]
         waits.pending[slots] -= counts
 
-    def unfollow(self, slots: Sequence[int]) -> None:
-        self.entries.pending[to_device(slots, torch.int64, self.device)] = NONE_EVER
+    def untrack(self, slots: Sequence[int]) -> None:
+        self.entries.pending[to_device(slots, torch.int64, self.device)] = UNTRACKED
         for slot in slots:
-            self.waiting[slot] = NONE_EVER
+            self.waiting[slot] = UNTRACKED
 
     def _waiting(self, slots: Sequence[int]) -> list[int]:
         if self.device.type != "cpu" or not slots:
@@ -231,21 +231,23 @@ class ModelDrafter(Drafter):
         kept = [
             (slot, position)
             for slot, position in zip(slots, positions)
-            if position >= 0 and self.waiting[slot] != NONE_EVER
+            if position >= 0 and self.waiting[slot] != UNTRACKED
         ]
         if kept:
             rows, ends = to_device(list(zip(*kept)), torch.int64, self.device)
             # a stop string may have cut tokens that were run: then there is less to do, or a part
             # of the chain is left out
-            missing = (ends - self.entries.run[rows]).clamp(min=0)
-            longest = self.most_pending
+            missing = (ends - self.entries.processed[rows]).clamp(min=0)
+            longest = self.max_pending
             if self.device.type == "cpu":
                 longest = int(missing.max())
             if longest:
                 self._run_pending(rows, missing, longest)
             if isinstance(self.scheme, DeferredVerify):
-                keep = (ends - (self.entries.run[rows] - self.scheme.chain_len[rows])).clamp(min=0)
-                self.scheme.finish(rows, self.table.checkpoint[rows], keep)
+                keep = (
+                    ends - (self.entries.processed[rows] - self.scheme.journal_len[rows])
+                ).clamp(min=0)
+                self.scheme.finish(rows, self.table.state_slot[rows], keep)
         self.entries.pending[to_device(slots, torch.int64, self.device)] = 0
         for slot in slots:
             self.waiting[slot] = 0
@@ -256,12 +258,12 @@ class ModelDrafter(Drafter):
         table, network = self.table, self.network
         # a request that has ended takes nothing in: what is pending is settled when it leaves
         above = self._run_pending(slots, None, self.longest)[:, None]  # [b, lanes, O]: the root's
-        root = table.run[slots]  # its position
-        grown = candidates(table.last_token[slots], shape.topk, shape.steps)
+        root = table.processed[slots]  # its position
+        grown = candidates(table.last_token[slots], shape.topk, shape.depth)
         frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
-        if shape.steps > 1:
+        if shape.depth > 1:
             lanes = self._lanes(slots, root + 1)
-        for depth in range(1, shape.steps):
+        for depth in range(1, shape.depth):
             index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
             above = network.lanes(
                 depth,
@@ -320,7 +322,7 @@ class ModelDrafter(Drafter):
     def _chain(self, tokens: Tensor) -> Tree:
         if self.device.type == "cpu":
             return chain_tree(tokens)
-        return head_of_chain(self.longest_chain, tokens)
+        return chain_prefix(self.longest_chain, tokens)
 
     @property
     def num_bytes(self) -> int:
