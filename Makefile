@@ -11,7 +11,7 @@ ARGS  ?=
 
 help:
 	@echo "make serve   start the server (needs no model: one is embedded)"
-	@echo "make test    all tests that this machine can run, then the coverage of each folder"
+	@echo "make test    all tests that this machine can run"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   one batch, in this process; see benchmark/ for the others"
 	@echo "make eval    GSM8K-style accuracy of a running server"
@@ -46,9 +46,10 @@ constraints: $(VENV)/.installed-test
 	mv .constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage.json
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find python -name '*.egg-info' -prune -exec rm -rf {} +
 	find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -f .coverage.json
 
 # The first interpreter that is new enough and can make an environment (Debian keeps ensurepip in
 # python3-venv). The check runs it: a name on the PATH may be a shim with nothing behind it.
