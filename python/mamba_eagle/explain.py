@@ -183,7 +183,7 @@ def show(reply: dict[str, Any], console: Console) -> None:
         f"{made} of them in {len(steps)} steps (the first came with the prompt)",
     ]
     if steps:
-        summary.append(f"acceptance length: {made / len(steps):.2f} tokens a step")
+        summary.append(f"acceptance length: {made / len(steps):.2f} tokens per step")
         summary += ["steps by accepted drafts:", *histogram_lines(steps)]
     console.print(Text("\n".join(summary)), soft_wrap=True)
 

@@ -1,6 +1,6 @@
-"""Rows and folds, and snapshots, against plain runs: DESIGN invariants 1, 2 and 3.
+"""Rows and folds, and snapshots, against plain runs: invariants 1, 2 and 3.
 
-What must hold is the same for both schemes; nearly every test runs on both.
+docs/design/invariants.md has them. Nearly every test runs on both schemes.
 """
 
 from __future__ import annotations
