@@ -56,15 +56,15 @@ clean:
 # python3-venv). The check runs it: a name on the PATH may be a shim with nothing behind it.
 $(BIN)/python:
 	@set -e; \
-	check='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'; \
-	for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+	check='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))'; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3.10 python3); do \
 		if "$$python" -c "$$check" >/dev/null 2>&1; then \
 			echo "making $(VENV) with $$($$python --version)"; \
 			exec "$$python" -m venv $(VENV); \
 		fi; \
 	done; \
-	echo "No usable Python among: $(or $(PYTHON),python3.11 python3.12 python3.13 python3)." >&2; \
-	echo "It must be 3.11 or newer and have venv; on Debian and Ubuntu:" >&2; \
+	echo "No usable Python among: $(or $(PYTHON),python3.11 python3.12 python3.10 python3)." >&2; \
+	echo "It must be 3.10 or newer and have venv; on Debian and Ubuntu:" >&2; \
 	echo "  apt-get install python3-venv" >&2; \
 	echo "or name another one: make PYTHON=/path/to/python" >&2; \
 	exit 1
