@@ -18,11 +18,11 @@ import torch
 from measure import Launch, Report, graph_us
 
 from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.place import Cuda
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.backend.torch.pending import PendingSize
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.torch.pending import PendingEntries, PendingSize
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig

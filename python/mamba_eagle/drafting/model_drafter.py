@@ -10,10 +10,10 @@ from torch import Tensor
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.lanes import LaneRows, Lanes
+from mamba_eagle.backend.pending import UNTRACKED, PendingSize
 from mamba_eagle.backend.pools import KVPool, StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.backend.state import SchemeSize
-from mamba_eagle.backend.torch.pending import UNTRACKED, PendingSize
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart

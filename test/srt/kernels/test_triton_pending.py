@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 
+from mamba_eagle.backend.pending import UNTRACKED, PendingEntries, PendingSize, Taken
 from mamba_eagle.backend.pools import RequestTable
-from mamba_eagle.backend.torch.pending import UNTRACKED, PendingEntries, PendingSize, Taken
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.tree.accept import Truncated
 

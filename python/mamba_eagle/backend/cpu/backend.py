@@ -11,12 +11,12 @@ from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.backend.torch.pending import PendingEntries, PendingSize
 from mamba_eagle.kernels.accept import cpu as accept
 from mamba_eagle.kernels.top_log_probs.cpu import best
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens

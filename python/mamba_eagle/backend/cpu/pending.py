@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from mamba_eagle.backend.torch.pending import PendingEntries
+from mamba_eagle.backend.pending import PendingEntries
 from mamba_eagle.kernels.accept.cpu import append_pending
 from mamba_eagle.tree.accept import Truncated
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
 from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
@@ -17,7 +18,6 @@ from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch import accept
 from mamba_eagle.backend.torch.attention import CausalAttention, GatheredLanes, tree_attention
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
-from mamba_eagle.backend.torch.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.kernels.sampling_noise.torch import gumbel

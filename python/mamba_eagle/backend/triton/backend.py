@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
@@ -15,7 +16,6 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.backend.torch.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.triton.attention import TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.torch.pending import PendingEntries, Taken
+from mamba_eagle.backend.pending import PendingEntries, Taken
 from mamba_eagle.kernels.accept.triton_pending import append_pending, take_pending
 from mamba_eagle.tree.accept import Truncated
 
