@@ -28,9 +28,9 @@ from mamba2_math.draft import Problem
 from mamba2_math.evaluate import accuracy, exact_match, make_questions
 from mamba2_math.problems import held_out, stream
 from mamba2_math.training_context import TrainingContext
-from mamba_eagle.config import EMBEDDED_MODEL
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.loop_parts import autocast, set_precision
 
@@ -106,7 +106,7 @@ def _train(
 ) -> NemotronHForCausalLM:
     set_precision()
     device = args.device
-    model = NemotronHForCausalLM(ModelConfig.from_dict(config)).float()
+    model = NemotronHForCausalLM(parse_config(config)).float()
     initialize(model, args.seed)
     if args.init_from is not None:
         load_weights(model, args.init_from)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.train.unrolled_context import convolve

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mamba_eagle.config import ASSETS
+from mamba_eagle.embedded import ASSETS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -14,6 +14,7 @@ import shlex
 import sys
 
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.resolve import resolve
 from mamba_eagle.train.settings import TrainSettings
 
 # Exit codes after SIGTERM and SIGINT, as shells report them.
@@ -43,7 +44,7 @@ def engine_config(settings: TrainSettings) -> EngineConfig:
         disable_overlap_schedule=True,
     )
     try:
-        config = config.resolved()
+        config = resolve(config)
     except ConfigError as error:
         problems += [p.replace("--model-path", "--target") for p in error.problems]
     if problems:

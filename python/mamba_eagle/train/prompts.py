@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 MAX_SHOWN_PROBLEMS = 10

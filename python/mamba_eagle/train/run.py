@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mamba_eagle.backend.choose import resolve_device
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.eval import machine
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
-from mamba_eagle.runner.model_runner import START_ERRORS, resolve_device
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.runner.model_runner import START_ERRORS
 from mamba_eagle.train.acceptance import Acceptance
 from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, AnswerOptions, answer_all
 from mamba_eagle.train.batches import Split, split_held_out, usable_answers
@@ -39,7 +41,7 @@ def train(settings: TrainSettings, config: EngineConfig, command: str) -> bool:
 
 def _train(settings: TrainSettings, config: EngineConfig, command: str, world: World) -> bool:
     folder = Path(settings.output)
-    target_config = ModelConfig.from_pretrained(settings.target)
+    target_config = read_model_config(settings.target)
     prompts = read_prompts(settings, config, target_config, world)
     head_class = TRAINABLE_HEADS[settings.algorithm]
     if problems := head_class.problems(settings, target_config):
@@ -131,7 +133,7 @@ def get_answers(
     options = AnswerOptions(
         settings.temperature,
         settings.max_new_tokens,
-        max_sequence_length(settings, ModelConfig.from_pretrained(settings.target)),
+        max_sequence_length(settings, read_model_config(settings.target)),
         settings.seed,
     )
     answer_all(config, missing[world.rank :: world.size], options, file)

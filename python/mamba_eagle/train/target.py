@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.choose import resolve_dtype
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import created_as, load_weights
-from mamba_eagle.models.registry import model_class
-from mamba_eagle.runner.model_runner import resolve_dtype
+from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.train.batches import PaddedAnswers
 
 
@@ -29,8 +28,8 @@ class TargetOutputs(NamedTuple):
 def load_target(folder: Path, device: torch.device) -> CausalLM:
     """Loads the target in the dtype that ``serve`` uses. Weights are not packed for inference,
     because the head's gradients pass through lm_head."""
-    config = ModelConfig.from_pretrained(folder)
-    with created_as(resolve_dtype("auto", config, device), device):
+    config = read_model_config(folder)
+    with created_as(resolve_dtype("auto", config.dtype, device), device):
         target = model_class(config)(config)
     load_weights(target, folder)
     return target.eval().requires_grad_(False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer

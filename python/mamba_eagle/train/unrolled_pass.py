@@ -30,7 +30,7 @@ def begin(network: DraftNetwork, tokens: Tensor, features: Tensor) -> Begun:
     context = UnrolledContext(batch, length, tokens.device)
     given = network.entry_features(features.flatten(0, 1)).unflatten(0, tokens.shape)
     carry = given.new_zeros(len(tokens), network.carry_size)
-    return Begun(network.chain(tokens, shift(given, 1), carry, context), context)
+    return Begun(network.run_entries(tokens, shift(given, 1), carry, context), context)
 
 
 def unroll(network: DraftNetwork, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from peer_models import PEERS, VOCAB, make_peer
 from safetensors.torch import load_file
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver, greedy
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train import command
@@ -47,15 +48,17 @@ def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Pa
     flags += ["--held-out", "2", "--max-new-tokens", "12", "--steps", "1", *FLAGS[algorithm]]
     assert command.main(flags) == 0
     assert all(t.isfinite().all() for t in load_file(tmp_path / "model.safetensors").values())
-    config = EngineConfig(
-        model_path=str(target),
-        device="cpu",
-        speculative_algorithm=algorithm.upper(),
-        speculative_draft_model_path=str(tmp_path),
-        speculative_num_steps=DEPTH,
-        max_running_requests=2,
-        max_total_tokens=300,
-    ).resolved()
+    config = resolve(
+        EngineConfig(
+            model_path=str(target),
+            device="cpu",
+            speculative_algorithm=algorithm.upper(),
+            speculative_draft_model_path=str(tmp_path),
+            speculative_num_steps=DEPTH,
+            max_running_requests=2,
+            max_total_tokens=300,
+        )
+    )
     answer = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
     driver = InProcessDriver(ModelRunner(config), config)
     made = driver.generate([answer["prompt"]], greedy(len(answer["answer"])))

@@ -20,10 +20,10 @@ from mamba2_math.evaluate import Question, exact_match, greedy, last_integer, ma
 from mamba2_math.problems import generate, held_out
 from mamba2_math.tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from mamba2_math.training_context import TrainingContext
-from mamba_eagle.config import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
+from mamba_eagle.models.registry import parse_config, read_model_config
 from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.loop_parts import make_optimizer
 
@@ -58,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path)
 
 
 def load(folder: Path) -> NemotronHForCausalLM:
-    model = NemotronHForCausalLM(ModelConfig.from_pretrained(folder)).float()
+    model = NemotronHForCausalLM(read_model_config(folder)).float()
     load_weights(model, folder)
     return model
 
@@ -150,7 +150,7 @@ def test_sequence_stream_ends_when_the_parent_ignores_sigterm(tokenizer_folder: 
 
 
 def test_training_context_equals_full_sequence_context() -> None:
-    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    model = NemotronHForCausalLM(parse_config(MODEL_CONFIG)).float()
     initialize(model, seed=0)
     tokens = torch.randint(3, VOCAB_SIZE, (2 * 80,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_training_context_equals_full_sequence_context() -> None:
 
 
 def test_initialization_is_complete_and_deterministic() -> None:
-    config = ModelConfig.from_dict(MODEL_CONFIG)
+    config = parse_config(MODEL_CONFIG)
     models = [NemotronHForCausalLM(config).float() for _ in range(2)]
     for model in models:
         for parameter in model.parameters():
@@ -174,7 +174,7 @@ def test_initialization_is_complete_and_deterministic() -> None:
 
 
 def test_a_few_steps_on_one_batch_lower_the_loss(tokenizer_folder: Path) -> None:
-    model = NemotronHForCausalLM(ModelConfig.from_dict(MODEL_CONFIG)).float()
+    model = NemotronHForCausalLM(parse_config(MODEL_CONFIG)).float()
     initialize(model, seed=0)
     optimizer = make_optimizer(model, 1e-3)
     sequences = make_block(ProblemEncoder(tokenizer_folder), 0, 0, LENGTH, 2)

@@ -23,6 +23,7 @@ from train_rig import (
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train.batches import pad_answers, split_held_out, usable_answers
@@ -74,17 +75,19 @@ def test_a_served_chain_is_accepted_as_the_training_has_measured(
     name: str, rig: Rig, head: Callable[[str], Path]
 ) -> None:
     """Within 2 %: the same answers in float32, but a server's sums have another order."""
-    config = EngineConfig(
-        model_path=str(rig.target),
-        device="cpu",
-        speculative_algorithm=algorithm(name).upper(),
-        speculative_draft_model_path=str(head(name)),
-        speculative_num_steps=DEPTH,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=DEPTH + 1,
-        max_running_requests=HELD_OUT,
-        max_total_tokens=1000,
-    ).resolved()
+    config = resolve(
+        EngineConfig(
+            model_path=str(rig.target),
+            device="cpu",
+            speculative_algorithm=algorithm(name).upper(),
+            speculative_draft_model_path=str(head(name)),
+            speculative_num_steps=DEPTH,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=DEPTH + 1,
+            max_running_requests=HELD_OUT,
+            max_total_tokens=1000,
+        )
+    )
     held_out = split_held_out(usable_answers(rig.answered(), 2048), HELD_OUT, 0).held_out
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
     prompts = [answer.tokens[: answer.prompt_len] for answer in held_out]

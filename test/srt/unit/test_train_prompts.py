@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_tokenizer import EOS, byte_level, spell
 
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
 
 TEMPLATE = "Question: {question}\nAnswer:"
@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONFIG = ModelConfig.from_dict(
+CONFIG = parse_config(
     {
         "hybrid_override_pattern": "-",
         "vocab_size": 259,

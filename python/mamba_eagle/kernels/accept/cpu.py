@@ -1,4 +1,4 @@
-"""Accepting on a CPU: tree/accept.py and runner/commit.py, whose forty small operations on a
+"""Accepting on a CPU: tree/accept.py and backend/torch/accept.py, whose forty small operations on a
 handful of integers cost more than a layer, as one loop each."""
 
 from __future__ import annotations

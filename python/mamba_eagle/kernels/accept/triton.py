@@ -1,4 +1,4 @@
-"""Accepting on a GPU: tree/accept.py and runner/commit.py, a program a request."""
+"""Accepting on a GPU: tree/accept.py and backend/torch/accept.py, a program a request."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.unrolled_pass import unroll

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig
 
 MLP_EXPANSION = 3  # intermediate size of an MLP layer / hidden size
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mamba_eagle.drafting.eagle import EagleNetwork
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.config import head_config
@@ -29,7 +29,7 @@ class TrainableEagle(TrainableHead):
     ) -> None:
         self.target = target
         self.config = head_config("EagleHead", settings.head_pattern, target.config)
-        head = EagleHead(ModelConfig.from_dict(self.config)).float()
+        head = EagleHead(parse_config(self.config)).float()
         initialize(head, settings.seed)
         with torch.no_grad():  # the head ends in the target's norm, before the target's lm_head
             head.norm.weight.copy_(target.parts.norm.weight)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.drafting.eagle3 import EagleThreeNetwork
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import Eagle3Head, layer_ids, tap_layers
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.config import eagle3_config
@@ -32,7 +33,7 @@ class TrainableEagle3(TrainableHead):
     ) -> None:
         vocab_size = min(settings.draft_vocab_size, target.config.vocab_size)
         self.config = eagle3_config(vocab_size, layer_ids(taps(target.config)), target.config)
-        config = ModelConfig.from_dict(self.config)
+        config = parse_config(self.config)
         target.tap(tap_layers(config, len(target.config.blocks)))
         head = Eagle3Head(config).float()
         initialize(head, settings.seed)

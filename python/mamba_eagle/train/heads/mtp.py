@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.drafting.mtp import MtpNetwork
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.mtp import MtpHead
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.train.batches import Answer
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.heads.config import head_config
@@ -32,7 +33,7 @@ class TrainableMtp(TrainableHead):
         self.config = head_config("NemotronHMTPModel", settings.head_pattern, target.config)
         self.config["mtp_hybrid_override_pattern"] = self.config.pop("hybrid_override_pattern")
         self.config["num_nextn_predict_layers"] = settings.mtp_modules
-        head = MtpHead(ModelConfig.from_dict(self.config)).float()
+        head = MtpHead(parse_config(self.config)).float()
         initialize(head, settings.seed)
         with torch.no_grad():  # each module ends in the target's norm, before the target's lm_head
             for last in head.mtp.layers[head.length - 1 :: head.length]:
