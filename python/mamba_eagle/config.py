@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting import DRAFTERS, draft_source
 from mamba_eagle.models.heads import draft_algorithm, head_in
 
@@ -224,12 +224,6 @@ class EngineConfig:
             depth=self.speculative_num_steps,
             nodes=self.speculative_num_draft_tokens,
         )
-
-    @property
-    def step_shapes(self) -> list[TreeShape]:
-        """Those that decode steps may have."""
-        adaptive = self.speculative_adaptive and self.tree_shape != PLAIN
-        return candidates(self.tree_shape) if adaptive else [self.tree_shape]
 
 
 @dataclass(frozen=True)

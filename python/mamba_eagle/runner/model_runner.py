@@ -37,6 +37,7 @@ from mamba_eagle.runner.sampler import SamplingState, sample
 from mamba_eagle.runner.stateless_verify import StatelessVerify
 from mamba_eagle.runner.transfer import to_device
 from mamba_eagle.runner.verify import VERIFY_SCHEMES, SchemeSize, VerifyScheme
+from mamba_eagle.tree.shapes import step_shapes
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -187,7 +188,7 @@ class ModelRunner:
             return EagerSteps(self.step)
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
         steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
-        steps.warm_up(self.config.step_shapes)
+        steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
 
     def _capturable(self) -> bool:
