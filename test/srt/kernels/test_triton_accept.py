@@ -53,7 +53,7 @@ def random_table(generator: torch.Generator, stop_tokens: int) -> RequestTable:
 
 def copied(table: RequestTable, device: torch.device) -> RequestTable:
     other = RequestTable(1, 1, device)
-    for name in ("remaining", "run", "last_token", "stop_tokens", "kv_slots"):
+    for name in ("remaining", "processed", "last_token", "stop_tokens", "kv_slots"):
         setattr(other, name, getattr(table, name).clone().to(device))
     return other
 
@@ -69,6 +69,7 @@ def cases(nodes: int) -> Iterator[tuple[RequestTable, Tensor, Tree, Tensor, Tens
         target = torch.randint(0, VOCAB, tree.tokens.shape, generator=generator)
         follow = torch.rand(target.shape, generator=generator) < 0.7
         target.scatter_(1, tree.parents, torch.where(follow, tree.tokens, VOCAB - 1))
+        target[torch.rand(target.shape, generator=generator) < 0.1] = -1  # no token there
         yield table, slots, tree, target, torch.randperm(tree.tokens.numel()).view_as(target) + 50
 
 
@@ -96,7 +97,7 @@ def test_a_step_is_accepted_as_in_torch(nodes: int, monkeypatch: pytest.MonkeyPa
         for part, wanted in zip(found, expected):
             assert part.dtype == wanted.dtype
             assert torch.equal(part.cpu(), wanted)
-        for name in ("remaining", "run", "last_token"):
+        for name in ("remaining", "processed", "last_token"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(table, name)), name
         for slot in slots.tolist():  # behind what is run the torch path leaves rejected ones
             end = int(table.processed[slot])
@@ -119,7 +120,7 @@ def test_a_graph_accepts_other_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.cuda.graph(graph):
         found = run_step(ours, *inputs, 5)
     for plain, slots, tree, target, kv_slots in others:
-        for name in ("remaining", "run", "last_token", "kv_slots"):
+        for name in ("remaining", "processed", "last_token", "kv_slots"):
             getattr(ours, name).copy_(getattr(plain, name))
         ours.stop_tokens.fill_(-1)[:, : plain.stop_tokens.shape[1]] = plain.stop_tokens.to(DEVICE)
         for part, new in zip(
@@ -130,5 +131,5 @@ def test_a_graph_accepts_other_trees(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = run_step(plain, slots, tree, target, kv_slots, 5)
         for part, wanted in zip(found, expected):
             assert torch.equal(part.cpu(), wanted)
-        for name in ("remaining", "run", "last_token"):
+        for name in ("remaining", "processed", "last_token"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(plain, name)), name
