@@ -168,6 +168,9 @@ class Slots:
         folded: the position that S0 is at now.
         """
         held.folded = max(held.folded, folded)
+        if len(accepted) == len(tree):
+            held.kv += tree
+            return
         kept = set(accepted)
         held.kv += [tree[node] for node in accepted]
         self.kv.free(slot for node, slot in enumerate(tree) if node not in kept)

@@ -57,16 +57,15 @@ def decode_problem(request: Request, result: DecodeResult, tree: list[int], voca
 
 def _is_path(nodes: list[int], num_nodes: int) -> bool:
     """From the root on; or empty. A node's parent comes before it."""
-    if not nodes:
-        return True
-    ascending = all(a < b for a, b in zip(nodes, nodes[1:]))
-    return nodes[0] == 0 and ascending and nodes[-1] < num_nodes
+    if len(nodes) < 2:
+        return not nodes or nodes[0] == 0
+    return nodes[0] == 0 and nodes[-1] < num_nodes and nodes == sorted(set(nodes))
 
 
 def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            return f"the runner returned token {token}, outside the vocabulary of {vocab_size}"
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        shown = str(tokens)[:MAX_SHOWN]
+        return f"the runner returned tokens {shown}, not all in the vocabulary of {vocab_size}"
     total, sampling = request.num_output + len(tokens), request.sampling
     if total > sampling.max_new_tokens:
         return (
@@ -74,7 +73,7 @@ def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
             f"{sampling.max_new_tokens}"
         )
     stops = request.stop_tokens
-    if not stops.isdisjoint(tokens[:-1]):
+    if len(tokens) > 1 and not stops.isdisjoint(tokens[:-1]):
         return f"the runner went on after a stop token: {tokens}"
     if tokens[-1] in stops and total < sampling.min_new_tokens:
         return (

@@ -230,6 +230,7 @@ class Scheduler:
                     outputs.append(self._accept(request, walk.tokens, walk.logprobs, walk.trace))
         if outcomes:
             self._learn(plan.choice, outcomes, result)
+        self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs
 
     def _take_prefill(self, chunk: Chunk, result: PrefillResult) -> list[RequestOutput]:
@@ -267,7 +268,6 @@ class Scheduler:
         trace: StepTrace | None,
     ) -> RequestOutput:
         request.accept(tokens)
-        self.stats.generated(len(tokens))
         if request.finish is not None:
             self._forget(request)
         return request.output(tokens, logprobs, trace)

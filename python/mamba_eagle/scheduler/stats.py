@@ -25,6 +25,9 @@ class Stats:
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # (when, output tokens)
 
     def generated(self, count: int) -> None:
+        """A step made ``count`` output tokens, of all requests together."""
+        if count == 0:
+            return
         self.generation_tokens += count
         now = time.monotonic()
         self.recent.append((now, count))

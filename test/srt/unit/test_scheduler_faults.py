@@ -31,7 +31,7 @@ SHAPES = {
 }
 FAULTS = {
     fake_runner.no_token: "no token: its logits are not finite, or every token .* is banned",
-    fake_runner.outside_the_vocabulary: f"token {VOCAB}, outside the vocabulary of {VOCAB}",
+    fake_runner.outside_the_vocabulary: f"{VOCAB}\\], not all in the vocabulary of {VOCAB}",
     fake_runner.more_tokens_than_nodes: "accepted . nodes but returned 10. tokens",
     fake_runner.more_nodes_than_the_tree_has: "accepted nodes .* no path in a tree of",
     fake_runner.the_root_twice: r"accepted nodes \[0, 0\], which are no path",
@@ -42,7 +42,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
 def test_one_request_fails_and_the_others_go_on(spoil, after, shape):
     luck = random.Random(f"{spoil.__name__} {after} {shape}")
@@ -110,8 +110,8 @@ def request(**sampling) -> Request:
         ([1, 2], [0, 6], r"nodes \[0, 6\], which are no path in a tree of 6"),
         ([1, 2, 3], [0, 2, 2], r"nodes \[0, 2, 2\]"),
         ([1, 2, 3], [0, 3, 2], r"nodes \[0, 3, 2\]"),
-        ([1, -1], [0, 1], "token -1, outside the vocabulary of 50"),
-        ([1, 50], [0, 1], "token 50, outside the vocabulary of 50"),
+        ([1, -1], [0, 1], r"tokens \[1, -1\], not all in the vocabulary of 50"),
+        ([1, 50], [0, 1], r"tokens \[1, 50\], not all in the vocabulary"),
         ([1, EOS], [0, 1], "stopped after 2 output tokens, but min_new_tokens is 3"),
         ([1, EOS, 2], [0, 1, 2], "went on after a stop token"),
         ([1] * 6, [0, 1, 2, 3, 4, 5], "6 output tokens in all, but max_new_tokens is 5"),
@@ -128,7 +128,7 @@ def test_what_a_decode_step_cannot_return(tokens, nodes, problem):
     [
         (1, 3, ""),
         (-1, 3, "no token"),
-        (50, 3, "token 50"),
+        (50, 3, r"tokens \[50\], not all"),
         (EOS, 3, "stopped after 1 output tokens, but min_new_tokens is 3"),
         (1, 0, "0 logprobs for 3 prompt tokens"),
         (1, 4, "4 logprobs for 3 prompt tokens"),
