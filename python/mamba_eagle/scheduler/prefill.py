@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from mamba_eagle.cache.base import Match, common_prefix
+import numpy as np
+
+from mamba_eagle.cache.base import Match, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting import needs_history
@@ -55,23 +58,26 @@ class PrefillManager:
             if request in requests:
                 requests.remove(request)
 
-    def schedule(self, plan: PlanDraft, num_running: int) -> list[Request]:
+    def schedule(self, plan: PlanDraft, holding: Sequence[Request]) -> list[Request]:
         """Fills ``plan`` with up to ``chunk_size`` prompt tokens, prompts already begun first.
 
-        Returns the requests that it admitted; they join the ``num_running``.
+        holding: all requests that hold slots. Returns those that it admitted in addition.
         """
         budget = self.chunk_size
         for request in list(self.chunked):
             if budget > 0:
                 budget -= self._cut(request, budget, plan)
+        if not self.waiting:
+            return []
+        leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
         for request in self._in_order()[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0 or self.slots.requests.num_free == 0:
                 break
             match = self.slots.cache.match(request.to_prefill, request.hit_limit)
-            if self._prefix_is_coming(request, match):
+            if self._prefix_is_coming(request, match, leaving):
                 continue  # others may overtake it: this lasts a few steps only
-            if not self._admit(request, match, plan, num_running + len(admitted)):
+            if not self._admit(request, match, plan, [*holding, *admitted]):
                 break  # none may overtake it
             admitted.append(request)
             self.waiting.remove(request)
@@ -90,10 +96,16 @@ class PrefillManager:
 
         return sorted(self.waiting, key=rank)
 
-    def _prefix_is_coming(self, request: Request, match: Match) -> bool:
-        """A prompt that is being processed will give it a far better hit a few steps from now."""
+    def _prefix_is_coming(self, request: Request, match: Match, leaving: Sequence[Request]) -> bool:
+        """It will get a far better hit a few steps from now, from a prompt that is being processed
+        or from the output of a request that has just finished."""
         if not self.slots.cache.stores:
             return False
+        for other in leaving:
+            end = other.reusable or 0
+            far = match.position + MIN_SHARED_TOKENS <= end <= request.hit_limit
+            if far and np.array_equal(as_tokens(other.tokens[:end]), request.to_prefill[:end]):
+                return True
         for other in self.chunked:
             shared = common_prefix(other.to_prefill, request.to_prefill)
             reach = min(shared, request.hit_limit)
@@ -102,20 +114,24 @@ class PrefillManager:
                 return True
         return False
 
-    def _admit(self, request: Request, match: Match, plan: PlanDraft, num_running: int) -> bool:
+    def _admit(
+        self, request: Request, match: Match, plan: PlanDraft, holding: Sequence[Request]
+    ) -> bool:
         """Gives it all that its prompt needs, if that leaves room for decoding as well."""
+        num_running = sum(not other.leaving for other in holding)
         # Replayed tokens are in the tree already. Once it has processed them they are locked there,
         # while it holds duplicates of its own.
         replayed = match.length - match.position if num_running else 0
         headroom = replayed + (2 + num_running) * self.nodes
         held = self.slots.admit(match, len(request.to_prefill), headroom, keep=plan.reads)
         if held is None:
-            if num_running == 0 and match.position > 0:
-                # Perhaps the only state slot holds the state of its own prefix: process that
-                # prefix again, in its place.
-                whole = self.slots.cache.match(request.to_prefill, limit=0)
-                return self._admit(request, whole, plan, num_running)
-            return False
+            if holding or match.position == 0:
+                return False
+            # The only state slot has the state of its own prefix, without which nothing that is
+            # cached can be reused. It starts over: the KV would only get duplicates.
+            self.slots.cache.flush()
+            empty = self.slots.cache.match(request.to_prefill, limit=0)
+            return self._admit(request, empty, plan, holding)
         request.admit(held)
         self.policy.admit(request.drafts)
         if match.position > 0:

@@ -144,8 +144,7 @@ class Scheduler:
         if youngest is not None:
             self._retract(youngest)
             self._release_leaving(plan)
-        num_running = sum(not request.leaving for request in self._admitted)
-        self._admitted += self.prefill.schedule(plan, num_running)
+        self._admitted += self.prefill.schedule(plan, self._admitted)
         if plan.empty:
             return None
         self._complete(plan)
