@@ -76,6 +76,7 @@ def cases(nodes: int) -> Iterator[tuple[RequestTable, Tensor, Tree, Tensor, Tens
         target = torch.randint(0, VOCAB, tree.tokens.shape, generator=generator)
         follow = torch.rand(target.shape, generator=generator) < 0.7
         target.scatter_(1, tree.parents, torch.where(follow, tree.tokens, VOCAB - 1))
+        target[torch.rand(target.shape, generator=generator) < 0.1] = -1  # no token there
         yield table, slots, tree, target, torch.randperm(tree.tokens.numel()).view_as(target) + 50
 
 
