@@ -15,7 +15,9 @@ from mamba_eagle.config import ConfigError
 from mamba_eagle.kernels import numba_math
 
 PACKAGE = Path(mamba_eagle.__file__).parent
-QUESTIONS = re.compile(r"(\b|_)usable\(|device\.type|\.is_cuda|find_spec\(|isinstance\([^)]*[Ss]cheme")
+QUESTIONS = re.compile(
+    r"\busable\(|_usable\(|device\.type|\.is_cuda|find_spec\(|isinstance\([^)]*[Ss]cheme"
+)
 # kernels/gpu.py answers launchers; train/ runs on whatever torchrun gives it; benchmarks print
 MAY_ASK = ("backend/", "kernels/gpu.py", "train/", "bench")
 
