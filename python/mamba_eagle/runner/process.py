@@ -18,7 +18,7 @@ from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.runner.pulse import Pulse
 
 if TYPE_CHECKING:  # it imports torch
-    from mamba_eagle.runner.launched import Launched
+    from mamba_eagle.runner.steps.launched import Launched
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5

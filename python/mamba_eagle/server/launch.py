@@ -29,6 +29,7 @@ from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver, remove_socket_dir
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.resolve import resolve
 from mamba_eagle.server import descriptors
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.connections import Limits
@@ -95,7 +96,7 @@ def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
     problems = descriptors.problems() + origin_problems(config)
     try:
-        config = config.resolved()
+        config = resolve(config)
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -8,7 +8,7 @@ import pytest
 from chaos_rig import FLAGS, Start
 from running_server import RunningServer, need_weights
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from chaos_rig import PATIENCE, Start
 from running_server import RunningServer
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 
 # flag, its value, what is said of it
 WRONG = [

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from running_server import RunningServer, need_weights
 
-from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
 

@@ -11,7 +11,7 @@ from tensor_checks import Draw, relative_error
 from torch import Tensor
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.naive import Rows, fold, snapshot_verify, tree_verify
+from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 
 torch.set_num_threads(1)
 

@@ -22,10 +22,10 @@ from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
+from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
 
 STALE = 77.0  # where nothing may be written
 
@@ -115,14 +115,14 @@ def check(case: Case) -> None:
             L += log_decay[slot, journal[i, length - 1]]
         wanted_L[slot, rows[i]] = L
 
-    step = TreeStep(
+    step = TreeLayout(
         slots=slots,
         state_slots=slots,
         journal=journal,
         journal_len=torch.tensor(case.journal_lens),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=torch.stack(tail),
         fold=None if case.fold is None else torch.tensor(case.fold),
     )

@@ -1,4 +1,4 @@
-"""The Triton fold_journals against naive.fold and the float64 recurrence, all layers at once.
+"""The Triton fold_journals against torch.py's fold and the float64 recurrence, all layers at once.
 
 On a GPU, or in Triton's interpreter (see triton_rig.py).
 """
@@ -23,8 +23,8 @@ from verify_rig import relative_error
 pytest.importorskip("triton")
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify import naive
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify import torch as torch_verify
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 GARBAGE = 1e15  # in rows that nobody may look at
@@ -128,15 +128,15 @@ def oracle(journals: Journals, sizes: Sizes, layer: int, i: int, length: int) ->
     return recurrence_oracle(x, journals.buffers.dt[at], journals.A[layer], B, B, D, before)[1][-1]
 
 
-def naive_fold(journals: Journals, sizes: Sizes, layer: int, i: int, length: int) -> Tensor:
+def torch_fold(journals: Journals, sizes: Sizes, layer: int, i: int, length: int) -> Tensor:
     H, P, G, N = sizes
     at = (layer, journals.slots[i], journals.journal[i, :length])
     xB, dt, log_decay = (part[at][None] for part in journals.buffers)
     x, B = xB.split([H * P, G * N], dim=2)
-    rows = naive.Rows(x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), dt, log_decay)
+    rows = torch_verify.Rows(x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), dt, log_decay)
     in_journal = torch.ones(1, length, dtype=torch.bool, device=DEVICE)
     before = journals.state[layer, journals.state_slots[i]][None]
-    return naive.fold(rows, in_journal, log_decay[:, -1], before)[0]
+    return torch_verify.fold(rows, in_journal, log_decay[:, -1], before)[0]
 
 
 def check(case: Case) -> None:
@@ -145,7 +145,7 @@ def check(case: Case) -> None:
     for i, length in enumerate(case.lengths):
         for layer in range(case.layers if length else 0):
             args = (journals, case.sizes, layer, i, length)
-            wanted[layer, i] = oracle(*args), naive_fold(*args)
+            wanted[layer, i] = oracle(*args), torch_fold(*args)
     changed = journals.state_slots[journals.length > 0]
     kept = [c for c in range(case.state_slots) if c not in changed.tolist()]
     before = journals.state[:, kept].clone()

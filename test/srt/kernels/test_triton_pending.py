@@ -1,4 +1,4 @@
-"""The Triton kernels of a drafter's pending entries, against drafting/pending.py in torch."""
+"""The Triton kernels of a drafter's pending entries, against the torch backend's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ pytest.importorskip("triton")
 
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 
-from mamba_eagle.drafting.pending import (
-    UNTRACKED,
-    PendingEntries,
-    Taken,
-    TritonPendingEntries,
-)
-from mamba_eagle.runner.pools import RequestTable
+from mamba_eagle.backend.pending import UNTRACKED, PendingEntries, PendingSize, Taken
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.tree.accept import Truncated
 
 REQUESTS, WIDTH, CONTEXT, BIN, DEEP = 6, 14, 90, 9999, 5
@@ -33,7 +29,7 @@ def entries(kind: type[PendingEntries], features: int, device: torch.device) -> 
     table = RequestTable(REQUESTS, CONTEXT, device)
     table.remaining[:] = torch.tensor([5, 0, 7, 1, 3, 0])
     table.kv_slots[:] = torch.arange(REQUESTS * (CONTEXT + 64)).view(REQUESTS, -1)
-    made = kind(table, WIDTH, features, torch.float32, BIN)
+    made = kind(table, PendingSize(WIDTH, features, torch.float32, BIN))
     made.pending[UNTRACKED_SLOT] = UNTRACKED
     made.processed[:-1] = torch.arange(REQUESTS - 1, device=device) * 3
     return made
@@ -81,8 +77,8 @@ def test_entries_wait_and_are_taken_as_in_torch(features: int) -> None:
     for step in range(12):
         slots, accepted, made = random_step(features, generator)
         held = slots.to(DEVICE)
-        plain.append(slots, accepted, made)
-        ours.append(held, Truncated(*(part.to(DEVICE) for part in accepted)), made.to(DEVICE))
+        plain._append(slots, accepted, made)
+        ours._append(held, Truncated(*(part.to(DEVICE) for part in accepted)), made.to(DEVICE))
         assert_same_tables(ours, plain)
         if step % 3:
             assert_same(ours.take(held, None, WIDTH - DEEP), plain.take(slots, None, WIDTH - DEEP))

@@ -1,4 +1,4 @@
-"""The Triton kernels that choose rows and keep accepted ones, against naive_rows.py."""
+"""The Triton kernels that choose rows and keep accepted ones, against torch_rows.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 from verify_rig import random_tree
 
-from mamba_eagle.kernels.tree_verify import naive_rows, triton_rows
-from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
+from mamba_eagle.kernels.tree_verify import torch_rows, triton_rows
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room
 
 REQUESTS, STATE_SLOTS = 6, 9
 PADDED = REQUESTS - 1  # the slot of rows that pad a batch
@@ -74,14 +74,14 @@ def test_steps_leave_what_torch_leaves(nodes: int, room: Room, features: int) ->
         order = torch.randperm(PADDED, generator=generator)[:3]
         slots = torch.cat([order, torch.tensor([PADDED] * 2)])
         tree = random_tree(len(slots), nodes, room.accepts - 1, generator)
-        expected = naive_rows.begin_rows(
+        expected = torch_rows.begin_rows(
             slots, tree.parents, tree.ancestors, plain.paths, plain.room
         )
         on_device = (part.to(DEVICE) for part in (slots, tree.parents, tree.ancestors))
         step = triton_rows.begin_rows(*on_device, ours.paths, ours.room)
         for name, wanted in expected._asdict().items():
             found = getattr(step, name).cpu()
-            if name == "chain":
+            if name == "journal":
                 in_journal = torch.arange(room.max_journal) < expected.journal_len[:, None]
                 wanted, found = (torch.where(in_journal, part, -1) for part in (wanted, found))
             assert found.dtype == wanted.dtype, name
@@ -95,7 +95,7 @@ def test_steps_leave_what_torch_leaves(nodes: int, room: Room, features: int) ->
         count[0] *= int(torch.randint(0, 2, (), generator=generator))  # may have ended
         count[-2:] = 0
         made = torch.randn(len(slots), nodes, features + 3, generator=generator)[..., :features]
-        plain.accept(naive_rows, expected, taken, count, made)
+        plain.accept(torch_rows, expected, taken, count, made)
         ours.accept(triton_rows, step, taken, count, made)
         for found, wanted in zip(ours.known(), plain.known()):
             assert torch.equal(found, wanted)
@@ -131,7 +131,7 @@ def test_a_graph_goes_on_from_what_it_left() -> None:
         for part, new in zip(held, given):
             part.copy_(new)
         graph.replay()
-        begun = naive_rows.begin_rows(*given[:3], plain.paths, plain.room)
-        plain.accept(naive_rows, begun, *given[3:])
+        begun = torch_rows.begin_rows(*given[:3], plain.paths, plain.room)
+        plain.accept(torch_rows, begun, *given[3:])
         for found, wanted in zip(ours.known(), plain.known()):
             assert torch.equal(found, wanted)

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from mamba_eagle.kernels.causal_conv.triton import move_history
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,
     commit_snapshots,
@@ -79,14 +79,14 @@ def check(case: Case) -> None:
     tree = chain_tree(b, T) if case.chain else random_tree(b, T, T, generator)
     rows = torch.stack([torch.randperm(W, generator=generator)[:T] for _ in range(b)])
     empty = torch.zeros(b, 0, dtype=torch.int64)
-    step = TreeStep(
+    step = TreeLayout(
         slots=torch.randperm(R, generator=generator)[:b],
         state_slots=torch.randperm(S, generator=generator)[:b],
-        chain=empty,
+        journal=empty,
         journal_len=torch.zeros(b, dtype=torch.int64),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=empty,
     )
     step, C = to_device(step), normal(b, T, G * N).to(case.dtype).to(DEVICE)

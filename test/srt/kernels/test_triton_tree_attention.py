@@ -15,13 +15,9 @@ from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_k
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention import cpu
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
-from mamba_eagle.kernels.tree_attention.triton import (
-    Config,
-    choose_config,
-    paged_tree_attention,
-    path_masks,
-)
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
+from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
+from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 
 GARBAGE = 1e4  # in slots that nobody may look at
 SCALE = 0.3
@@ -131,7 +127,7 @@ class Batch:
             self.slots,
             self.prefix,
             self.own,
-            path_masks(self.visible),
+            pack_ancestors(self.visible),
             SCALE,
             self.case.config,
         )

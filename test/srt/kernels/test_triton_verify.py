@@ -25,14 +25,8 @@ from verify_rig import path_to, random_tree, relative_error
 pytest.importorskip("triton")
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.triton import (
-    Config,
-    RowBuffers,
-    Sizes,
-    TreeStep,
-    ancestor_bits,
-    tree_verify,
-)
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.tree.tree import Tree
 
 GARBAGE = 1e15  # in rows that nobody may look at
@@ -134,7 +128,7 @@ class Batch:
     A: Tensor
     D: Tensor
     state: Tensor
-    step: TreeStep
+    step: TreeLayout
     tree: Tree
 
     def verify(self) -> Tensor:
@@ -174,14 +168,14 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
         if length and not (case.fold and case.fold[i]):
             tree_L += journal_L[-1]
         log_decay[slot, used] = torch.cat([journal_L, tree_L]).float()
-    step = TreeStep(
+    step = TreeLayout(
         slots=slots,
         state_slots=state_slots,
         journal=journal,
         journal_len=torch.tensor(case.journal_lens),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=torch.zeros(b, 3, dtype=torch.int64),
         fold=None if case.fold is None else torch.tensor(case.fold),
     )
@@ -268,7 +262,7 @@ def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
     state = torch.zeros(1, H, P, N, device=DEVICE)
     oracle = torch.zeros(H, P, N, dtype=torch.float64, device=DEVICE)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    step = TreeStep(
+    step = TreeLayout(
         slots=zero[0],
         state_slots=zero[0],
         journal=torch.arange(M, device=DEVICE)[None],

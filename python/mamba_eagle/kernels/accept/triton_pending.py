@@ -1,5 +1,5 @@
-"""A drafter's pending entries on a GPU (drafting/model_drafter.py): which of them are processed, and
-which join them. A program has one request."""
+"""A drafter's pending entries on a GPU (drafting/model_drafter.py): which of them are processed
+and which are added. One program per request."""
 
 from __future__ import annotations
 

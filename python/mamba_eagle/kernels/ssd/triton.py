@@ -199,7 +199,7 @@ def scan(
     plan: PrefillPlan,
     config: Config | None = None,
 ) -> Tensor:
-    """naive.scan_prompts. Does not wait for the device.
+    """torch.py's scan_prompts. Does not wait for the device.
 
     Args:
         x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows will do.

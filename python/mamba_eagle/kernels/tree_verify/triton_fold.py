@@ -1,4 +1,4 @@
-"""naive.py's fold for all layers in one launch: what a journal leaves in its state slot, in place.
+"""torch.py's fold for all layers in one launch: what a journal leaves in its state slot, in place.
 
 For a request that ends, or is put aside, while its journal has rows; in a running one tree_verify
 folds. How many rows are folded is read on the device, and a journal of none moves no state.
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, channel_tiles
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.triton import channel_tiles
 from mamba_eagle.kernels.triton_math import end_shares, split_dot
 
 

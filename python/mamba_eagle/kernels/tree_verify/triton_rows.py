@@ -1,36 +1,17 @@
 """Which rows a step's nodes take, and what of them stays: the index work of rows and folds.
 
-A program has one request, and another for each block of its features. See runner/verify.py for
-``path``: places in sequence order, K-1 of history first, then the journal's; row r is at K-1 + r.
+Each request has one program, and one more for each block of its features. layout.py says what
+``path`` is.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import TreeStep
-
-
-class Paths(NamedTuple):
-    """By request slot; R slots, W rows of each."""
-
-    state_slot: Tensor  # [R] int64
-    path: Tensor  # [R, K-1 + W + accepts] int64
-    journal_len: Tensor  # [R] int64
-
-
-class Room(NamedTuple):
-    """Of a request."""
-
-    history: int  # K-1
-    rows: int  # W
-    max_journal: int  # M
-    accepts: int  # most tokens accepted in a step
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 
 
 # other numbers of nodes or rows shall not need other machine code
@@ -101,7 +82,7 @@ def _begin_kernel(
 
 def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
-) -> TreeStep:
+) -> TreeLayout:
     """A free row for each node, and what all layers read of a step. A request whose journal might
     outgrow ``max_journal`` in this step folds.
 
@@ -112,7 +93,7 @@ def begin_rows(
     def integers(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int64, device=slots.device)
 
-    step = TreeStep(
+    step = TreeLayout(
         slots=slots,
         state_slots=integers(b),
         journal=integers(b, room.max_journal),
@@ -216,7 +197,7 @@ def _accept_kernel(
 
 
 def accept_rows(
-    step: TreeStep,
+    step: TreeLayout,
     nodes: Tensor,
     count: Tensor,
     paths: Paths,

@@ -1,4 +1,4 @@
-"""snapshot_verify of naive.py, and the copy on acceptance: what rows and folds are compared with.
+"""snapshot_verify of torch.py, and the copy on acceptance: what rows and folds are compared with.
 
 A program owns TILE channels of a request, with all N states of each, and goes through the nodes in
 their order. A node that follows its parent finds the state in registers; another one reads its
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
 
 class SnapshotConfig(NamedTuple):
@@ -96,7 +96,7 @@ def snapshot_verify(
     D: Tensor,
     state: Tensor,
     node_states: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: SnapshotConfig | None = None,
 ) -> Tensor:
