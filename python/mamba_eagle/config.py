@@ -184,8 +184,8 @@ class EngineConfig:
         ]
         if self.context_length == 1:
             wrong.append(
-                "--context-length 1: must be 2 or more, one prompt token and one of output; or auto "
-                "for the model's own limit"
+                "--context-length 1: must be 2 or more, one prompt token and one of output; or "
+                "auto for the model's own limit"
             )
         cores = os.cpu_count() or 1
         max_threads = max(MAX_THREADS, cores)

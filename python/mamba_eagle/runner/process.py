@@ -47,7 +47,7 @@ def run(config: EngineConfig, socket_dir: str) -> None:
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     results.send(runner.ready)
-    pulse = Pulse(socket_dir, computes_on_cpu=runner.device.type == "cpu")
+    pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host)
     pulse.start()
     launched: deque[Launched] = deque()
     while True:
