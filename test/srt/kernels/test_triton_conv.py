@@ -1,7 +1,4 @@
-"""The Triton tree convolution, step sizes and gated norm against what they replace.
-
-On a GPU, or in Triton's interpreter (see triton_rig.py).
-"""
+"""The Triton tree convolution and step sizes against naive.py."""
 
 from __future__ import annotations
 
@@ -9,30 +6,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from triton_rig import (
-    DEVICE,
-    needs_interpreter,
-    random_rates,
-    run_in_the_interpreter,
-    runs_kernels,
-    to_device,
-)
-from verify_rig import path_to, random_tree
+from forms import DEVICE, in_the_interpreter, runs_kernels
+from tensor_checks import Draw
+from triton_rig import NANO, to_device, tree_step
+from verify_rig import random_tree
 
-pytest.importorskip("triton")
-
-from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
+from mamba_eagle.kernels.causal_conv import naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
-from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits
+from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
 
 STALE = 77.0  # where nothing may be written
 
 
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 class Case(NamedTuple):
@@ -46,7 +32,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-SMALL, NANO = Sizes(4, 24, 2, 16), Sizes(128, 80, 8, 128)
+SMALL = Sizes(4, 24, 2, 16)
 CASES = [
     pytest.param(Case(SMALL, 7, (5, 0, 1)), id="tree"),
     pytest.param(Case(SMALL, 1, (5, 0)), id="decode"),
@@ -64,17 +50,16 @@ GPU_CASES = [
 
 def check(case: Case) -> None:
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
+    draw = Draw(0)
     H, P, G, N = case.sizes
     b, T, M, K = len(case.journal_lens), case.nodes, max(case.journal_lens), case.conv_kernel
     R, W, row_size = b + 1, M + T, H * P + G * N
     conv_dim = row_size + G * N
-    A = random_rates(H, generator)
     weights = ConvWeights(
         torch.randn(K, conv_dim).to(case.dtype),
         torch.randn(conv_dim).to(case.dtype) if case.bias else None,
         torch.rand(H) * 12 - 11,
-        A,
+        draw.decay_rates(H),
         case.step_limit,
     )
     projected = torch.randn(b * T, 64 + conv_dim + H).to(case.dtype)
@@ -91,43 +76,30 @@ def check(case: Case) -> None:
     for i, length in enumerate(case.journal_lens):
         path = torch.cat([torch.arange(K - 1), journal[i, :length] + K - 1])
         tail.append(path[len(path) - (K - 1) :])
-    tree = random_tree(b, T, T, generator)
+    tree = random_tree(b, T, T, draw.generator)
 
     # what must come out, request by request
-    wanted_in, wanted_xB = conv_in.clone(), xB.clone()
+    wanted_in, wanted_xB = conv_in.clone(), xB.double()
     wanted_dt, wanted_L = dt.double(), log_decay.double()
     wanted_C = []
-    step_size = F.softplus(dt_raw.double() + weights.dt_bias.double()).clamp(*case.step_limit)
     for i, (slot, length) in enumerate(zip(slots, case.journal_lens)):
-        windows = []
-        for node in range(T):
-            path = torch.tensor(path_to(tree, i, node))
-            past = conv_in[slot, tail[i]]
-            windows.append(torch.cat([past, xbc[i * T + path]])[-K:])
-        out = causal_conv_windows(torch.stack(windows), weights.conv_weight, weights.conv_bias)
+        nodes, parents = slice(i * T, i * T + T), tree.parents[i].tolist()
+        taps = (weights.conv_weight, weights.conv_bias)
+        out = naive.tree_conv(xbc[nodes], parents, *taps, conv_in[slot, tail[i]])
         wanted_xB[slot, rows[i]], C = out[:, :row_size], out[:, row_size:]
         wanted_C.append(C)
-        wanted_in[slot, rows[i] + K - 1] = xbc.view(b, T, -1)[i]
-        steps = step_size.view(b, T, H)[i]
+        wanted_in[slot, rows[i] + K - 1] = xbc[nodes]
+        steps = naive.step_sizes(dt_raw[nodes], weights.dt_bias, case.step_limit)
         wanted_dt[slot, rows[i]] = steps
-        L = tree.ancestors[i].double() @ (steps * A)
+        L = tree.ancestors[i].double() @ (steps * weights.A)
         if length and not (case.fold and case.fold[i]):
             L += log_decay[slot, journal[i, length - 1]]
         wanted_L[slot, rows[i]] = L
 
-    step = TreeStep(
-        slots=slots,
-        state_slots=slots,
-        journal=journal,
-        journal_len=torch.tensor(case.journal_lens),
-        rows=rows,
-        parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
-        tail=torch.stack(tail),
-        fold=None if case.fold is None else torch.tensor(case.fold),
+    step = tree_step(
+        tree, slots, slots, rows, journal, case.journal_lens, torch.stack(tail), case.fold
     )
-    step, weights = to_device(step), to_device(weights)
-    buffers = to_device(RowBuffers(xB, dt, log_decay))
+    weights, buffers = to_device(weights), to_device(RowBuffers(xB, dt, log_decay))
     conv_in, projected = conv_in.to(DEVICE), projected.to(DEVICE)
     xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
     C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, step, case.sizes)
@@ -135,8 +107,9 @@ def check(case: Case) -> None:
     close = {"rtol": 2e-6, "atol": 2e-6}
     rounded = close if case.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
     assert torch.equal(conv_in.cpu(), wanted_in)
-    torch.testing.assert_close(buffers.xB.cpu(), wanted_xB, **rounded)
-    torch.testing.assert_close(C.cpu(), torch.stack(wanted_C), **rounded)
+    assert C.dtype == buffers.xB.dtype == case.dtype
+    torch.testing.assert_close(buffers.xB.cpu().double(), wanted_xB, **rounded)
+    torch.testing.assert_close(C.cpu().double(), torch.stack(wanted_C), **rounded)
     torch.testing.assert_close(buffers.dt.cpu().double(), wanted_dt, rtol=3e-6, atol=1e-9)
     torch.testing.assert_close(buffers.log_decay.cpu().double(), wanted_L, **close)
 
@@ -152,28 +125,3 @@ def test_rows_equal_naive(case: Case) -> None:
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_rows_equal_naive_at_real_sizes(case: Case) -> None:
     check(case)
-
-
-@runs_kernels
-@pytest.mark.parametrize(
-    "rows,size,groups,dtype",
-    [
-        pytest.param(3, 96, 4, torch.float32, id="groups-of-24"),
-        pytest.param(2, 64, 1, torch.float32, id="one-group"),
-        pytest.param(40, 10240, 8, torch.bfloat16, id="nano", marks=pytest.mark.gpu),
-    ],
-)
-def test_gated_norm_equals_the_formula(
-    rows: int, size: int, groups: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(size, device=DEVICE).to(dtype)
-    projected = torch.randn(rows, size + 16, device=DEVICE).to(dtype)
-    y, gate = torch.randn(rows, size, device=DEVICE).to(dtype), projected[:, :size]
-    found = gated_norm(y, gate, weight, groups, 1e-5)
-    gated = y.double() * F.silu(gate.double())
-    groups_of = gated.unflatten(-1, (groups, -1))
-    scale = (groups_of.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    wanted = (groups_of * scale).flatten(1) * weight.double()
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)

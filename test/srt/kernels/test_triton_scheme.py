@@ -1,6 +1,6 @@
 """A GPU's schemes, rows and folds and snapshots, against the float64 recurrence.
 
-In Triton's interpreter alone, in a process of its own (see triton_rig.py): the rig's pools are on
+In Triton's interpreter alone, in a process of its own (see forms.py): the rig's pools are on
 the CPU.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_rig import INTERPRETED, run_in_the_interpreter
+from forms import INTERPRETED, run_in_the_interpreter
 from verify_rig import Rig, assert_same_moment, mamba_config
 
 pytest.importorskip("triton")
@@ -19,8 +19,8 @@ runs_kernels = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    run_in_the_interpreter(request.path)
 
 
 def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "deferred") -> Rig:

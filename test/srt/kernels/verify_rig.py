@@ -12,6 +12,8 @@ import torch
 from tensor_checks import relative_error, torch_path
 from torch import Tensor
 
+from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.models.config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
@@ -70,17 +72,14 @@ class Sequence(NamedTuple):
 
     def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
         """One more token: xbc [conv_dim] and dt [H], raw. Also its output y [H, P]."""
-        c = layer.config
         window = torch.cat([self.history, xbc.double()[None]])
-        mixed = (window * layer.conv1d.weight.double()[:, 0].t()).sum(0) + layer.conv1d.bias
-        x, B, C = layer.split_xbc(mixed * torch.sigmoid(mixed))
-        step = torch.log1p(torch.exp(dt.double() + layer.dt_bias))
-        decay = torch.exp(step * -torch.exp(layer.A_log.double()))
-        B, C = (part.repeat_interleave(c.num_heads // c.num_groups, 0) for part in (B, C))
-        added = (step[:, None] * x)[:, :, None] * B[:, None, :]
-        state = decay[:, None, None] * self.state + added
-        y = (state @ C[:, :, None])[:, :, 0] + layer.D.double()[:, None] * x
-        return Sequence(state, window[1:]), y
+        bias = layer.conv1d.bias
+        convolved = convolve(window, layer.conv1d.weight[:, 0].t(), bias)
+        x, B, C = layer.split_xbc(convolved[None])
+        step = step_sizes(dt[None], layer.dt_bias, layer.config.time_step_limit)
+        A = -torch.exp(layer.A_log.double())
+        y, states = recurrence_oracle(x, step, A, B, C, layer.D, self.state)
+        return Sequence(states[0], window[1:]), y[0]
 
 
 class Timestamp(NamedTuple):

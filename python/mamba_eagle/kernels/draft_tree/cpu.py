@@ -23,14 +23,17 @@ def expand(log_probs, lane_scores, lane_numbers, parents, scores, lanes, frontie
     b, n, k = log_probs.shape
     best = np.empty(k, np.float32)
     for r in range(b):
-        best[:], frontier[r] = -np.inf, 0
+        filled = 0
         for lane in range(n):
             for child in range(k):
                 at = lane * k + child
                 parents[r, at] = lane_numbers[r, lane]
                 # a rounding above 0 must not lift a child above its parent
                 scores[r, at] = lane_scores[r, lane] + min(log_probs[r, lane, child], ZERO)
-                if scores[r, at] > best[k - 1]:
+                if filled < k:  # whatever its score, which may be -inf
+                    filled += 1
+                    insert(scores[r, at], at, best[:filled], frontier[r, :filled])
+                elif scores[r, at] > best[k - 1]:
                     insert(scores[r, at], at, best, frontier[r])
         for lane in range(k):
             lanes[r, lane] = frontier[r, lane] // k
