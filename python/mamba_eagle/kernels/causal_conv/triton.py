@@ -238,29 +238,15 @@ def tree_conv(
     head_block = 16 if padded > 16 else 32
     low, high = weights.step_limit
     overlap = launches_overlap(xbc.device)
+    tensors = (xbc, dt_raw, *weights[:4], conv_in, *buffers, C)
+    journal = (step.slots, step.journal, step.journal_len)
+    nodes = (step.rows, step.parents, step.ancestors, step.tail, step.fold)
+    numbers = (T, buffers.xB.shape[1], step.journal.shape[1], xbc.stride(0), dt_raw.stride(0))
     _tree_conv_kernel[(triton.cdiv(conv_dim, block) + triton.cdiv(H, head_block), b)](
-        xbc,
-        dt_raw,
-        weights.conv_weight,
-        weights.conv_bias,
-        weights.dt_bias,
-        weights.A,
-        conv_in,
-        *buffers,
-        C,
-        step.slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
-        step.parents,
-        step.ancestors,
-        step.tail,
-        step.fold,
-        T,
-        buffers.xB.shape[1],
-        step.journal.shape[1],
-        xbc.stride(0),
-        dt_raw.stride(0),
+        *tensors,
+        *journal,
+        *nodes,
+        *numbers,
         float(low),
         float(high),
         H=H,

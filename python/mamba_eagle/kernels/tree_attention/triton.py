@@ -294,41 +294,20 @@ def paged_tree_attention(
         masks: [b, T, words] int64, contiguous, which nodes each new one sees (``path_masks``).
     Returns: [b*T, heads, D], dtype of q.
     """
-    b, E = own.shape
-    T, words = masks.shape[1:]
-    heads, D = q.shape[1:]
-    kv_heads, positions = k.shape[1], slot_table.shape[1]
+    (b, T, words), E = masks.shape, own.shape[1]
+    (_, heads, D), kv_heads, positions = q.shape, k.shape[1], slot_table.shape[1]
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
-    overlap = launches_overlap(q.device)
     config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
+    overlap = launches_overlap(q.device)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
-    splits = config.splits
-    kept = b if splits > 1 else 0  # one share writes its result at once
-    parts = torch.empty(kept, splits, T * heads, D, dtype=torch.float32, device=q.device)
-    sizes = torch.empty(kept, splits, T * heads, dtype=torch.float32, device=q.device)
+    shares = _empty_shares(b, config.splits, T * heads, D, q.device)
+    tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
+    numbers = (scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
-    _tree_attention_kernel[(tiles * kv_heads, splits, b)](
-        q,
-        k,
-        v,
-        pool_k,
-        pool_v,
-        slot_table,
-        slots,
-        prefix,
-        own,
-        masks,
-        out,
-        parts,
-        sizes,
-        scale,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        positions,
-        T,
-        E,
-        splits,
+    _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
+        *tensors,
+        *numbers,
+        config.splits,
         config.least,
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
@@ -345,24 +324,43 @@ def paged_tree_attention(
         num_warps=config.warps,
         launch_pdl=overlap,
     )
-    if splits > 1:
-        padded = triton.next_power_of_2(D)
-        rows = max(1, JOINED // (splits * padded))
-        _join_kernel[(triton.cdiv(T * heads, rows), b)](
-            parts,
-            sizes,
-            prefix,
-            out,
-            T * heads,
-            splits,
-            config.least,
-            D=D,
-            DP=padded,
-            ROWS=rows,
-            KEYS=config.keys,
-            SPLITS=splits,
-            OVERLAP=overlap,
-            num_warps=4,
-            launch_pdl=overlap,
-        )
+    return _join(shares, prefix, out, config, overlap)
+
+
+class _Shares(NamedTuple):
+    """What the shares of the prefixes leave to be joined; n is T times the heads."""
+
+    outputs: Tensor  # [b, splits, n, D] float32
+    sizes: Tensor  # [b, splits, n] float32: log2 of their sums of weights
+
+
+def _empty_shares(b: int, splits: int, n: int, D: int, device: torch.device) -> _Shares:
+    kept = b if splits > 1 else 0  # the only share of a prefix writes its result at once
+    shapes = ((kept, splits, n, D), (kept, splits, n))
+    return _Shares(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
+
+
+def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, overlap: bool) -> Tensor:
+    """``out`` [b*T, heads, D], joined from shares where prefixes have several."""
+    b, splits, n, D = shares.outputs.shape
+    if splits == 1:
+        return out
+    padded = triton.next_power_of_2(D)
+    rows = max(1, JOINED // (splits * padded))
+    _join_kernel[(triton.cdiv(n, rows), b)](
+        *shares,
+        prefix,
+        out,
+        n,
+        splits,
+        config.least,
+        D=D,
+        DP=padded,
+        ROWS=rows,
+        KEYS=config.keys,
+        SPLITS=splits,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
     return out
