@@ -1,7 +1,7 @@
 """Which kernels a GPU can use: Triton's, and FlashInfer's where it is installed.
 
-``numba_math.usable`` says the same of a CPU's. Where neither says yes, callers take the torch path,
-which is the reference for all of them.
+``numba_math.usable`` says the same for a CPU. Where neither can be used, callers take the torch
+path.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _is_capable(device: torch.device) -> bool:
 
 @cache
 def launches_overlap(device: torch.device) -> bool:
-    """Whether a kernel may be started before the one ahead of it has ended, to wait on the device
-    (programmatic dependent launch). Kernels ask ``triton_math.previous_done`` before they read."""
+    """Whether a kernel may be started before the previous one has ended, and wait on the device
+    (programmatic dependent launch). Kernels call ``triton_math.previous_done`` before they read."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
 
 
@@ -43,7 +43,7 @@ def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
 def flashinfer_usable(device: torch.device, *dtypes: torch.dtype) -> bool:
     """Whether FlashInfer is installed and takes tensors of these dtypes on this device.
 
-    It compiles a kernel when that is first used: minutes for prefill attention, once a machine.
+    It compiles each kernel on first use, once per machine; prefill attention takes minutes.
     """
     known = all(dtype in _FLASHINFER_DTYPES for dtype in dtypes)
     return known and _is_capable(device) and _is_installed("flashinfer")

@@ -1,7 +1,7 @@
-"""The small operations between matrix products, norms and gates: by torch, or by FlashInfer.
+"""The small operations between matrix products, norms and gates, by torch, Triton or FlashInfer.
 
-Layers ask ``pointwise_ops`` once, when they are prepared for inference. Before that they use
-``TORCH``, which can be differentiated and is the reference.
+Layers call ``pointwise_ops`` once, when they are prepared for inference. Until then they use
+``TORCH``, which can be differentiated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class PointwiseOps:
         return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
-        """The norm of ``stream + added`` [n, size], and that sum. Neither may be used afterwards:
-        the results may stand in their place."""
+        """The norm of ``stream + added`` [n, size], and that sum. The results may overwrite the
+        inputs, which must not be used afterwards."""
         stream = stream + added
         return Normed(self.rms_norm(stream, weight, eps), stream)
 
@@ -48,19 +48,19 @@ class PointwiseOps:
         return F.silu(gate) * up
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        """``relu(x)²`` of x, which nobody looks at afterwards: the result may take its place."""
+        """``relu(x)²``; the result may overwrite x."""
         return relu_squared(x)
 
     def gated_group_rms_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
     ) -> Tensor:
-        """``weight · rms_norm(y · silu(gate))`` by groups of channels: y, gate [n, size], weight
-        [size] -> [n, size]."""
+        """``weight · rms_norm(y · silu(gate))``, a norm for each group of channels: y, gate
+        [n, size], weight [size] -> [n, size]."""
         return gated_group_rms_norm(y, gate, weight, group_size, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Channel i < half turns with channel i + half, those behind stay: x [n, heads, D], which
-        nobody looks at afterwards; cos, sin [n, 1, half] float32."""
+        """Turn channels i < half with channels i + half; those from 2 * half on stay. x [n, heads,
+        D], which the result may overwrite; cos, sin [n, 1, half] float32."""
         return rotate(x, cos, sin)
 
 

@@ -20,7 +20,7 @@ from mamba_eagle.tree.tree import Tree, ancestor_matrix
 torch.set_num_threads(1)
 
 REQUESTS, VOCAB, MAX_PROCESSED = 9, 7, 30
-PADDED = REQUESTS - 1  # the request slot of rows that pad a batch: it has ended
+PADDED = REQUESTS - 1  # the request slot of requests that pad a batch: it has ended
 TABLES = ("remaining", "processed", "last_token", "stop_tokens", "kv_slots")
 
 test_in_the_interpreter = in_the_interpreter
@@ -69,7 +69,7 @@ def copied(table: RequestTable, device: torch.device) -> RequestTable:
 
 
 def cases(nodes: int) -> Iterator[tuple[RequestTable, Step]]:
-    """The target often agrees with a child; the last two rows pad the batch."""
+    """The target often agrees with a child; the last two requests pad the batch."""
     generator = torch.Generator().manual_seed(nodes)
     for max_stops in (1, 3, 8) * 2:
         table = random_table(generator, max_stops)
@@ -118,7 +118,7 @@ def run(form: str, table: RequestTable, step: Step, max_depth: int) -> Truncated
 
 
 def assert_step(before: RequestTable, after: RequestTable, step: Step, found: Truncated) -> None:
-    """Each request of the step beside naive.py; the others have changed in nothing."""
+    """Each request of the step is as naive.py has it; the others are unchanged."""
     for r, slot in enumerate(step.slots.tolist()):
         request = naive.Request(
             before.kv_slots[slot, : before.processed[slot]].tolist(),
@@ -150,7 +150,7 @@ def assert_step(before: RequestTable, after: RequestTable, step: Step, found: Tr
 @every_form
 @pytest.mark.parametrize("nodes", [1, 2, 8, 40], ids="nodes{}".format)
 def test_a_step_is_accepted_and_committed(form: str, nodes: int) -> None:
-    """With requests that have ended, rows that pad the batch and siblings that share tokens."""
+    """With requests that have ended, requests that pad the batch and siblings that share tokens."""
     endings = set()
     for table, step in cases(nodes):
         device = device_of(form)

@@ -31,14 +31,14 @@ test_in_the_interpreter = in_the_interpreter
 
 
 def named(shapes: list[tuple[int, int, int]]) -> list[str]:
-    return [f"depth{steps}-topk{topk}-nodes{nodes}" for steps, topk, nodes in shapes]
+    return [f"depth{depth}-topk{topk}-nodes{nodes}" for depth, topk, nodes in shapes]
 
 
-def make(form: str, roots: Tensor, topk: int, steps: int) -> Candidates:
+def make(form: str, roots: Tensor, topk: int, depth: int) -> Candidates:
     if form == "triton":
         from mamba_eagle.tree.triton_tree import TritonCandidates
 
-        return TritonCandidates(roots.to(DEVICE), topk, steps)
+        return TritonCandidates(roots.to(DEVICE), topk, depth)
     return (FusedCandidates if form == "cpu" else Candidates)(roots, topk)
 
 
@@ -68,12 +68,12 @@ def assert_tree(found: Tree, r: int, wanted: naive.DraftTree) -> None:
         assert part[r].tolist() == getattr(wanted, name), name
 
 
-def check(form: str, steps: int, topk: int, nodes: int, b: int, kind: str) -> None:
+def check(form: str, depth: int, topk: int, nodes: int, b: int, kind: str) -> None:
     roots = torch.arange(7, 7 + b)
-    grown = make(form, roots, topk, steps)
+    grown = make(form, roots, topk, depth)
     wanted = [naive.Candidates(root, topk) for root in roots.tolist()]
-    for step in range(steps):
-        best = best_of(kind, b, topk if step else 1, topk, seed=step)
+    for level in range(depth):
+        best = best_of(kind, b, topk if level else 1, topk, seed=level)
         frontier = grown.expand(TopTokens(*(part.to(device_of(form)) for part in best)))
         for r, plain in enumerate(wanted):
             lanes = plain.expand(in_python(best, r))
@@ -88,17 +88,17 @@ def check(form: str, steps: int, topk: int, nodes: int, b: int, kind: str) -> No
 
 @every_form
 @pytest.mark.parametrize("kind", ["flat", "sharp", "ties", "certain", "hopeless"])
-@pytest.mark.parametrize("steps, topk, nodes", SHAPES, ids=named(SHAPES))
+@pytest.mark.parametrize("depth, topk, nodes", SHAPES, ids=named(SHAPES))
 def test_trees_are_the_best_candidates(
-    form: str, steps: int, topk: int, nodes: int, kind: str
+    form: str, depth: int, topk: int, nodes: int, kind: str
 ) -> None:
-    check(form, steps, topk, nodes, b=3, kind=kind)
+    check(form, depth, topk, nodes, b=3, kind=kind)
 
 
 @every_form
 @pytest.mark.parametrize("kind", ["flat", "ties"])
 def test_large_trees_are_the_best_candidates(form: str, kind: str) -> None:
-    check(form, steps=4, topk=16, nodes=64, b=1, kind=kind)
+    check(form, depth=4, topk=16, nodes=64, b=1, kind=kind)
 
 
 def test_a_tree_worked_out_by_hand() -> None:
@@ -138,17 +138,17 @@ def test_torch_takes_over_where_lanes_are_many(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("steps, topk, nodes", GPU_SHAPES, ids=named(GPU_SHAPES))
-def test_a_graph_grows_other_trees(steps: int, topk: int, nodes: int) -> None:
+@pytest.mark.parametrize("depth, topk, nodes", GPU_SHAPES, ids=named(GPU_SHAPES))
+def test_a_graph_grows_other_trees(depth: int, topk: int, nodes: int) -> None:
     b = 32
     roots = torch.arange(b, device=DEVICE)
     given = [
         TopTokens(*(part.to(DEVICE) for part in best_of("flat", b, n, topk, seed)))
-        for seed, n in enumerate([1, *[topk] * (steps - 1)])
+        for seed, n in enumerate([1, *[topk] * (depth - 1)])
     ]
 
     def grow() -> Tree:
-        grown = make("triton", roots, topk, steps)
+        grown = make("triton", roots, topk, depth)
         for best in given:
             grown.expand(best)
         return grown.select(nodes)

@@ -22,7 +22,7 @@ from mamba_eagle.tree.accept import Truncated
 REQUESTS, WIDTH, POSITIONS, PADDING, DEEP = 6, 14, 90, 9999, 5
 ENDED_SLOT = 1
 UNTRACKED_SLOT = 4
-PADDED = REQUESTS - 1  # the request slot of rows that pad a batch: it has ended
+PADDED = REQUESTS - 1  # the request slot of requests that pad a batch: it has ended
 
 test_in_the_interpreter = in_the_interpreter
 

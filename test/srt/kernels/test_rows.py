@@ -21,7 +21,7 @@ from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
 from mamba_eagle.tree.tree import Tree
 
 REQUESTS, STATE_SLOTS = 6, 9
-PADDED = REQUESTS - 1  # the request slot of rows that pad a batch
+PADDED = REQUESTS - 1  # the request slot of requests that pad a batch
 
 test_in_the_interpreter = in_the_interpreter
 
@@ -121,7 +121,7 @@ ROOMS = {
 def test_nodes_take_free_rows_and_accepted_ones_stay(
     form: str, nodes: int, room: Room, features: int
 ) -> None:
-    """With requests that have ended, and rows that pad the batch; journals fold and begin anew."""
+    """With ended requests, and others that pad the batch; journals fold and begin again."""
     generator = torch.Generator().manual_seed(nodes)
     device, module = device_of(form), triton_rows if form == "triton" else torch_rows
     tables, folds = Tables(room, features, device), 0

@@ -13,7 +13,7 @@ from mamba_eagle.kernels.tree_attention.torch import masked_attention
 
 torch.set_num_threads(1)
 
-NOT_SEEN = 1e4  # in keys and values that nobody may look at
+NOT_SEEN = 1e4  # in keys and values that must not be read
 
 
 def test_attention_worked_out_by_hand() -> None:

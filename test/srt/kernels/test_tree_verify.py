@@ -21,7 +21,7 @@ from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, t
 
 torch.set_num_threads(1)
 
-GARBAGE = 1e15  # in rows that nobody may look at; its square is finite, so 0 · it is 0
+GARBAGE = 1e15  # in rows that must not be read; its square is finite, so that 0 times it is 0
 
 
 class Sizes(NamedTuple):
@@ -123,7 +123,7 @@ def rows_of(batch: Batch, b: int, row_ids: Tensor) -> naive.Rows:
 
 
 def verified(batch: Batch, b: int, journal: Tensor) -> naive.Verified:
-    """Request b's nodes in float64, behind these rows; without the skip."""
+    """Request b's nodes in float64, after these journal rows; without the skip."""
     nodes, parents = rows_of(batch, b, batch.node_rows[b]), batch.parents[b].tolist()
     before, no_skip = rows_of(batch, b, journal), torch.zeros_like(batch.A)
     return naive.tree_verify(before, nodes, batch.C[b], parents, batch.A, no_skip, batch.state[b])
@@ -134,7 +134,7 @@ def folded_state(batch: Batch, b: int, journal: Tensor) -> Tensor:
 
 
 def errors_of_nodes(batch: Batch, y: Tensor) -> list[float]:
-    """Each node's output beside naive.py's."""
+    """Relative errors of all nodes' outputs."""
     found = []
     for b, journal in enumerate(batch.journals):
         exact = verified(batch, b, journal).y
@@ -199,7 +199,7 @@ def test_a_fold_of_a_journals_head_equals_a_plain_run_over_it() -> None:
 @pytest.mark.parametrize("largest_step", STEPS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_snapshots_equal_plain_runs_over_each_path(sizes: Sizes, largest_step: float) -> None:
-    """Where a request's state is the state after its journal."""
+    """There is no journal: trees start from the saved states."""
     batch = make_batch(sizes, largest_step)
     index = batch.node_rows
     each = torch.arange(index.shape[0])[:, None]

@@ -15,7 +15,7 @@ from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
-GARBAGE = 1e15  # in rows that nobody may look at
+GARBAGE = 1e15  # in rows that must not be read
 
 
 test_in_the_interpreter = in_the_interpreter

@@ -142,7 +142,7 @@ def test_accepting_copies_states_and_moves_histories(case: CopyCase) -> None:
     conv_in = torch.randn(case.layers, R, K - 1 + W, case.conv_dim, generator=generator).to(DEVICE)
     slots, state_slots = torch.tensor([2, 0, 3]).to(DEVICE), torch.tensor([4, 1, 0]).to(DEVICE)
     rows, count = torch.tensor([1, 2, 0]).to(DEVICE), torch.tensor([3, 0, 1]).to(DEVICE)
-    # the last K-1 of the history 0, 1, 2 and the accepted rows, which stand behind it
+    # the last K-1 places of the path: the history 0, 1, 2, then the accepted rows
     places = torch.tensor([[3, 5, 4], [3, 4, 5], [1, 2, 3]]).to(DEVICE)
     wanted_state, wanted_in = state.clone(), conv_in.clone()
     for i in (0, 2):

@@ -21,7 +21,7 @@ from mamba_eagle.kernels.tree_attention.triton import (
 )
 from mamba_eagle.kernels.tree_verify.naive import root_path
 
-GARBAGE = 1e4  # in slots that nobody may look at
+GARBAGE = 1e4  # in KV slots that must not be read
 SCALE = 0.3
 
 test_in_the_interpreter = in_the_interpreter
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 class Case(NamedTuple):
     shape: Shape
-    prefix: tuple[int, ...]  # one a request
+    prefix: tuple[int, ...]  # one per request
     nodes: int  # new ones
     old: int = 0  # nodes in the pool already
     roots: int = 1

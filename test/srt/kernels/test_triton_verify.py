@@ -23,7 +23,7 @@ from mamba_eagle.kernels.tree_verify.triton import (
 )
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
-GARBAGE = 1e15  # in rows that nobody may look at
+GARBAGE = 1e15  # in rows that must not be read
 
 
 test_in_the_interpreter = in_the_interpreter

@@ -40,7 +40,7 @@ def mamba_config(
     num_groups: int = 2,
     time_step_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Mamba2Config:
-    """Few numbers, hardly two of them alike."""
+    """Small sizes, nearly all of them different."""
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=head_dim,
@@ -82,7 +82,7 @@ class Sequence(NamedTuple):
         return Sequence(states[0], window[1:]), y[0]
 
 
-class Timestamp(NamedTuple):
+class RequestState(NamedTuple):
     """A request after some token: each layer's memory, and the token's feature."""
 
     layers: list[Sequence]
@@ -142,8 +142,8 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the plain run of each request. scheme: a name of VERIFY_SCHEMES,
-    with "-torch" behind it for the form without fused CPU kernels, "-triton" for a GPU's."""
+    """One scheme, its pools, and the plain run of each request. scheme: a name of VERIFY_SCHEMES;
+    with the suffix "-torch", without fused CPU kernels; with "-triton", the GPU's."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Rig:
             make = triton_scheme(name) if form == "triton" else VERIFY_SCHEMES[name]
             self.scheme: RecurrentVerify = make(self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
-        self.plain: dict[int, dict[int, Timestamp]] = {}  # slot -> position -> moment
+        self.plain: dict[int, dict[int, RequestState]] = {}  # slot -> position -> state
         self.folds = 0
 
     def normal(self, *shape: int) -> Tensor:
@@ -188,15 +188,15 @@ class Rig:
         self.scheme.start(torch.tensor([slot]), torch.tensor([state_slot]))
         self.plain[slot] = {position: self.stored(state_slot)}
 
-    def stored(self, state_slot: int) -> Timestamp:
+    def stored(self, state_slot: int) -> RequestState:
         pool = self.pool
         layers = [
             Sequence(pool.ssm[i, state_slot].double(), pool.conv[i, state_slot].double())
             for i in range(len(self.layers))
         ]
-        return Timestamp(layers, pool.feature[state_slot].clone())
+        return RequestState(layers, pool.feature[state_slot].clone())
 
-    def finish(self, slot: int, position: int | None = None) -> Timestamp:
+    def finish(self, slot: int, position: int | None = None) -> RequestState:
         """Bring the state slot to ``position`` (all that was run) and return what it holds."""
         state_slot = int(self.table.state_slot[slot])
         run, folded = int(self.table.processed[slot]), self.folded(slot)
@@ -234,21 +234,21 @@ class Rig:
 
     def plain_nodes(
         self, slot: int, row: int, tree: Tree, inputs: Inputs
-    ) -> tuple[list[Timestamp], list[list[Tensor]]]:
+    ) -> tuple[list[RequestState], list[list[Tensor]]]:
         """Each node after its root path, and each layer's outputs of the nodes."""
-        moments: list[Timestamp] = []
+        states: list[RequestState] = []
         outputs: list[list[Tensor]] = [[] for _ in self.layers]
         for node in range(tree.parents.shape[1]):
             start = self.plain[slot][int(self.table.processed[slot])]
-            before = moments[int(tree.parents[row, node])] if node else start
+            before = states[int(tree.parents[row, node])] if node else start
             after = []
             for i, layer in enumerate(self.layers):
                 xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
                 sequence, y = before.layers[i].after(layer, xbc, dt)
                 after.append(sequence)
                 outputs[i].append(y)
-            moments.append(Timestamp(after, inputs.hidden[row, node]))
-        return moments, outputs
+            states.append(RequestState(after, inputs.hidden[row, node]))
+        return states, outputs
 
     def step(self, slots: list[int], tree: Tree, ends: list[int], counts: list[int]) -> float:
         """Verify random inputs, accept ``counts[r]`` nodes of the path to ``ends[r]``, keep the
@@ -258,13 +258,13 @@ class Rig:
         worst = 0.0
         paths = [path_to(tree, row, end) for row, end in enumerate(ends)]
         for row, slot in enumerate(slots):
-            moments, expected = self.plain_nodes(slot, row, tree, inputs)
+            states, expected = self.plain_nodes(slot, row, tree, inputs)
             for found, exact in zip(outputs, expected):
                 for node, y in enumerate(exact):
                     worst = max(worst, relative_error(found[row, node], y))
             run = int(self.table.processed[slot])
             for i, node in enumerate(paths[row][: counts[row]]):
-                self.plain[slot][run + 1 + i] = moments[node]
+                self.plain[slot][run + 1 + i] = states[node]
         self.accept(slots, truncated(paths, counts), inputs.hidden)
         return worst
 
@@ -281,7 +281,7 @@ class Rig:
         return self.step(slots, tree, ends, counts)
 
 
-def assert_same_moment(found: Timestamp, expected: Timestamp, tolerance: float = 2e-6) -> None:
+def assert_same_state(found: RequestState, expected: RequestState, tolerance: float = 2e-6) -> None:
     """The state up to rounding; convolution inputs and the feature bit for bit."""
     for ours, plain in zip(found.layers, expected.layers):
         assert relative_error(ours.state, plain.state) < tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# not ``import torch``: in this package that is the file beside this one
+# not ``import torch``: in this package that name belongs to torch.py
 from torch import Tensor, empty, int64
 
 from mamba_eagle.kernels import gpu, numba_math

@@ -1,7 +1,8 @@
-"""Which rows a step's nodes take, and what of them stays: the index work of rows and folds.
+"""Which rows a step's nodes take, and which of them stay: the index work of rows and folds.
 
-A program has one request, and another for each block of its features. See runner/verify.py for
-``path``: places in sequence order, K-1 of history first, then the journal's; row r is at K-1 + r.
+Each request has a program of its own; accepting adds one for each block of its features. A
+request's ``path`` lists places in sequence order: K-1 of history, then the journal's. Row r is at
+place K-1 + r (see naive_rows.py and runner/verify.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mamba_eagle.kernels.tree_verify.triton import TreeStep
 
 
 class Paths(NamedTuple):
-    """By request slot; R slots, W rows of each."""
+    """Tables by request slot: R slots, W rows each."""
 
     state_slot: Tensor  # [R] int64
     path: Tensor  # [R, K-1 + W + accepts] int64
@@ -25,7 +26,7 @@ class Paths(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Of a request."""
+    """What a request has room for."""
 
     history: int  # K-1
     rows: int  # W
@@ -33,7 +34,7 @@ class Room(NamedTuple):
     accepts: int  # most tokens accepted in a step
 
 
-# other numbers of nodes or rows shall not need other machine code
+# not specialized: other numbers of nodes or rows should not need new machine code
 @triton.jit(do_not_specialize=["T", "W", "M", "accepts"])
 def _begin_kernel(
     slots,  # [b]
@@ -77,7 +78,7 @@ def _begin_kernel(
     place = tl.load(path + length + at, mask=at < HISTORY, other=0)
     tl.store(tail + request * HISTORY + at, place, mask=at < HISTORY)
 
-    # taken: the journal's rows, and those that serve as history (places below HISTORY are no rows)
+    # taken: rows of the journal or of the history (places below HISTORY are not rows)
     row = tl.arange(0, WP)
     taken = tl.zeros([WP], tl.int32)
     for first in tl.range(0, HISTORY + length.to(tl.int32), 16):
@@ -85,7 +86,7 @@ def _begin_kernel(
         used = tl.load(path + column, mask=column < HISTORY + length, other=0) - HISTORY
         taken += tl.sum((row[:, None] == used[None, :]).to(tl.int32), 1)
     free = ((taken == 0) & (row < W)).to(tl.int32)
-    # the free ones first, the lowest first
+    # free rows come first, in rising order
     behind = tl.where(row < W, 1 - free, 0)
     order = tl.where(free > 0, tl.cumsum(free, 0), tl.sum(free, 0) + tl.cumsum(behind, 0)) - 1
     chosen = (row < W) & (order < T)
@@ -102,8 +103,9 @@ def _begin_kernel(
 def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
 ) -> TreeStep:
-    """A free row for each node, and what all layers read of a step. A request whose journal might
-    outgrow ``max_journal`` in this step folds.
+    """Choose a free row for each node, and look up what all layers need to know of the step.
+
+    A request whose journal might outgrow ``max_journal`` in this step folds.
 
     slots: [b] int64; parents: [b, T] int64; ancestors: [b, T, T] bool; T at most 64.
     """
@@ -225,12 +227,12 @@ def accept_rows(
     saved: Tensor,
     features: Tensor,
 ) -> None:
-    """The rows of the accepted nodes join the paths; the journals that were folded are emptied.
+    """The rows of the accepted nodes join the paths; journals that were folded are emptied.
 
     Args:
-        step: as ``begin_rows`` made it; nodes: [b, D] int64; count: [b] int64.
-        feature: [R, W, F], of the rows; saved: [state slots, F]: there goes that of the last row
-            of a folded journal; features: [b, T, F], of the nodes, any float dtype.
+        step: from ``begin_rows``; nodes: [b, D] int64; count: [b] int64.
+        feature: [R, W, F], of the rows; saved: [state slots, F], which gets the feature of the last
+            row of each folded journal; features: [b, T, F], of the nodes, any float dtype.
     """
     b, D = nodes.shape
     T, F = step.rows.shape[1], feature.shape[2]
