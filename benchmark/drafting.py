@@ -26,6 +26,7 @@ from mamba_eagle.bench_one_batch import make_driver
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.eval import gsm8k, machine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
 
 RESULTS = Path(__file__).parent / "results" / "drafting.jsonl"
@@ -85,16 +86,18 @@ def settings(args: argparse.Namespace, drafter: str, shape: str) -> EngineConfig
     """``drafter`` is a name, or NAME=FOLDER. Raises: ConfigError."""
     name, _, folder = drafter.partition("=")
     tree = SHAPES.get(shape, TreeShape())
-    return EngineConfig(
-        model_path=args.model_path,
-        device=args.device,
-        cpu_threads=args.threads,
-        speculative_algorithm=name,
-        speculative_draft_model_path=folder,
-        speculative_eagle_topk=tree.topk,
-        speculative_num_steps=tree.steps,
-        speculative_num_draft_tokens=tree.nodes,
-    ).resolved()
+    return resolve(
+        EngineConfig(
+            model_path=args.model_path,
+            device=args.device,
+            cpu_threads=args.threads,
+            speculative_algorithm=name,
+            speculative_draft_model_path=folder,
+            speculative_eagle_topk=tree.topk,
+            speculative_num_steps=tree.steps,
+            speculative_num_draft_tokens=tree.nodes,
+        )
+    )
 
 
 def contestants(args: argparse.Namespace, batch: int, longest: int) -> Iterator[Contestant]:

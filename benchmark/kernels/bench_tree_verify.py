@@ -25,15 +25,8 @@ from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.triton import (
-    Config,
-    RowBuffers,
-    Sizes,
-    TreeStep,
-    ancestor_bits,
-    choose_config,
-    tree_verify,
-)
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.triton import Config, choose_config, tree_verify
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 NANO_9B = Sizes(heads=128, head_dim=80, groups=8, state_size=128)
@@ -109,19 +102,19 @@ class Inputs:
         order = torch.stack([torch.randperm(rows) for _ in range(batch)])
         history = torch.arange(CONV_KERNEL - 1).expand(batch, -1)
         path = torch.cat([history, order[:, :journal] + CONV_KERNEL - 1], dim=1)
-        step = TreeStep(
+        step = TreeLayout(
             slots=torch.arange(batch),
             state_slots=torch.randperm(batch),
             journal=order[:, :journal],
             journal_len=torch.full((batch,), journal),
             rows=order[:, journal : journal + T],
             parents=parents,
-            ancestors=ancestor_bits(ancestors),
+            ancestors=pack_ancestors(ancestors)[..., 0],
             tail=path[:, -(CONV_KERNEL - 1) :],
             fold=None if mode.fold is None else torch.full((batch,), mode.fold),
         )
         parts = (part if part is None else part.contiguous().cuda() for part in step)
-        self.step = TreeStep(*parts)
+        self.step = TreeLayout(*parts)
 
     def verify(self, config: Config | None = None) -> list[Callable[[], object]]:
         def launch(layer: int) -> Tensor:

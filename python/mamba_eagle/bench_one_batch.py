@@ -33,6 +33,7 @@ from mamba_eagle.eval.batch_report import (
     speed_of,
 )
 from mamba_eagle.message import RunnerReady
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver, greedy, sized_for
 
 WARMUP_TOKENS = 8
@@ -284,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
         if min(getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')}: each value must be 1 or more")
     try:
-        config = from_arguments(EngineConfig, args).resolved()
+        config = resolve(from_arguments(EngineConfig, args))
     except ConfigError as error:
         sys.exit(f"error: {error}")
     if problem := simulation_problem(args, config):

@@ -161,8 +161,8 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
                 )
         if not 2 <= self.nodes <= MAX_TREE_NODES:
             wrong.append(
-                f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and {MAX_TREE_NODES}, "
-                "the root included"
+                f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and "
+                f"{MAX_TREE_NODES}, the root included"
             )
         most = 1 + self.topk + (self.depth - 1) * self.topk**2
         if not wrong and self.nodes > most:

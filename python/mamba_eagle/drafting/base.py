@@ -1,22 +1,23 @@
-"""What the runner asks of a drafter. A new drafter is one new file and one line in __init__."""
+"""What the runner asks of a drafter. A new drafter is one new file and one line in drafters.py."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import weight_problems
-from mamba_eagle.runner.pools import RequestTable
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -24,32 +25,38 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class KeyedNoise(Protocol):
-    """The noise that the target will sample with: whoever drafts with it guesses the sample and
-    not only the distribution."""
+    """The noise that the target will sample with: a drafter that uses it guesses the sample and not
+    only the distribution."""
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         """log_probs [b, lanes, V] of tokens at ``positions`` [b] -> the same, of the samples."""
 
 
+class StepPart(NamedTuple):
+    """A drafter's part in a step, as ``prepare`` has decided it."""
+
+    shape: TreeShape
+    idle: bool = False  # it neither drafts nor hears what was accepted
+    needs_catch_up: Sequence[int] = ()  # request slots for which ``catch_up`` must come first
+    longest: int = 0  # entries that a request takes in before drafting, at most
+
+
 class Drafter(ABC):
-    """Proposes a tree for each request and is told what became of the sequence.
+    """Proposes a tree for each request and learns what became of the sequence.
 
     Its caches follow the target's: entries of a token stand under that token's KV slot in a pool
-    of its own, its recurrent states under the target's state slots. So a prefix that the
-    target finds in the radix cache is there for the drafter too.
+    of its own, its recurrent states under the target's state slots. So a prefix that the target
+    finds in the radix cache is there for the drafter too.
 
-    A request that is *untracked* costs it nothing: of its prompt it is told nothing, and what it
-    drafts for it need not be any good. Prefixes that such requests leave in the radix cache are as
-    good as unknown to it.
+    The drafter does no work for *untracked* requests: it never sees their prompts and may return
+    arbitrary drafts. Prefixes that such requests leave in the radix cache are unknown to it.
 
-    ``features`` are what the target's forward pass returns: F numbers a token, the hidden state
+    ``features`` are what the target's forward pass returns: F numbers per token, the hidden state
     after the final norm and those that the drafter taps.
     """
 
     on_device = True  # whether ``propose`` and ``observe_accepted`` are the device's work alone, so
     # that a captured graph can repeat them
-
-    idle = False  # whether it has no part in the step that it was prepared for
 
     @abstractmethod
     def observe_prefill(
@@ -62,19 +69,18 @@ class Drafter(ABC):
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         """The prompts in ``slots`` are over: tokens [n] were sampled from features [n, F]."""
 
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
-        """The host's part of a step that is about to be run; sets ``idle``. Returns the slots for
-        which ``catch_up`` must come before it."""
-        return []
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        """The host's part of a step that is about to be run."""
+        return StepPart(shape)
 
     def catch_up(self, slots: Tensor) -> None:
-        """Take in what plain steps made of the requests in ``slots`` [b]; the device's work alone
+        """Take in what plain steps added to the requests in ``slots`` [b]; the device's work alone
         where the drafter is ``on_device``."""
         raise AssertionError("only of a drafter that asks for it")
 
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        """A decode step in which it was not idle has ended, be it of drafts or plain. features
+        """A decode step in which it was not idle has ended, plain or with drafts. features
         [b, T, F], of all nodes."""
 
     @abstractmethod
@@ -82,10 +88,10 @@ class Drafter(ABC):
         """The requests in ``slots`` are untracked from now on, until they are released."""
 
     @abstractmethod
-    def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
-        """A tree of ``shape``, two nodes or more, for each request in ``slots`` [b], rooted at its
-        last token. The shape is no larger than the configured one, and may change from step to
-        step. noise: None if all requests are greedy."""
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        """A tree of ``part.shape``, two nodes or more, for each request in ``slots`` [b], rooted at
+        its last token. The shape is no larger than the configured one, and may change from step
+        to step. noise: None if all requests are greedy."""
 
     @abstractmethod
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
@@ -101,7 +107,8 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Plain decoding: no tree is ever asked for."""
 
-    idle = True
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        return StepPart(shape, idle=True)
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
@@ -115,7 +122,7 @@ class NoDrafter(Drafter):
 
     def untrack(self, slots: Sequence[int]) -> None: ...
 
-    def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None: ...
@@ -130,12 +137,11 @@ class DraftParts:
     """What a drafter is built from."""
 
     config: EngineConfig
+    backend: Backend
     target: CausalLM
     table: RequestTable
     kv_slots: int
     state_slots: int
-    dtype: torch.dtype
-    device: torch.device
     load: Callable[[Callable[[], nn.Module], str], nn.Module]  # a maker and a folder -> a model
 
 
@@ -148,6 +154,11 @@ class DraftSource(ABC):
     @abstractmethod
     def config(self) -> ModelConfig | None:
         """Sizes of its layers, for the memory plan; None: it has none."""
+
+    @property
+    def rows(self) -> int:
+        """Rows per request that its recurrent layers need, for the memory plan."""
+        return 0
 
     @abstractmethod
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
@@ -177,7 +188,7 @@ class FolderSource(DraftSource):
         return self.own
 
     def read(self) -> ModelConfig:
-        return ModelConfig.from_pretrained(self.path)
+        return read_model_config(self.path)
 
     @abstractmethod
     def module(self) -> nn.Module:

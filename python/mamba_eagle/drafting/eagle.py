@@ -21,7 +21,9 @@ class EagleNetwork(DraftNetwork):
         self.config = head.config
         self.feature_size = self.output_size = head.config.hidden_size
 
-    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         embedded = self.target.embed(tokens.reshape(-1))
         return self.head(embedded, features.flatten(0, 1), ctx).unflatten(0, tokens.shape)
 

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
-from mamba_eagle.kernels.top_log_probs import TopTokens
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import (
     OWN_WEIGHTS,
     Eagle3Head,
@@ -43,7 +44,9 @@ class EagleThreeNetwork(DraftNetwork):
     def entry_features(self, target: Tensor) -> Tensor:
         return self.head.fuse(target[:, self.first_tap :])
 
-    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         outputs = self._run(tokens.reshape(-1), features.flatten(0, 1), ctx)
         return outputs.unflatten(0, tokens.shape)
 
@@ -57,8 +60,8 @@ class EagleThreeNetwork(DraftNetwork):
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         return self.lm_head(self.head.normed(outputs))
 
-    def best(self, depth: int, outputs: Tensor, k: int) -> TopTokens:
-        own = super().best(depth, outputs, k)
+    def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
+        own = super().best(depth, outputs, k, backend)
         ids = self.head.target_ids()
         return own if ids is None else own._replace(tokens=ids[own.tokens])
 

@@ -14,8 +14,8 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
 from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
 from mamba_eagle.models.registry import read_as
@@ -44,7 +44,9 @@ class MtpNetwork(DraftNetwork):
         self.carry_size = (modules - 1) * size
         self.max_depth = modules if modules > 1 else None
 
-    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         embeddings = self.target.embed(tokens.reshape(-1))
         made: list[Tensor] = []
         for module in range(self.head.num_modules):

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class DraftNetwork(ABC):
@@ -28,7 +29,9 @@ class DraftNetwork(ABC):
         return target[:, : self.feature_size]
 
     @abstractmethod
-    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         """Entries in sequence: tokens [b, E], features [b, E, F], carry [b, C] of the entry ahead
         of them -> outputs [b, E, O]."""
 
@@ -46,9 +49,9 @@ class DraftNetwork(ABC):
         """Of all tokens: [n, O] -> [n, V] float32."""
         return self.logits(depth, outputs).float().log_softmax(-1)
 
-    def best(self, depth: int, outputs: Tensor, k: int) -> TopTokens:
+    def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
         """The k best of ``log_probs``: [n, O] -> [n, k]."""
-        return top_log_probs(self.logits(depth, outputs), k)
+        return backend.top_log_probs(self.logits(depth, outputs), k)
 
     @property
     @abstractmethod

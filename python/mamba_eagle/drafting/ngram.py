@@ -8,18 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
-from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, KeyedNoise
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, KeyedNoise, StepPart
 from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.runner.transfer import to_device
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
-MAX_UNREAD = 256  # steps whose tokens wait on the device until somebody asks for a draft
+MAX_UNREAD = 256  # steps whose tokens stay on the device until the next draft is wanted
 
 
 class NgramDrafter(Drafter):
@@ -28,8 +28,8 @@ class NgramDrafter(Drafter):
 
     on_device = False
 
-    def __init__(self, index: NgramIndex, table: RequestTable) -> None:
-        self.index, self.table, self.device = index, table, table.processed.device
+    def __init__(self, index: NgramIndex, table: RequestTable, place: Place) -> None:
+        self.index, self.table, self.place = index, table, place
         self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
         self.untracked: set[int] = set()
 
@@ -43,12 +43,11 @@ class NgramDrafter(Drafter):
             self.index.append(item.slot, item.token_ids)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
-        rows = to_device(slots, torch.int64, self.device)
-        self._remember(rows, torch.ones_like(rows), tokens[:, None])
+        used = self.place.to_device(slots)
+        self._remember(used, torch.ones_like(used), tokens[:, None])
 
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> list[int]:
-        self.idle = self.untracked.issuperset(slots)
-        return []
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        return StepPart(shape, idle=self.untracked.issuperset(slots))
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         self._remember(slots, accepted.count, accepted.tokens)
@@ -63,7 +62,7 @@ class NgramDrafter(Drafter):
         self.untracked.update(slots)
 
     def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
-        if self.device.type == "cpu":
+        if self.place.on_host:
             for slot, count, made in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
                 self._append(slot, made[:count])
             return
@@ -73,8 +72,8 @@ class NgramDrafter(Drafter):
 
     def _read(self) -> None:
         """Waits for the device."""
-        for rows in self.unread:
-            for slot, count, *made in rows.tolist():
+        for step in self.unread:
+            for slot, count, *made in step.tolist():
                 self._append(slot, made[:count])
         self.unread.clear()
 
@@ -82,16 +81,14 @@ class NgramDrafter(Drafter):
         if slot not in self.untracked:
             self.index.append(slot, tokens)
 
-    def propose(self, slots: Tensor, shape: TreeShape, noise: KeyedNoise | None) -> Tree:
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         """The noise is of no use: few tokens of the vocabulary have a probability here."""
         self._read()
-        on_gpu = self.device.type == "cuda"
-        size = sum(_field_bytes(len(slots), shape.nodes))
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        fields = _fields(buffer, len(slots), shape.nodes)
+        b, shape = len(slots), part.shape
+        buffer = self.place.host_buffer(sum(_field_bytes(b, shape.nodes)))
+        fields = _fields(buffer, b, shape.nodes)
         self.index.draft(slots.tolist(), shape, *(field.numpy() for field in fields))
-        if on_gpu:
-            fields = _fields(buffer.to(self.device, non_blocking=True), len(slots), shape.nodes)
+        fields = _fields(buffer.to(self.place.device, non_blocking=True), b, shape.nodes)
         if self.untracked:  # the index does not know where their texts end
             fields.tokens[:, 0] = self.table.last_token[slots]
         return fields
@@ -142,7 +139,7 @@ class NgramSource(DraftSource):
         if depth < 2:
             wrong.append(
                 f"--speculative-ngram-max-trie-depth {depth}: must be 2 or more, "
-                "a token that is matched and the one behind it"
+                "a token that is matched and the one that follows it"
             )
         least = NgramIndex.min_capacity(requests, max(depth, 2))
         if capacity < least:
@@ -160,4 +157,4 @@ class NgramSource(DraftSource):
             self.engine.speculative_ngram_capacity,
             self.engine.speculative_ngram_max_trie_depth,
         )
-        return NgramDrafter(index, parts.table)
+        return NgramDrafter(index, parts.table, parts.backend.place)

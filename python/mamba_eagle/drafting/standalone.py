@@ -22,7 +22,9 @@ class StandaloneNetwork(DraftNetwork):
         self.config = model.config
         self.output_size = model.config.hidden_size
 
-    def chain(self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext) -> Tensor:
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
         return self.model(tokens.reshape(-1), ctx).unflatten(0, tokens.shape)
 
     def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:

@@ -1,8 +1,8 @@
 """What the fused CPU kernels share: compiler options, and float32 functions that vectorise.
 
 Numba compiles the ``cpu.py`` of each folder to machine code for a single thread and caches it on
-disk next to the source (``cache=True``). Where numba is missing, or a tensor is not float32 on a
-CPU, callers take the torch path (see ``usable``).
+disk next to the source (``cache=True``). The kernels take float32 on a CPU; backend/choose.py
+decides where they are used.
 
 Sums may be reordered so that they run in vector registers. NaN and infinity keep their meaning:
 ``nnan`` and ``ninf`` are not among the fast-math flags.
@@ -16,7 +16,6 @@ from math import log1p
 from typing import Any
 
 import numpy as np
-import torch
 
 try:
     import numba
@@ -24,15 +23,6 @@ except ImportError:  # an optional accelerator: the torch path does the same wor
     numba = None
 
 _OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
-
-
-def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether the fused kernels take tensors of these dtypes on this device."""
-    return (
-        numba is not None
-        and device.type == "cpu"
-        and all(dtype == torch.float32 for dtype in dtypes)
-    )
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ Built on the host once for all layers, and sent in one copy that the host does n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,15 @@ class PrefillPlan(NamedTuple):
 
 
 def prefill_plan(
-    prompts: Sequence[Prompt], device: torch.device, block: int = CONV_TOKENS
+    prompts: Sequence[Prompt],
+    to_device: Callable[..., Tensor] = torch.tensor,
+    block: int = CONV_TOKENS,
 ) -> PrefillPlan:
     """The plan for prompts that lie one after the other in the batch.
 
+    Args:
+        to_device: makes a tensor, where the kernels run, of a list and ``dtype=``.
+        block: tokens per program of the convolution.
     Raises: ValueError if a prompt is empty, a save lies outside its prompt, saves are not in
         increasing order, a slot is saved to twice, or a slot that is saved to is read by another
         prompt.
@@ -66,7 +71,7 @@ def prefill_plan(
         if begin < end:
             segments.append((begin, end, -1))
         requests.append((first_segment, len(segments), prompt.source))
-    tables = _sent((requests, segments, blocks), device)
+    tables = _sent((requests, segments, blocks), to_device)
     return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block)
 
 
@@ -98,12 +103,12 @@ def _check(prompts: Sequence[Prompt]) -> None:
             )
 
 
-def _sent(tables: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> list[Tensor]:
+def _sent(
+    tables: Sequence[Sequence[tuple[int, ...]]],
+    to_device: Callable[..., Tensor],
+) -> list[Tensor]:
     """Each table as int32 [rows, columns]; one copy, which the host does not wait for."""
     shapes = [(len(table), len(table[0])) for table in tables]
-    packed = torch.tensor([n for table in tables for row in table for n in row], dtype=torch.int32)
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
+    packed = to_device([n for table in tables for row in table for n in row], dtype=torch.int32)
     parts = packed.split([rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes)]

@@ -144,7 +144,8 @@ class SpeculationState(msgspec.Struct, kw_only=True):
 
     adaptive: bool = False
     current: str = "plain"  # the last step's
-    disabled: bool = False  # the drafter is of no use, and does not follow new requests
+    # /server_info calls it given_up: drafts are of no use, and new requests are not tracked
+    disabled: bool = msgspec.field(name="given_up", default=False)
     shapes: dict[str, ShapeUse] = {}
 
 

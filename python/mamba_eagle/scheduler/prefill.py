@@ -7,7 +7,7 @@ from collections import Counter
 from mamba_eagle.cache.base import Match, common_prefix
 from mamba_eagle.cache.pools import Pools
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.drafting import needs_history
+from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import PrefillItem, StateSave
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensor_checks import host_backend, torch_backend
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.kernels import numba_math
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,3 +56,12 @@ def in_the_interpreter(request: pytest.FixtureRequest) -> None:
 def device_of(form: str) -> torch.device:
     """Where the inputs of a form have to be."""
     return DEVICE if form == "triton" else torch.device("cpu")
+
+
+def backend_of(form: str, dtype: torch.dtype = torch.float32) -> Backend:
+    """The backend that uses a form. cpu: what a CPU takes, so torch's where numba does not fit."""
+    if form == "triton":
+        from triton_rig import triton_backend  # needs triton
+
+        return triton_backend(dtype)
+    return torch_backend() if form == "torch" else host_backend(dtype)

@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, device_of, every_form, in_the_interpreter
-from tensor_checks import torch_path
+from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter
 from torch import Tensor
 
-from mamba_eagle.kernels.accept import cpu, naive
-from mamba_eagle.runner.commit import commit_tokens
-from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.tree.accept import Truncated, accept, truncate
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.kernels.accept import naive
+from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
 torch.set_num_threads(1)
@@ -83,37 +81,11 @@ def cases(nodes: int) -> Iterator[tuple[RequestTable, Step]]:
         yield table, Step(slots, tree, target, own)
 
 
-def run_in_torch(table: RequestTable, step: Step, max_depth: int) -> Truncated:
-    stop_tokens, remaining = table.stop_tokens[step.slots], table.remaining[step.slots]
-    accepted = truncate(accept(step.tree, step.target, max_depth), stop_tokens, remaining)
-    with torch_path():
-        commit_tokens(table, step.slots, step.own, accepted)
-    return accepted
-
-
 def run(form: str, table: RequestTable, step: Step, max_depth: int) -> Truncated:
     """A step on the table's device, which it changes."""
-    if form == "torch":
-        return run_in_torch(table, step, max_depth)
-    shape = (len(step.slots), max_depth + 1)
-    accepted = Truncated(
-        step.slots.new_zeros(shape),
-        step.slots.new_zeros(shape),
-        step.slots.new_zeros(shape[:1]),
-        step.slots.new_zeros(shape[:1], dtype=torch.bool),
-    )
-    tree = (step.tree.tokens, step.tree.parents, step.target)
-    walk = (*tree, table.stop_tokens, table.remaining, step.slots, *accepted)
-    changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
-    ending = (step.slots, step.own, *accepted, *changed)
-    if form == "cpu":
-        cpu.accept_and_truncate(*(part.numpy() for part in walk))
-        cpu.commit(*(part.numpy() for part in ending))
-    else:
-        from mamba_eagle.kernels.accept import triton
-
-        triton.accept_and_truncate(*walk)
-        triton.commit(*ending)
+    backend = backend_of(form)
+    accepted = backend.accept_tokens(table, step.slots, step.tree, step.target, max_depth)
+    backend.commit_tokens(table, step.slots, step.own, accepted)
     return accepted
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tensor_checks import host_backend
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.layer_ops import CpuOps, FewRowsLinear
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
 from mamba_eagle.kernels.linear import cpu as linear_cpu
@@ -96,15 +98,15 @@ def test_linear_of_few_rows(rows: int, outputs: int, inputs: int, bias: bool) ->
         exact += layer.bias
     for prepare in (False, True):
         if prepare:
-            layer.prepare()
-            assert layer._bfloat16 is not None
+            layer.prepare(host_backend().layer_ops)
+            assert isinstance(layer._packed, FewRowsLinear)
         torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_that_bfloat16_would_round_stay_float32() -> None:
     layer = Linear(32, 20).requires_grad_(False)
     layer.weight.copy_(normal(20, 32))
-    layer.prepare()
+    layer.prepare(host_backend().layer_ops)
     x = normal(3, 32, seed=1)
     exact = x.double() @ layer.weight.double().t()
     torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
@@ -123,9 +125,9 @@ def test_norms(rows: int, size: int, group: int) -> None:
     expected_gated = gated_group_rms_norm(x, gate, gated.weight, group, 1e-5)
     for prepare in (False, True):
         if prepare:
-            plain.prepare()
-            gated.prepare()
-            assert plain._fused is not None and gated._fused is not None
+            plain.prepare(host_backend().layer_ops)
+            gated.prepare(host_backend().layer_ops)
+            assert isinstance(plain._ops, CpuOps) and isinstance(gated._ops, CpuOps)
         torch.testing.assert_close(plain(x).double(), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gated(x, gate).double(), expected_gated, rtol=1e-5, atol=1e-6)
         assert not plain(x)[0].any()

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forms import DEVICE, GPU, device_of, every_form, in_the_interpreter, runs_kernels
+from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter, runs_kernels
 from torch import Tensor
 
-from mamba_eagle.kernels import gpu, numba_math
 from mamba_eagle.kernels.draft_tree import naive
-from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
-from mamba_eagle.tree.tree import (
-    Candidates,
-    FusedCandidates,
-    Tree,
-    candidates,
-    single_node_tree,
-)
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree, single_node_tree
 
 torch.set_num_threads(1)
 
@@ -35,11 +29,10 @@ def named(shapes: list[tuple[int, int, int]]) -> list[str]:
 
 
 def make(form: str, roots: Tensor, topk: int, depth: int) -> Candidates:
-    if form == "triton":
-        from mamba_eagle.tree.triton_tree import TritonCandidates
-
-        return TritonCandidates(roots.to(DEVICE), topk, depth)
-    return (FusedCandidates if form == "cpu" else Candidates)(roots, topk)
+    grown = backend_of(form).candidates(roots.to(device_of(form)), topk, depth)
+    kinds = {"torch": "Candidates", "cpu": "CpuCandidates", "triton": "TritonCandidates"}
+    assert type(grown).__name__ == kinds[form]
+    return grown
 
 
 def best_of(kind: str, b: int, lanes: int, topk: int, seed: int) -> TopTokens:
@@ -128,12 +121,11 @@ def test_more_nodes_than_candidates_are_refused(form: str) -> None:
 
 
 @runs_kernels
-def test_torch_takes_over_where_lanes_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "usable", lambda device, *dtypes: True)
-    monkeypatch.setattr(numba_math, "numba", None)
-    kinds = [type(candidates(torch.tensor([3], device=DEVICE), k, 2)) for k in (16, 17)]
+def test_torch_takes_over_where_lanes_are_many() -> None:
+    backend, root = backend_of("triton"), torch.tensor([3], device=DEVICE)
+    kinds = [type(backend.candidates(root, k, 2)) for k in (16, 17)]
     assert [kind.__name__ for kind in kinds] == ["TritonCandidates", "Candidates"]
-    assert top_log_probs(torch.randn(2, 40, device=DEVICE), 17).tokens.shape == (2, 17)
+    assert backend.top_log_probs(torch.randn(2, 40, device=DEVICE), 17).tokens.shape == (2, 17)
 
 
 @pytest.mark.gpu

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from tensor_checks import torch_path
 from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
 
+from mamba_eagle.backend.cpu.state import CpuScheme
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.tree.tree import Tree
 
@@ -26,9 +26,9 @@ CONFIGS = {
 
 def rig_of(fused: bool, scheme: str, rows: int, config: str) -> Rig:
     """Three requests in shuffled slots; the same ones, fused or not."""
-    with torch_path(not fused):
-        rig = Rig(scheme, rows=rows, max_depth=7, config=CONFIGS[config])
-    assert type(rig.scheme).__name__.startswith("Fused") == fused
+    form = "" if fused else "-torch"
+    rig = Rig(scheme + form, rows=rows, max_depth=7, config=CONFIGS[config])
+    assert isinstance(rig.scheme, CpuScheme) == fused
     for slot, state_slot in ((4, 2), (0, 7), (3, 5)):
         rig.admit(slot, state_slot)
     return rig

@@ -6,17 +6,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, device_of, every_form, in_the_interpreter
+from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter
 from torch import Tensor
 
-from mamba_eagle.drafting.pending import (
-    UNTRACKED,
-    PendingEntries,
-    Taken,
-    TritonPendingEntries,
-)
-from mamba_eagle.kernels.accept import cpu, naive
-from mamba_eagle.runner.pools import RequestTable
+from mamba_eagle.backend.pending import UNTRACKED, PendingEntries, PendingSize, Taken
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.kernels.accept import naive
 from mamba_eagle.tree.accept import Truncated
 
 REQUESTS, WIDTH, POSITIONS, PADDING, DEEP = 6, 14, 90, 9999, 5
@@ -27,26 +22,19 @@ PADDED = REQUESTS - 1  # the request slot of requests that pad a batch: it has e
 test_in_the_interpreter = in_the_interpreter
 
 
-class CpuPendingEntries(PendingEntries):
-    """As a drafter on a CPU has them: torch takes entries, the fused kernel appends them."""
-
-    def append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
-        new = (slots, accepted.nodes, accepted.tokens, accepted.count, entries)
-        tables = (self.tokens, self.features, self.pending)
-        cpu.append_pending(*(part.numpy() for part in (*new, *tables)))
-
-
-KINDS = {"torch": PendingEntries, "cpu": CpuPendingEntries, "triton": TritonPendingEntries}
-
-
 def empty_entries(form: str, features: int, device: torch.device) -> PendingEntries:
     table = RequestTable(REQUESTS, POSITIONS, device)
     table.remaining[:] = torch.tensor([5, 0, 7, 1, 3, 0])
     table.kv_slots[:] = torch.arange(table.kv_slots.numel()).view(REQUESTS, -1)
-    made = KINDS[form](table, WIDTH, features, torch.float32, PADDING)
+    size = PendingSize(WIDTH, features, torch.float32, PADDING)
+    made = backend_of(form).pending_entries(table, size)
     made.pending[UNTRACKED_SLOT] = UNTRACKED
     made.processed[:PADDED] = torch.arange(PADDED, device=device) * 3
     return made
+
+
+def kept_as_they_are(features: Tensor) -> Tensor:
+    return features
 
 
 def naive_entries() -> dict[int, naive.DraftEntries]:
@@ -124,7 +112,7 @@ def test_entries_wait_and_are_taken(form: str, features: int) -> None:
     for number in range(12):
         step = random_step(features, generator)
         held, slots = step.to(device), step.slots.tolist()
-        found.append(*held)
+        found.append(*held, kept_as_they_are)
         for r, slot in enumerate(slots):
             wanted[slot].append(step.entries(r))
         assert_waiting(found, wanted)
@@ -160,7 +148,7 @@ def test_a_graph_takes_what_has_come_to_wait() -> None:
     held = held.to(DEVICE)
 
     def run() -> Taken:
-        found.append(*held)
+        found.append(*held, kept_as_they_are)
         return found.take(held.slots, None, DEEP)
 
     run()  # nothing is accepted

@@ -13,9 +13,11 @@ from forms import (
     needs_numba,
     runs_kernels,
 )
+from tensor_checks import host_backend
 from torch import Tensor
 
-from mamba_eagle.kernels.top_log_probs import TopTokens, cpu, naive, top_log_probs
+from mamba_eagle.kernels.top_log_probs import cpu, naive
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as torch_top_log_probs
 
 test_in_the_interpreter = in_the_interpreter
@@ -90,7 +92,7 @@ def test_the_best_are_those_of_a_stable_sort(form: str, kind: str, dtype: torch.
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "impossible", "large"])
 def test_a_cpu_takes_the_fused_form(kind: str) -> None:
     logits = rows_of(kind, 4, 75, torch.float32)
-    assert_best(top_log_probs(logits, 5), logits.log_softmax(-1), 5)
+    assert_best(host_backend().top_log_probs(logits, 5), logits.log_softmax(-1), 5)
 
 
 @runs_kernels

@@ -222,7 +222,7 @@ def test_rows_on_a_cpu_are_those_of_naive() -> None:
     path = torch.zeros(requests, history + W + D, dtype=torch.int64)
     path[:, :history] = torch.arange(history)
     journal_len = torch.zeros(requests, dtype=torch.int64)
-    feature = torch.zeros(requests, W, F)
+    feature, state_slot = torch.zeros(requests, W, F), torch.tensor([7, 2, 5])
     conv_in = draw.normal(2, requests, history + W, 4)  # of two layers
     plain = [RowKeeper(history, W, W, D, None) for _ in range(requests)]
     folds = 0
@@ -239,9 +239,12 @@ def test_rows_on_a_cpu_are_those_of_naive() -> None:
             assert torch.equal(conv_in[:, slot, :history], wanted)
             journal_len[slot] = 0
             plain[slot].path = list(range(history))
-        rows = torch.empty(2, T, dtype=torch.int64)
-        indices = (slots.numpy(), path.numpy(), journal_len.numpy())
-        cpu.free_rows(*indices, history, rows.numpy())
+        at, length, rows, journal, tail = (
+            torch.empty(2, *shape, dtype=torch.int64) for shape in ((), (), (T,), (W,), (history,))
+        )
+        tables = (slots, state_slot, path, journal_len)
+        cpu.begin(*(part.numpy() for part in (*tables, at, journal, length, rows, tail)))
+        assert torch.equal(at, state_slot[slots])
         hidden, count = draw.normal(2 * T, F), torch.tensor([draw.below(D + 1) for _ in slots])
         nodes = torch.stack([torch.randperm(T, generator=draw.generator)[:D] for _ in slots])
         step = (slots, rows, nodes, count, hidden)
@@ -249,10 +252,13 @@ def test_rows_on_a_cpu_are_those_of_naive() -> None:
         cpu.extend_journals(*(part.numpy() for part in step), history, *tables)
         for r, slot in enumerate(slots.tolist()):
             begun = plain[slot].begin(T)
-            assert rows[r].tolist() == begun.rows and not begun.folds
+            assert not begun.folds
+            assert rows[r].tolist() == begun.rows
+            assert journal[r, : length[r]].tolist() == begun.journal
+            assert tail[r].tolist() == begun.tail
             own = hidden.view(2, T, F)[r].tolist()
             plain[slot].accept(begun, nodes[r, : count[r]].tolist(), own)
-            journal = plain[slot].journal
+            kept = plain[slot].journal
             assert path[slot, : history + journal_len[slot]].tolist() == plain[slot].path
-            assert feature[slot, journal].tolist() == [plain[slot].features[j] for j in journal]
+            assert feature[slot, kept].tolist() == [plain[slot].features[row] for row in kept]
     assert folds > 3

@@ -8,12 +8,14 @@ import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
 from tensor_checks import Draw
-from triton_rig import NANO, to_device, tree_step
+from torch import Tensor
+from triton_rig import NANO, to_device, tree_layout
 from verify_rig import random_tree
 
 from mamba_eagle.kernels.causal_conv import naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
+from mamba_eagle.tree.tree import Tree
 
 STALE = 77.0  # where nothing may be written
 
@@ -48,6 +50,43 @@ GPU_CASES = [
 ]
 
 
+class Filled(NamedTuple):
+    """What the rows must hold after a step; float64 but for the raw inputs."""
+
+    conv_in: Tensor  # [R, K-1 + W, conv_dim]
+    buffers: RowBuffers
+    C: Tensor  # [b, T, G*N]
+
+
+def filled(
+    case: Case,
+    layout: TreeLayout,
+    tree: Tree,
+    inputs: tuple[Tensor, Tensor],
+    weights: ConvWeights,
+    conv_in: Tensor,
+    buffers: RowBuffers,
+) -> Filled:
+    """Request by request. inputs: xbc [b*T, conv_dim] and dt_raw [b*T, H]."""
+    (xbc, dt_raw), T, history = inputs, case.nodes, case.conv_kernel - 1
+    row_size, C = buffers.xB.shape[2], []
+    wanted = RowBuffers(*(part.double() for part in buffers))
+    wanted_in = conv_in.clone()
+    for i, (slot, length) in enumerate(zip(layout.slots, case.journal_lens)):
+        nodes, rows = slice(i * T, i * T + T), layout.rows[i]
+        before = conv_in[slot, layout.tail[i]]
+        out = naive.tree_conv(xbc[nodes], tree.parents[i].tolist(), *weights[:2], before)
+        wanted.xB[slot, rows] = out[:, :row_size]
+        C.append(out[:, row_size:])
+        wanted_in[slot, rows + history] = xbc[nodes]
+        wanted.dt[slot, rows] = naive.step_sizes(dt_raw[nodes], weights.dt_bias, case.step_limit)
+        L = tree.ancestors[i].double() @ (wanted.dt[slot, rows] * weights.A)
+        if length and not (case.fold and case.fold[i]):
+            L += buffers.log_decay[slot, layout.journal[i, length - 1]]
+        wanted.log_decay[slot, rows] = L
+    return Filled(wanted_in, wanted, torch.stack(C))
+
+
 def check(case: Case) -> None:
     torch.manual_seed(0)
     draw = Draw(0)
@@ -78,40 +117,27 @@ def check(case: Case) -> None:
         tail.append(path[len(path) - (K - 1) :])
     tree = random_tree(b, T, T, draw.generator)
 
-    # what must come out, request by request
-    wanted_in, wanted_xB = conv_in.clone(), xB.double()
-    wanted_dt, wanted_L = dt.double(), log_decay.double()
-    wanted_C = []
-    for i, (slot, length) in enumerate(zip(slots, case.journal_lens)):
-        nodes, parents = slice(i * T, i * T + T), tree.parents[i].tolist()
-        taps = (weights.conv_weight, weights.conv_bias)
-        out = naive.tree_conv(xbc[nodes], parents, *taps, conv_in[slot, tail[i]])
-        wanted_xB[slot, rows[i]], C = out[:, :row_size], out[:, row_size:]
-        wanted_C.append(C)
-        wanted_in[slot, rows[i] + K - 1] = xbc[nodes]
-        steps = naive.step_sizes(dt_raw[nodes], weights.dt_bias, case.step_limit)
-        wanted_dt[slot, rows[i]] = steps
-        L = tree.ancestors[i].double() @ (steps * weights.A)
-        if length and not (case.fold and case.fold[i]):
-            L += log_decay[slot, journal[i, length - 1]]
-        wanted_L[slot, rows[i]] = L
+    tail = torch.stack(tail)
+    layout = tree_layout(tree, slots, slots, rows, journal, case.journal_lens, tail, case.fold)
+    on_host = TreeLayout(*(None if part is None else part.cpu() for part in layout))
+    buffers = RowBuffers(xB, dt, log_decay)
+    wanted = filled(case, on_host, tree, (xbc, dt_raw), weights, conv_in, buffers)
 
-    step = tree_step(
-        tree, slots, slots, rows, journal, case.journal_lens, torch.stack(tail), case.fold
-    )
-    weights, buffers = to_device(weights), to_device(RowBuffers(xB, dt, log_decay))
+    weights, buffers = to_device(weights), to_device(buffers)
     conv_in, projected = conv_in.to(DEVICE), projected.to(DEVICE)
     xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
-    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, step, case.sizes)
+    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, layout, case.sizes)
 
     close = {"rtol": 2e-6, "atol": 2e-6}
     rounded = close if case.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
-    assert torch.equal(conv_in.cpu(), wanted_in)
+    assert torch.equal(conv_in.cpu(), wanted.conv_in)
     assert C.dtype == buffers.xB.dtype == case.dtype
-    torch.testing.assert_close(buffers.xB.cpu().double(), wanted_xB, **rounded)
-    torch.testing.assert_close(C.cpu().double(), torch.stack(wanted_C), **rounded)
-    torch.testing.assert_close(buffers.dt.cpu().double(), wanted_dt, rtol=3e-6, atol=1e-9)
-    torch.testing.assert_close(buffers.log_decay.cpu().double(), wanted_L, **close)
+    xB, dt, log_decay = (part.cpu().double() for part in buffers)
+    exact = wanted.buffers
+    torch.testing.assert_close(xB, exact.xB, **rounded)
+    torch.testing.assert_close(C.cpu().double(), wanted.C, **rounded)
+    torch.testing.assert_close(dt, exact.dt, rtol=3e-6, atol=1e-9)
+    torch.testing.assert_close(log_decay, exact.log_decay, **close)
 
 
 @runs_kernels

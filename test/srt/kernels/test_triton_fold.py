@@ -12,7 +12,7 @@ from torch import Tensor
 from triton_rig import NANO, to_device
 
 from mamba_eagle.kernels.tree_verify import naive
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 GARBAGE = 1e15  # in rows that must not be read

@@ -81,7 +81,7 @@ def test_ended_requests_and_changing_shapes(scheme: str) -> None:
 def test_finishing_inside_a_journal_gives_the_state_there(keep: int) -> None:
     rig = triton_rig(rows=17, nodes=6)
     rig.admit(slot=1, state_slot=8)
-    while rig.folded(1) == 17 or int(rig.scheme.journal_len[1]) < keep:
+    while rig.folded(1) == 17 or int(rig.scheme.journal_len(torch.tensor([1]))[0]) < keep:
         rig.random_step([1], nodes=6)
     end = rig.folded(1) + keep
     assert_same_state(rig.finish(1, end), rig.plain[1][end])
@@ -93,5 +93,5 @@ def test_finishing_inside_a_journal_gives_the_state_there(keep: int) -> None:
 
 @runs_kernels
 def test_rows_that_cannot_hold_a_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="9 rows a request: this tree needs 12 on a GPU"):
+    with pytest.raises(ValueError, match="9 rows per request: this tree needs 12 on a GPU"):
         triton_rig(rows=9, nodes=5)

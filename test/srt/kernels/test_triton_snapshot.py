@@ -8,12 +8,12 @@ import pytest
 import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
 from tensor_checks import Draw, relative_error
-from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_step
+from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
 from verify_rig import chain_tree, random_tree
 
 from mamba_eagle.kernels.causal_conv.triton import move_history
 from mamba_eagle.kernels.tree_verify import naive
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,
     commit_snapshots,
@@ -62,7 +62,7 @@ def check(case: Case) -> None:
     tree = chain_tree(b, T) if case.chain else random_tree(b, T, T, draw.generator)
     rows = torch.stack([torch.randperm(W, generator=draw.generator)[:T] for _ in range(b)])
     slots = torch.randperm(R, generator=draw.generator)[:b]
-    step = tree_step(tree, slots, torch.randperm(S, generator=draw.generator)[:b], rows)
+    step = tree_layout(tree, slots, torch.randperm(S, generator=draw.generator)[:b], rows)
     C = draw.normal(b, T, G * N).to(case.dtype).to(DEVICE)
     dt = draw.steps(R, W, H, largest=0.3)
     xB = draw.normal(R, W, H * P + G * N).to(case.dtype)

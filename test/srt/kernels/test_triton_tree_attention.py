@@ -17,8 +17,8 @@ from mamba_eagle.kernels.tree_attention.triton import (
     Config,
     choose_config,
     paged_tree_attention,
-    path_masks,
 )
+from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.kernels.tree_verify.naive import root_path
 
 GARBAGE = 1e4  # in KV slots that must not be read
@@ -125,7 +125,7 @@ class Batch:
             self.slots,
             self.prefix,
             self.own,
-            path_masks(self.visible),
+            pack_ancestors(self.visible),
             SCALE,
             self.case.config,
         )

@@ -10,17 +10,12 @@ import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
 from tensor_checks import Draw, relative_error
 from torch import Tensor
-from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_step
+from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
 from verify_rig import random_tree
 
 from mamba_eagle.kernels.tree_verify import naive
-from mamba_eagle.kernels.tree_verify.triton import (
-    Config,
-    RowBuffers,
-    Sizes,
-    TreeStep,
-    tree_verify,
-)
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
+from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
 GARBAGE = 1e15  # in rows that must not be read
@@ -119,7 +114,7 @@ class Batch:
     A: Tensor
     D: Tensor
     state: Tensor
-    step: TreeStep
+    step: TreeLayout
     tree: Tree
 
     def verify(self) -> Tensor:
@@ -164,7 +159,7 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
         A.to(DEVICE),
         draw.normal(H).to(DEVICE),
         draw.normal(S, H, P, N).to(case.state_dtype).to(DEVICE),
-        tree_step(tree, slots, state_slots, rows, journal, case.journal_lens, fold=case.fold),
+        tree_layout(tree, slots, state_slots, rows, journal, case.journal_lens, fold=case.fold),
         tree,
     )
 
@@ -240,7 +235,7 @@ def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
     exact = torch.zeros(H, P, N, dtype=torch.float64, device=DEVICE)
     zero, journal = torch.zeros(1, dtype=torch.int64), torch.arange(M)[None]
     tree = single_node_tree(zero)
-    step = tree_step(tree, zero, zero, zero[None] + M, journal, (M,), fold=(True,))
+    step = tree_layout(tree, zero, zero, zero[None] + M, journal, (M,), fold=(True,))
     D = torch.ones(H, device=DEVICE)
     for _ in range(folds):
         xB = torch.randn(1, M + 1, H * P + G * N, device=DEVICE).to(dtype)

@@ -1,6 +1,6 @@
-"""Rows and folds, and snapshots, against plain runs: DESIGN invariants 1, 2 and 3.
+"""Rows and folds, and snapshots, against plain runs: invariants 1, 2 and 3.
 
-What must hold is the same for both schemes; nearly every test runs on both.
+docs/design/invariants.md has them. Nearly every test runs on both schemes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_finishing_anywhere_in_a_chain_gives_the_state_there(form: str) -> None:
             rig = Rig("deferred" + form, rows=14, seed=past)
             for slot, state_slot in ((0, 3), (1, 8)):
                 rig.admit(slot, state_slot)
-            while rig.folds < 2 * past or int(rig.scheme.journal_len[1]) < 6:
+            while rig.folds < 2 * past or int(rig.scheme.journal_len(torch.tensor([1]))[0]) < 6:
                 rig.random_step([0, 1], nodes=6)
             start, run = rig.folded(1), int(rig.table.processed[1])
             journal = run - start
@@ -176,7 +176,7 @@ def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
     rig.admit(slot=1, state_slot=2)
     for _ in range(3):
         rig.random_step([1], nodes=8)
-    assert scheme.startswith("snapshot") or int(rig.scheme.journal_len[1]) > 0
+    assert scheme.startswith("snapshot") or int(rig.scheme.journal_len(torch.tensor([1]))[0]) > 0
     for each in (rig, fresh):
         each.generator.manual_seed(7)
         each.admit(slot=1, state_slot=2)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.tree_verify.triton import Sizes, TreeStep, ancestor_bits
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.place import Cuda, Host
+from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout, pack_ancestors
 from mamba_eagle.tree.tree import Tree
 
 # relative error of numbers rounded to bfloat16, where the interpreter cuts
@@ -24,13 +27,19 @@ NANO = Sizes(128, 80, 8, 128)  # Nemotron-Nano-9B-v2
 Tensors = TypeVar("Tensors", bound=tuple)
 
 
+def triton_backend(dtype: torch.dtype = torch.float32) -> Backend:
+    """A GPU's; without one on a CPU, where the interpreter runs its kernels."""
+    place = Cuda(DEVICE) if GPU else Host()
+    return TritonBackend(place, dtype, flashinfer=False)
+
+
 def to_device(parts: Tensors) -> Tensors:
     """A NamedTuple with its tensors moved."""
     moved = (part.to(DEVICE) if isinstance(part, Tensor) else part for part in parts)
     return type(parts)(*moved)
 
 
-def tree_step(
+def tree_layout(
     tree: Tree,
     slots: Tensor,
     state_slots: Tensor,
@@ -39,19 +48,19 @@ def tree_step(
     journal_lens: tuple[int, ...] | None = None,
     tail: Tensor | None = None,
     fold: tuple[bool, ...] | None = None,
-) -> TreeStep:
+) -> TreeLayout:
     """On the device. What is left out: no journal, a tail that is not looked at, no fold."""
     b = len(slots)
     empty = torch.zeros(b, 0, dtype=torch.int64)
-    step = TreeStep(
+    layout = TreeLayout(
         slots=slots,
         state_slots=state_slots,
         journal=empty if journal is None else journal,
         journal_len=torch.tensor(journal_lens or [0] * b),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=torch.zeros(b, 3, dtype=torch.int64) if tail is None else tail,
         fold=None if fold is None else torch.tensor(fold),
     )
-    return to_device(step)
+    return to_device(layout)

@@ -1,4 +1,4 @@
-"""Drives a RecurrentVerify without a model: random layer inputs, random trees, random accepts.
+"""Drives a StateScheme without a model: random layer inputs, random trees, random accepts.
 
 Beside it runs the plain recurrence in float64, token by token, for every node of every tree: what
 the scheme must equal.
@@ -6,30 +6,25 @@ the scheme must equal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from tensor_checks import relative_error, torch_path
+from forms import backend_of
+from tensor_checks import relative_error
 from torch import Tensor
 
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
-from mamba_eagle.runner.pools import RequestTable, StatePool
-from mamba_eagle.runner.verify import VERIFY_SCHEMES, RecurrentVerify, SchemeSize
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
 HIDDEN = 8
 CPU = torch.device("cpu")
-
-
-def triton_scheme(name: str) -> Any:
-    from mamba_eagle.runner.triton_verify import TRITON_SCHEMES  # needs triton
-
-    return TRITON_SCHEMES[name]
 
 
 def mamba_config(
@@ -142,8 +137,8 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the plain run of each request. scheme: a name of VERIFY_SCHEMES;
-    with the suffix "-torch", without fused CPU kernels; with "-triton", the GPU's."""
+    """One scheme, its pools, and the plain run of each request. scheme: deferred or snapshot; with
+    the suffix "-torch", without fused CPU kernels; with "-triton", the GPU's."""
 
     def __init__(
         self,
@@ -166,9 +161,8 @@ class Rig:
         self.pool = StatePool(num_layers, state_slots, self.config, HIDDEN, ssm_dtype, dtype, CPU)
         name, _, form = scheme.partition("-")
         size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
-        with torch_path(form == "torch"):
-            make = triton_scheme(name) if form == "triton" else VERIFY_SCHEMES[name]
-            self.scheme: RecurrentVerify = make(self.config, size, self.table, self.pool)
+        make = backend_of(form or "cpu", dtype).state_scheme
+        self.scheme: StateScheme = make(name, self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, RequestState]] = {}  # slot -> position -> state
         self.folds = 0
@@ -220,16 +214,16 @@ class Rig:
     def verify(self, slots: list[int], tree: Tree, inputs: Inputs) -> list[Tensor]:
         """Outputs of each layer, [b, T, H, P]."""
         before = [self.folded(slot) for slot in slots]
-        self.scheme.begin(torch.tensor(slots), tree)
+        self.layout = self.scheme.begin(torch.tensor(slots), tree)
         self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))
         c, outputs = self.config, []
         for layer, xbc, dt in zip(self.layers, inputs.xbc, inputs.dt):
-            y = self.scheme.verify(layer, xbc.flatten(0, 1), dt.flatten(0, 1))
+            y = self.scheme.verify(layer, self.layout, xbc.flatten(0, 1), dt.flatten(0, 1))
             outputs.append(y.view(*xbc.shape[:2], c.num_heads, c.head_dim))
         return outputs
 
     def accept(self, slots: list[int], accepted: Truncated, hidden: Tensor) -> None:
-        self.scheme.accept(accepted, hidden)
+        self.scheme.accept(self.layout, accepted, hidden)
         self.table.processed[slots] += accepted.count
 
     def plain_nodes(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.drafting import needs_history
+from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import (
     DecodeBatch,
     DecodeResult,

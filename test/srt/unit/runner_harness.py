@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
-from mamba_eagle.drafting import needs_history
+from mamba_eagle.drafters import needs_history
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
@@ -33,6 +33,7 @@ from mamba_eagle.message import (
     StepResult,
     TokenLogprob,
 )
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.model_runner import ModelRunner
 
 GARBAGE = 1000.0
@@ -67,17 +68,19 @@ class Settings(NamedTuple):
             "max_mamba_cache_size": 24,
             **others,
         }
-        return EngineConfig(
-            model_path=str(model),
-            speculative_algorithm=self.algorithm,
-            speculative_draft_model_path=str(head or ""),
-            speculative_num_steps=self.steps,
-            speculative_eagle_topk=self.topk,
-            speculative_num_draft_tokens=self.nodes,
-            mamba_verify_mode=self.scheme,
-            mamba_rows=self.rows,
-            **values,
-        ).resolved()
+        return resolve(
+            EngineConfig(
+                model_path=str(model),
+                speculative_algorithm=self.algorithm,
+                speculative_draft_model_path=str(head or ""),
+                speculative_num_steps=self.steps,
+                speculative_eagle_topk=self.topk,
+                speculative_num_draft_tokens=self.nodes,
+                mamba_verify_mode=self.scheme,
+                mamba_rows=self.rows or None,
+                **values,
+            )
+        )
 
 
 PLAIN = Settings("NONE")
@@ -165,15 +168,15 @@ class Engine:
         self.steps = 0
         self.overwrites = True  # what is freed
         self.proposed: dict[int, Proposal] = {}
-        if self.runner.device.type == "cpu":  # a graph of the GPU's does not call propose
+        if self.runner.backend.device.type == "cpu":  # a graph of the GPU's does not call propose
             self._record_proposals()
         self._overwrite(self.free_kv)
 
     def _record_proposals(self) -> None:
         propose = self.runner.drafter.propose
 
-        def recording(slots: Tensor, shape: TreeShape, noise: Any) -> Any:
-            tree = propose(slots, shape, noise)
+        def recording(slots: Tensor, part: Any, noise: Any) -> Any:
+            tree = propose(slots, part, noise)
             rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist())
             self.proposed = dict(zip(slots.tolist(), (Proposal(*row) for row in rows)))
             return tree

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensor_checks import torch_backend
 
-from mamba_eagle.kernels.top_log_probs import top_log_probs
-from mamba_eagle.runner.commit import accept_tokens, commit_tokens
-from mamba_eagle.runner.pools import RequestTable
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.tree.accept import Accepted, accept, truncate
-from mamba_eagle.tree.tree import Tree, ancestor_matrix, candidates, single_node_tree
+from mamba_eagle.tree.tree import Tree, ancestor_matrix, single_node_tree
 
 torch.set_num_threads(1)
 
@@ -150,14 +149,15 @@ def test_from_draft_to_commit_no_value_is_read_on_the_host() -> None:
     table = RequestTable(5, 40, meta)
     table.stop_tokens = torch.full((5, 2), -1, device=meta)
     slots = torch.arange(requests, device=meta)
-    grown = candidates(table.last_token[slots], topk, steps=3)
+    backend = torch_backend()
+    grown = backend.candidates(table.last_token[slots], topk, depth=3)
     for lanes in (1, topk, topk):
         logits = torch.zeros(requests * lanes, 50, device=meta)
-        grown.expand(top_log_probs(logits, topk).unflatten((requests, lanes)))
+        grown.expand(backend.top_log_probs(logits, topk).unflatten((requests, lanes)))
     tree = grown.select(nodes)
     targets = kv_slots = torch.zeros_like(tree.tokens)
-    accepted = accept_tokens(table, slots, tree, targets, max_depth=3)
-    commit_tokens(table, slots, kv_slots, accepted)
+    accepted = backend.accept_tokens(table, slots, tree, targets, max_depth=3)
+    backend.commit_tokens(table, slots, kv_slots, accepted)
     assert accepted.tokens.shape == (requests, 4)
     with pytest.raises(RuntimeError):
         int(accepted.count[0])

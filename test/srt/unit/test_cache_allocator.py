@@ -1,4 +1,4 @@
-"""Slots have one owner at a time; free + cached + held = total (invariant 6)."""
+"""Slots have one owner at a time; free + cached + held = total (docs/design/invariants.md, 6)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Texts through ModelRunner.execute: the plain model's, whatever drafts, schemes and batches.
 
-DESIGN invariants 4 and 5, on the CPU in float32, token for token.
+Invariants 4 and 5 of docs/design/invariants.md, on the CPU in float32, token for token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefixes that other requests have run: from a state slot on, nothing may differ.
 
-Text and draft trees with a hit equal those without one. DESIGN section 5: "a cache hit must not
-make the drafter blind to the prefix".
+Text and draft trees with a hit equal those without one: a cache hit must not leave the drafter
+blind to the prefix (docs/design/invariants.md).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from runner_harness import (
@@ -23,11 +24,14 @@ from runner_harness import (
 )
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.backend import CpuBackend
+from mamba_eagle.backend.place import Host
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
-from mamba_eagle.runner import graphs, memory, model_runner
-from mamba_eagle.runner.decode_step import EagerSteps
-from mamba_eagle.runner.graphs import GraphedSteps, batch_ladder
+from mamba_eagle.runner import model_runner
+from mamba_eagle.runner.steps import graphs
+from mamba_eagle.runner.steps.decode_step import EagerSteps
+from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
 
 TREE = Settings(topk=3, steps=3, nodes=9)
 SETTINGS = {
@@ -60,18 +64,27 @@ def again(self: GraphedSteps, work: Callable[[], None]) -> SimpleNamespace:
     return SimpleNamespace(replay=replay)
 
 
-def tensors(parts: Tensor | tuple) -> list[Tensor]:
+def tensors(parts: Tensor | np.ndarray | tuple | None) -> list[Tensor]:
     """All of nested tuples."""
-    if isinstance(parts, Tensor):
-        return [parts]
+    if parts is None:
+        return []
+    if not isinstance(parts, tuple):
+        return [torch.as_tensor(parts)]
     return [each for part in parts for each in tensors(part)]
+
+
+class LikeGpu(Host):
+    """A CPU whose tensors are read as seldom as a GPU's."""
+
+    on_host = False
+    padding_slots = 1
 
 
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphedSteps, "record", again)
-    for module in (memory, model_runner):
-        monkeypatch.setattr(module, "padding_slots", lambda device: 1)
+    backend = CpuBackend(LikeGpu())
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
     monkeypatch.setattr(model_runner.ModelRunner, "_capturable", lambda self: True)
     cuda = SimpleNamespace(
         graph_pool_handle=lambda: None,

@@ -26,7 +26,7 @@ from torch import Tensor
 from mamba_eagle.config import ConfigError
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 
 torch.set_num_threads(1)
 
@@ -56,7 +56,7 @@ class PlainDrafts:
         ctx = GrowingSequence(torch.arange(root))
         carry = torch.zeros(1, network.carry_size)
         entries = network.entry_features(before)[None]
-        outputs = network.chain(known[None], entries, carry, ctx)[0, -1:]
+        outputs = network.run_entries(known[None], entries, carry, ctx)[0, -1:]
         for depth, token in enumerate(tokens[root:], start=1):
             at = ctx.then(root + depth - 1)
             outputs = network.lanes(depth, torch.tensor([token]), outputs, at)

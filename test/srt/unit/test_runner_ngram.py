@@ -21,12 +21,14 @@ from runner_harness import (
 )
 from tiny_model import write_model
 
+from mamba_eagle.backend.place import Cuda, Host
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import ConfigError
 from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.drafting.ngram import MAX_UNREAD, NgramDrafter
 from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.runner.pools import RequestTable
 from mamba_eagle.tree.accept import Truncated
 
 torch.set_num_threads(1)
@@ -130,7 +132,8 @@ def test_trees_are_the_indexs_on_any_device(device: str) -> None:
     """Told of tensors there, over more steps than are read at once; a request had ended."""
     shape, texts = TreeShape(topk=2, depth=3, nodes=6), [random_prompt(20, 1), [5, 6, 5, 6]]
     alone, told = (NgramIndex(2, 2000, 10_000, 6) for _ in range(2))
-    drafter = NgramDrafter(told, RequestTable(2, 2000, torch.device(device)))
+    place = Cuda(torch.device(device)) if device == "cuda" else Host()
+    drafter = NgramDrafter(told, RequestTable(2, 2000, place.device), place)
     slots = torch.tensor([1, 0], device=device)
     features = torch.zeros(1, device=device)
     for slot, text in enumerate(texts):
@@ -146,7 +149,7 @@ def test_trees_are_the_indexs_on_any_device(device: str) -> None:
         drafter.observe_accepted(slots, Truncated(*rows), features)
         for slot, row, count in zip((1, 0), tokens, counts):
             alone.append(slot, row[:count])
-    tree = drafter.propose(slots, shape, None)
+    tree = drafter.propose(slots, StepPart(shape), None)
     expected = [np.empty(part.shape, str(part.dtype).removeprefix("torch.")) for part in tree]
     alone.draft([1, 0], shape, *expected)
     for part, wanted in zip(tree, expected):

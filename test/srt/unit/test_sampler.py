@@ -6,14 +6,18 @@ import math
 
 import pytest
 import torch
+from tensor_checks import host_backend
 
+from mamba_eagle.backend.choose import choose_backend
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels.sampling_noise import gumbel, naive
+from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
-from mamba_eagle.kernels.top_log_probs import TopTokens
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.runner.sampler import SamplingState, _keep_best, sample, token_logprobs
 from mamba_eagle.tree.accept import accept, truncate
-from mamba_eagle.tree.tree import Candidates, Tree, ancestor_matrix, single_node_tree
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree, ancestor_matrix, single_node_tree
 
 torch.set_num_threads(1)
 EOS = 0
@@ -122,7 +126,9 @@ def test_noise_on_a_gpu_equals_the_cpu(vocab_size: int) -> None:
     assert torch.equal(noise_torch.hash_bits(*on_gpu, vocab_size).cpu(), bits)
     assert torch.equal(triton.hash_bits(*on_gpu, vocab_size).cpu(), bits)
     noise = noise_torch.gumbel(seed, position, vocab_size)
-    torch.testing.assert_close(gumbel(*on_gpu, vocab_size).cpu(), noise, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        triton.gumbel(*on_gpu, vocab_size).cpu(), noise, rtol=1e-5, atol=1e-5
+    )
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +136,7 @@ def test_noise_on_a_gpu_equals_the_cpu(vocab_size: int) -> None:
 
 def state_with(*params: SamplingParams, vocab: int, prompt_len: int = 0) -> SamplingState:
     """Slot i holds params[i]."""
-    state = SamplingState(len(params), vocab, (EOS,), "cpu")
+    state = SamplingState(len(params), vocab, (EOS,), host_backend())
     for slot, one in enumerate(params):
         state.set(slot, one, prompt_len, [])
     return state
@@ -200,9 +206,7 @@ def test_of_equal_logits_the_first_rank_first(options: dict) -> None:
 
 
 @pytest.mark.parametrize("tries", [1, 7, 30], ids="first-try-{}".format)
-def test_how_many_are_ordered_first_changes_nothing(
-    tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_are_ordered_first_changes_nothing(tries: int) -> None:
     """The CPU's short cut: whatever it tries first, the same tokens are kept."""
     torch.manual_seed(0)
     logits = torch.randn(4, 200, 300) * 4
@@ -210,17 +214,17 @@ def test_how_many_are_ordered_first_changes_nothing(
     top_k = torch.tensor([300, 10, 5, 300]).view(4, 1, 1)
     top_p = torch.tensor([0.9, 0.9, 2.0, 0.02]).view(4, 1, 1)
 
-    def kept(rows: list[int], nodes: slice, width: int) -> torch.Tensor:
-        return _keep_best(logits[rows, nodes], temperature[rows], top_k[rows], top_p[rows], width)
+    def kept(rows: list[int], nodes: slice, *tries: int) -> torch.Tensor:
+        return _keep_best(logits[rows, nodes], temperature[rows], top_k[rows], top_p[rows], tries)
 
-    expected = kept([0, 1, 2, 3], slice(None), width=300)
-    monkeypatch.setattr("mamba_eagle.runner.sampler.FIRST_TRY", tries)
+    expected = kept([0, 1, 2, 3], slice(None), 300)
     for rows in ([0, 1, 2, 3], [1, 3], [0], [1], [2], [3]):
         width = int(top_k[rows].max())
-        assert torch.equal(kept(rows, slice(None), width), expected[rows])
+        first = min(tries, width)
+        assert torch.equal(kept(rows, slice(None), first, width), expected[rows])
         for node in range(200):  # one alone is often complete at the first try
             here = slice(node, node + 1)
-            assert torch.equal(kept(rows, here, width), expected[rows, here])
+            assert torch.equal(kept(rows, here, first, width), expected[rows, here])
 
 
 MIXED = [
@@ -339,7 +343,7 @@ def best(values: list[float]) -> int:
 def test_penalties_equal_their_definition_over_a_sequence(options: dict) -> None:
     params = SamplingParams(temperature=0.0, **options)
     vocab, prompt = 12, [3, 3, 5, 1]
-    state = SamplingState(2, vocab, (EOS,), "cpu")
+    state = SamplingState(2, vocab, (EOS,), host_backend())
     state.set(1, params, len(prompt), prompt[:1])
     state.observe(1, torch.tensor(prompt[1:]), start=1)
     torch.manual_seed(0)
@@ -394,7 +398,7 @@ def test_a_retracted_request_counts_its_own_output_as_output() -> None:
     sequence, prompt_len = [1, 2, 3, 3, 4], 2
     params = SamplingParams(presence_penalty=1.0)
     for cut in range(len(sequence) + 1):
-        state = SamplingState(1, 6, (EOS,), "cpu")
+        state = SamplingState(1, 6, (EOS,), host_backend())
         state.set(0, params, prompt_len, sequence[:cut])
         state.observe(0, torch.tensor(sequence[cut:], dtype=torch.int64), start=cut)
         assert state.prompt_seen[0].tolist() == [False, True, True, False, False, False]
@@ -496,8 +500,8 @@ def test_nothing_waits_for_the_device_and_tokens_equal_the_cpu() -> None:
         logits,
         *steps,
     ]
-    expected = one_step(SamplingState(batch, vocab, (EOS,), "cpu"), inputs)
-    state = SamplingState(batch, vocab, (EOS,), "cuda")
+    expected = one_step(SamplingState(batch, vocab, (EOS,), host_backend()), inputs)
+    state = SamplingState(batch, vocab, (EOS,), choose_backend(torch.device("cuda"), torch.float32))
     limited = [slot for slot in slots if MIXED[slot].top_k > 1]  # without a top-p beside them
     moved = [tensor.cuda() for tensor in inputs]
     one_step(state, moved)  # compiles, allocates

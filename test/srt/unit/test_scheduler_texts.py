@@ -1,4 +1,7 @@
-"""Whatever the scheduler does, each request gets its own text, and no slot is lost."""
+"""Whatever the scheduler does, each request gets its own text, and no slot is lost.
+
+Invariants go by their numbers in docs/design/invariants.md.
+"""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mamba_eagle.kernels.top_log_probs import TopTokens
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.candidates import Candidates, Frontier
 from mamba_eagle.tree.tree import (
-    Candidates,
-    Frontier,
     Tree,
     ancestor_matrix,
     chain_prefix,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done, silu, step_sizes
 
 
@@ -215,7 +215,7 @@ def tree_conv(
     weights: ConvWeights,
     conv_in: Tensor,
     buffers: RowBuffers,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     block: int | None = None,
     warps: int = 4,

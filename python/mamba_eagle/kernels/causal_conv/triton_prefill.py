@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
-from mamba_eagle.kernels.tree_verify.triton import Sizes
+from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.kernels.triton_math import silu, step_sizes
 
 

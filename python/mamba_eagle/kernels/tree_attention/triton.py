@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.tree_verify.triton import ancestor_bits
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
@@ -37,15 +36,6 @@ class Config(NamedTuple):
     least: int  # keys of a share at least, except the last: a multiple of ``keys``
     warps: int
     stages: int  # blocks of keys in flight
-
-
-def path_masks(ancestors: Tensor) -> Tensor:
-    """[b, T, E] bool -> [b, T, ceil(E / 64)] int64: bit j of word w says ancestors[:, :, 64 w + j].
-
-    Entry i says which of E nodes node i sees, itself among them.
-    """
-    words = ancestors.split(64, dim=2)
-    return torch.stack([ancestor_bits(part) for part in words], dim=2)
 
 
 @triton.jit
@@ -291,7 +281,7 @@ def paged_tree_attention(
         slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
-        masks: [b, T, words] int64, contiguous: which nodes each new node sees (``path_masks``).
+        masks: [b, T, words] int64, contiguous: which nodes each new one sees (``pack_ancestors``).
     Returns: [b*T, heads, D], dtype of q.
     """
     (b, T, words), E = masks.shape, own.shape[1]

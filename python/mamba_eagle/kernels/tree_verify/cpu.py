@@ -30,17 +30,6 @@ class LayerWeights(NamedTuple):
     high: np.float32
 
 
-class Nodes(NamedTuple):
-    """The nodes of b trees and what is before them, as runner/verify.py's Step."""
-
-    slots: np.ndarray  # [b]
-    rows: np.ndarray  # [b, T]
-    parents: np.ndarray  # [b, T]
-    path: np.ndarray  # [b, places + …]
-    journal_len: np.ndarray  # [b]
-    state_slots: np.ndarray  # [b]
-
-
 class Buffers(NamedTuple):
     """What the deferred scheme keeps of one layer."""
 
@@ -60,13 +49,15 @@ def _dot(a, b):
 
 
 @kernel
-def _convolve(out, conv, inputs, history, rows, parents, path, tail, node):
+def _convolve(out, conv, inputs, rows, parents, tail, node):
     """out [C] = silu(bias + Σ taps · (the node's K-1 nearest ancestors and itself)).
 
-    inputs [K-1 + W, C]; rows, parents [T]; path [places]; ``tail`` is the place in ``path`` of the
-    last token before the tree. Tree parents come first, then the path's tail.
+    inputs [K-1 + W, C]; rows, parents [T]; tail [K-1], places of the tokens before the tree. Tree
+    parents come first, then the tail from its end.
     """
     K = conv.shape[0] - 1
+    history = K - 1
+    before = history - 1  # of the tail, next to be read
     taps, bias, own = conv[K - 1], conv[K], inputs[history + rows[node]]
     for c in range(out.shape[0]):
         out[c] = bias[c] + taps[c] * own[c]
@@ -75,8 +66,8 @@ def _convolve(out, conv, inputs, history, rows, parents, path, tail, node):
             node = parents[node]
             place = history + rows[node]
         else:
-            place = path[tail]
-            tail -= 1
+            place = tail[before]
+            before -= 1
         taps, earlier = conv[k], inputs[place]
         for c in range(out.shape[0]):
             out[c] += taps[c] * earlier[c]
@@ -145,11 +136,12 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     """All nodes of b trees in one layer: convolution, torch.py's tree_verify, and D x.
 
     Args:
-        xbc: [b*T, C], before the convolution; dt_raw: [b*T, H]; nodes: Nodes; weights:
-            LayerWeights; buffers: Buffers, in which the nodes' rows are written.
+        xbc: [b*T, C], before the convolution; dt_raw: [b*T, H]; nodes: TreeLayout of arrays;
+            weights: LayerWeights; buffers: Buffers, in which the nodes' rows are written.
         Out: y [b*T, H*P].
     """
-    slots, rows, parents, path, journal_len, state_slots = nodes
+    slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
+    journal, journal_len, tail = nodes.journal, nodes.journal_len, nodes.tail
     conv_in, xB, dt, log_decay, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
@@ -164,26 +156,25 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     flat_C = C.reshape(T, G * N)
     decay = np.empty((T, H), np.float32)
     scores, scratch = np.empty(H, np.float32), np.empty(H, np.float32)
-    visible = np.empty(path.shape[1] + T, np.int64)  # rows that a node sees
+    visible = np.empty(journal.shape[1] + T, np.int64)  # rows that a node sees
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, slot_rows, above = conv_in[slot], rows[r], parents[r]
         length = journal_len[r]
-        tail = history + length - 1  # of the path: the last token before the tree
         for k in range(length):
-            visible[k] = path[r, history + k] - history
+            visible[k] = journal[r, k]
         for i in range(T):
             row = slot_rows[i]
             raw, kept = xbc[first + i], inputs[history + row]
             for c in range(raw.shape[0]):
                 kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, history, slot_rows, above, path[r], tail, i)
+            _convolve(convolved, conv, inputs, slot_rows, above, tail[r], i)
             own, own_C = xB[slot, row], flat_C[i]
             for c in range(width):
                 own[c] = convolved[c]
             for c in range(G * N):
                 own_C[c] = convolved[width + c]
-            before = slot_rows[above[i]] if i > 0 else path[r, tail] - history
+            before = slot_rows[above[i]] if i > 0 else journal[r, length - 1]
             for h in range(H):
                 step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
                 since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
@@ -271,7 +262,8 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
 
     Arguments as for deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
     """
-    slots, rows, parents, path, journal_len, state_slots = nodes
+    slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
+    tail = nodes.tail
     conv_in, node_states, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
@@ -286,12 +278,11 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, above = conv_in[slot], parents[r]
-        tail = history + journal_len[r] - 1
         for i in range(T):
             raw, kept = xbc[first + i], inputs[history + rows[r, i]]
             for c in range(channels):
                 kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, history, rows[r], above, path[r], tail, i)
+            _convolve(convolved, conv, inputs, rows[r], above, tail[r], i)
             before = node_states[slot, above[i]] if i > 0 else state[state_slots[r]]
             after, out = node_states[slot, i], y[first + i]
             for h in range(H):
@@ -321,14 +312,25 @@ class SnapshotBuffers(NamedTuple):
 
 
 @kernel
-def free_rows(slots, path, journal_len, history, rows):
-    """Out: rows [b, T], the T lowest rows outside each journal, which has W - T at most."""
+def begin(slots, state_slot, path, lengths, state_slots, journal, journal_len, rows, tail):
+    """A TreeLayout's indices: each request's journal, its lowest free rows, and what precedes it.
+
+    slots [b]; by request slot: state_slot [R], path [R, places], lengths [R], journals of at most
+    W - T rows. Out: state_slots, journal_len [b]; journal [b, M]; rows [b, T]; tail [b, K-1].
+    """
+    history = tail.shape[1]
     taken = np.empty(path.shape[1], np.bool_)
     for r in range(slots.shape[0]):
         slot = slots[r]
+        length = lengths[slot]
+        state_slots[r], journal_len[r] = state_slot[slot], length
         taken[:] = False
-        for k in range(journal_len[slot]):
-            taken[path[slot, history + k] - history] = True
+        for k in range(length):
+            row = path[slot, history + k] - history
+            journal[r, k] = row
+            taken[row] = True
+        for k in range(history):
+            tail[r, k] = path[slot, length + k]
         row = 0
         for i in range(rows.shape[1]):
             while taken[row]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import TreeStep, ancestor_bits
-from mamba_eagle.kernels.tree_verify.triton_rows import Paths, Room
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout, pack_ancestors
 
 
 def free_rows(path: Tensor, length: Tensor, history: int, rows: int, count: int) -> Tensor:
@@ -25,25 +24,25 @@ def free_rows(path: Tensor, length: Tensor, history: int, rows: int, count: int)
 
 def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
-) -> TreeStep:
+) -> TreeLayout:
     """As triton_rows.begin_rows."""
     h, path, length = room.history, paths.path[slots], paths.journal_len[slots]
     offsets = torch.arange(h, device=slots.device)
-    return TreeStep(
+    return TreeLayout(
         slots=slots,
         state_slots=paths.state_slot[slots],
         journal=path[:, h : h + room.max_journal] - h,
         journal_len=length,
         rows=free_rows(path, length, h, room.rows, parents.shape[1]),
         parents=parents,
-        ancestors=ancestor_bits(ancestors),
+        ancestors=pack_ancestors(ancestors)[..., 0],
         tail=path.gather(1, length[:, None] + offsets),
         fold=length + room.accepts > room.max_journal,
     )
 
 
 def accept_rows(
-    step: TreeStep,
+    step: TreeLayout,
     nodes: Tensor,
     count: Tensor,
     paths: Paths,

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
     dual_weights,
     end_shares,
@@ -32,42 +33,6 @@ from mamba_eagle.kernels.triton_math import (
     previous_done,
     split_dot,
 )
-
-
-class Sizes(NamedTuple):
-    """Of one Mamba2 layer: H heads of P channels, G groups, N state size."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_size: int
-
-
-class RowBuffers(NamedTuple):
-    """The row buffers of all request slots in one layer; R slots, W rows."""
-
-    xB: Tensor  # [R, W, H*P + G*N] after convolution and SiLU
-    dt: Tensor  # [R, W, H] float32, after softplus and clamp
-    log_decay: Tensor  # [R, W, H] float32: L, the sum of dt·A from the state slot to the row
-
-
-class TreeStep(NamedTuple):
-    """What all layers read of a verify step: b requests, T <= 64 nodes, at most M journal rows.
-
-    A node's parent comes before it and node 0 is the root. ``fold`` asks for the state after the
-    journal to be written to S0 in this step. Nodes of such a request keep an L that starts at the
-    new state slot: afterwards its journal must be emptied, and then the accepted nodes appended.
-    """
-
-    slots: Tensor  # [b] int64: the request's slot in the row buffers
-    state_slots: Tensor  # [b] int64: its state slot's slot in the state pool
-    journal: Tensor  # [b, M] int64 row ids, oldest first; what is past journal_len is not looked at
-    journal_len: Tensor  # [b] int64
-    rows: Tensor  # [b, T] int64: a free row for each node
-    parents: Tensor  # [b, T] int64
-    ancestors: Tensor  # [b, T] int64: bit j says that node j is node i or above it
-    tail: Tensor  # [b, K-1] int64: places in conv_in of the last K-1 tokens, oldest first
-    fold: Tensor | None = None  # [b] bool
 
 
 class Config(NamedTuple):
@@ -80,12 +45,6 @@ class Config(NamedTuple):
     bulk: bool = False  # load states with the bulk copy engine (TMA)
     vector: bool = False  # for one node and no fold: no tensor cores
     early: bool = False  # read the state before the previous kernel has ended
-
-
-def ancestor_bits(ancestors: Tensor) -> Tensor:
-    """[b, T, T] bool -> [b, T] int64, bit j of entry i: ancestors[:, i, j]."""
-    bits = torch.ones_like(ancestors[0, 0], dtype=torch.int64).cumsum(0) - 1
-    return (ancestors.to(torch.int64) << bits).sum(2)
 
 
 @triton.jit
@@ -391,7 +350,7 @@ def tree_verify(
     C: Tensor,
     D: Tensor,
     state: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: Config | None = None,
 ) -> Tensor:
@@ -431,7 +390,7 @@ def _launch_one_node(
     D: Tensor,
     state: Tensor,
     y: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: Config,
 ) -> None:
@@ -472,7 +431,7 @@ def _launch(
     D: Tensor,
     state: Tensor,
     y: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: Config,
     folding: bool,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, channel_tiles
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.triton import channel_tiles
 from mamba_eagle.kernels.triton_math import end_shares, split_dot
 
 

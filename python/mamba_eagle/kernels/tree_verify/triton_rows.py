@@ -1,37 +1,17 @@
 """Which rows a step's nodes take, and which of them stay: the index work of rows and folds.
 
-Each request has a program of its own; accepting adds one for each block of its features. A
-request's ``path`` lists places in sequence order: K-1 of history, then the journal's. Row r is at
-place K-1 + r (see naive_rows.py and runner/verify.py).
+Each request has one program; accepting has one more for each block of its features. layout.py says
+what ``path`` is, and naive_rows.py what is chosen.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import TreeStep
-
-
-class Paths(NamedTuple):
-    """Tables by request slot: R slots, W rows each."""
-
-    state_slot: Tensor  # [R] int64
-    path: Tensor  # [R, K-1 + W + accepts] int64
-    journal_len: Tensor  # [R] int64
-
-
-class Room(NamedTuple):
-    """What a request has room for."""
-
-    history: int  # K-1
-    rows: int  # W
-    max_journal: int  # M
-    accepts: int  # most tokens accepted in a step
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 
 
 # not specialized: other numbers of nodes or rows should not need new machine code
@@ -102,7 +82,7 @@ def _begin_kernel(
 
 def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
-) -> TreeStep:
+) -> TreeLayout:
     """Choose a free row for each node, and look up what all layers need to know of the step.
 
     A request whose journal might outgrow ``max_journal`` in this step folds.
@@ -114,7 +94,7 @@ def begin_rows(
     def integers(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int64, device=slots.device)
 
-    step = TreeStep(
+    step = TreeLayout(
         slots=slots,
         state_slots=integers(b),
         journal=integers(b, room.max_journal),
@@ -218,7 +198,7 @@ def _accept_kernel(
 
 
 def accept_rows(
-    step: TreeStep,
+    step: TreeLayout,
     nodes: Tensor,
     count: Tensor,
     paths: Paths,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
 
 class SnapshotConfig(NamedTuple):
@@ -96,7 +96,7 @@ def snapshot_verify(
     D: Tensor,
     state: Tensor,
     node_states: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: SnapshotConfig | None = None,
 ) -> Tensor:
