@@ -1,4 +1,4 @@
-"""Taking and adding a drafter's pending entries (drafting/pending.py) on a GPU, one program per
+"""Taking and adding a drafter's pending entries (backend/pending.py) on a GPU, one program per
 request."""
 
 from __future__ import annotations

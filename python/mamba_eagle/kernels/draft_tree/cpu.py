@@ -1,4 +1,4 @@
-"""Growing and pruning a draft tree on a CPU: tree/tree.py's Candidates as two loops.
+"""Growing and pruning a draft tree on a CPU: tree/candidates.py as two loops.
 
 Of equal scores the lower candidate number ranks first, as there.
 """

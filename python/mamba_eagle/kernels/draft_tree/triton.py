@@ -1,4 +1,4 @@
-"""Growing and pruning a draft tree on a GPU: tree/tree.py's Candidates, one launch per depth and
+"""Growing and pruning a draft tree on a GPU: tree/candidates.py, one launch per depth and
 one to prune.
 
 One program per request. Scores are ranked by distinct keys (top_log_probs/triton.py), which put the
