@@ -9,7 +9,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.core import TreeShape
 from mamba_eagle.drafters import DRAFTERS
 
 
@@ -202,12 +202,6 @@ class EngineConfig:
             depth=self.speculative_num_steps,
             nodes=self.speculative_num_draft_tokens,
         )
-
-    @property
-    def step_shapes(self) -> list[TreeShape]:
-        """The shapes that decode steps may have."""
-        adaptive = self.speculative_adaptive and self.tree_shape != PLAIN
-        return candidates(self.tree_shape) if adaptive else [self.tree_shape]
 
 
 @dataclass(frozen=True)

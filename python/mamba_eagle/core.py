@@ -174,13 +174,3 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 PLAIN = TreeShape()  # the root alone
-
-
-def candidates(configured: TreeShape) -> list[TreeShape]:
-    """Plain decoding, chains, and trees up to the configured one; smaller ones first."""
-    topk, steps, nodes = configured.topk, configured.depth, configured.nodes
-    half = (steps + 1) // 2
-    shapes = [PLAIN, *(TreeShape(1, depth, depth + 1) for depth in (1, half, steps))]
-    shapes += [TreeShape(topk, half, 1 + round((nodes - 1) * half / steps)), configured]
-    possible = [shape for shape in shapes if shape.nodes <= nodes and not shape.problems()]
-    return [PLAIN, *dict.fromkeys(possible)]

@@ -186,7 +186,7 @@ class ModelRunner:
             return EagerSteps(self.step)
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
         steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
-        steps.warm_up(step_shapes(self.config.tree_shape, self.config.speculative_adaptive))
+        steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
 
     def _capturable(self) -> bool:

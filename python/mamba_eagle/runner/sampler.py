@@ -24,6 +24,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.tree.tree import Tree
 
+NO_TOKEN = -1  # in place of a token where none can be sampled
 MASS = 2.0**40  # the mass of a row's best token, in the integer sums of top-p
 LOW_BITS = 2**32 - 1
 FIRST_TRY = 256  # tokens that are put in order for a top-p, on the CPU, before all of them are
@@ -234,11 +235,12 @@ def sample(
 
     logits: [b, T, V]. positions: [b, T] int64, the absolute position of the token that is sampled,
     the node's own + 1. tree: None if T is 1 and the node is the last token counted.
-    Returns [b, T] int64.
+    Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled, because logits are not
+    finite or all tokens are banned.
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
-        return logits.argmax(dim=-1)
+        return _best(logits)
 
     used = state.backend.place.to_device(slots)
     numbers = state.numbers[used].unsqueeze(2)  # [b, 6, 1]
@@ -258,7 +260,7 @@ def sample(
         early = positions.unsqueeze(2) < ban_until
         logits = logits.masked_fill(early & state.stops[used].unsqueeze(1), -torch.inf)
     if not any(need.noise for need in needs):
-        return logits.argmax(dim=-1)
+        return _best(logits)
 
     kept = logits
     ordered = [i for i, need in enumerate(needs) if need.order]
@@ -279,7 +281,15 @@ def sample(
         kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
     seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
     noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
-    return torch.addcmul(kept, noise.view_as(kept), temperature).argmax(dim=-1)
+    return _best(torch.addcmul(kept, noise.view_as(kept), temperature))
+
+
+def _best(scores: Tensor) -> Tensor:
+    """[..., V] -> [...] int64: the first token with the highest score; NO_TOKEN where that score is
+    not finite."""
+    best, tokens = scores.max(dim=-1)
+    # 0 times a NaN or an infinity is NaN, which differs from 0; isfinite would be five kernels
+    return tokens.masked_fill_(best.mul_(0) != 0, NO_TOKEN)
 
 
 def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:

@@ -24,11 +24,11 @@ class Accepted(NamedTuple):
 
 
 class Truncated(NamedTuple):
-    """An Accepted, cut where its request ends."""
+    """An Accepted, cut where its request ends, or where no token could be sampled."""
 
     nodes: Tensor  # [b, D] int64
-    tokens: Tensor  # [b, D] int64
-    count: Tensor  # type: ignore[assignment]  # [b] int64; 0 … D, 0: had ended before
+    tokens: Tensor  # [b, D] int64; in the vocabulary even after ``count``
+    count: Tensor  # type: ignore[assignment]  # [b] int64; 0 … D; 0: had ended before, or no token
     finished: Tensor  # [b] bool; a stop token was kept, or no token is left to make
 
 
@@ -58,7 +58,8 @@ def accept(tree: Tree, target_tokens: Tensor, max_depth: int) -> Accepted:
 
 
 def truncate(accepted: Accepted, stop_tokens: Tensor, remaining: Tensor) -> Truncated:
-    """Cut behind the first stop token (which is kept), and at the tokens left to make.
+    """Cut after the first stop token (which is kept), at the tokens left to make, and before the
+    first negative one: there no token could be sampled.
 
     stop_tokens: [b, S] int64, padded with -1. remaining: [b] int64, 0 for a request that is over.
     """
@@ -67,6 +68,9 @@ def truncate(accepted: Accepted, stop_tokens: Tensor, remaining: Tensor) -> Trun
     stops = (tokens.unsqueeze(2) == stop_tokens.unsqueeze(1)).any(dim=2)  # [b, D]
     stops_before = stops.cumsum(dim=1) - stops.long()
     until_stop = (stops_before == 0).sum(dim=1)
+    sampled = (tokens >= 0).long().cumprod(dim=1).sum(dim=1)
     count = torch.minimum(torch.minimum(count, until_stop), remaining.clamp(min=0))
+    count = torch.minimum(count, sampled)
     stopped = (stops & (index < count.unsqueeze(1))).any(dim=1)
-    return Truncated(accepted.nodes, tokens, count, finished=stopped | (count >= remaining))
+    finished = stopped | (count >= remaining)
+    return Truncated(accepted.nodes, tokens.clamp(min=0), count, finished)

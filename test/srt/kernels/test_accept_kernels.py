@@ -77,6 +77,7 @@ def cases(nodes: int) -> Iterator[tuple[RequestTable, Step]]:
         target = torch.randint(0, VOCAB, tree.tokens.shape, generator=generator)
         follow = torch.rand(target.shape, generator=generator) < 0.7
         target.scatter_(1, tree.parents, torch.where(follow, tree.tokens, VOCAB - 1))
+        target[torch.rand(target.shape, generator=generator) < 0.1] = -1  # no token there
         own = torch.randperm(target.numel(), generator=generator).view_as(target) + 50
         yield table, Step(slots, tree, target, own)
 
@@ -122,7 +123,8 @@ def assert_step(before: RequestTable, after: RequestTable, step: Step, found: Tr
 @every_form
 @pytest.mark.parametrize("nodes", [1, 2, 8, 40], ids="nodes{}".format)
 def test_a_step_is_accepted_and_committed(form: str, nodes: int) -> None:
-    """With requests that have ended, requests that pad the batch and siblings that share tokens."""
+    """With requests that have ended, requests that pad the batch, siblings that share tokens, and
+    nodes at which no token could be sampled."""
     endings = set()
     for table, step in cases(nodes):
         device = device_of(form)
@@ -130,9 +132,10 @@ def test_a_step_is_accepted_and_committed(form: str, nodes: int) -> None:
         found = run(form, after, step.to(device), int(step.tree.depths.max()))
         assert [part.dtype for part in found] == [torch.int64] * 3 + [torch.bool]
         found = Truncated(*(part.cpu() for part in found))
+        assert found.tokens.min() >= 0, "even after the last one that counts"
         assert_step(table, copied(after, torch.device("cpu")), step, found)
         endings |= set(zip(found.count.tolist(), found.finished.tolist()))
-    assert {(0, True), (1, False), (1, True)} <= endings, "the cases are all alike"
+    assert {(0, True), (0, False), (1, False), (1, True)} <= endings, "the cases are all alike"
     assert nodes < 8 or max(endings) > (3, False), "the cases are all short"
 
 
@@ -145,6 +148,7 @@ def test_a_walk_worked_out_by_hand() -> None:
     assert naive.accept(tokens, parents, target, [9], 9) == ([0, 2], [7, 9], True)
     assert naive.accept(tokens, parents, target, [], 1) == ([0], [7], True)
     assert naive.accept(tokens, parents, target, [], 0) == ([], [], True)
+    assert naive.accept(tokens, parents, [7, 4, -1, 1], [], 9) == ([0], [7], False)
 
 
 @pytest.mark.gpu

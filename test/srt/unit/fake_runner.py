@@ -4,13 +4,17 @@ It is the oracle for the scheduler and the cache. A KV slot remembers which toke
 was written to it, a state slot which tokens its state stands for; before anything is read,
 it is compared with what the request needs. Its "model" is a hash of the token prefix, so a text
 depends on the prompt and the seed alone; any use of a wrong slot shows as an AssertionError.
+
+It can also return results that cannot be, for the requests of some seeds (``Fault``).
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from zlib import crc32
 
 from mamba_eagle.core import SamplingParams
@@ -70,11 +74,58 @@ class Slot:
     decoding: bool = False
     ended: bool = False
     traced: bool = False
+    logprobs: bool = False  # of output tokens
     tracked: bool = True  # by the drafter
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.output_start
+
+
+Spoil = Callable[[DecodeResult, Slot], None]
+
+
+class Fault(NamedTuple):
+    """What is wrong with the results of one request, from some moment on."""
+
+    after: int  # output tokens that it has by then
+    spoil: Spoil
+
+
+def no_token(result: DecodeResult, slot: Slot) -> None:
+    """What the runner returns when the logits are not finite, or all tokens are banned."""
+    result.tokens, result.nodes, result.logprobs = [], [], []
+
+
+def outside_the_vocabulary(result: DecodeResult, slot: Slot) -> None:
+    result.tokens[-1] = VOCAB
+
+
+def more_tokens_than_nodes(result: DecodeResult, slot: Slot) -> None:
+    result.tokens = result.tokens + [1] * 100
+
+
+def more_nodes_than_the_tree_has(result: DecodeResult, slot: Slot) -> None:
+    result.tokens = result.tokens + [1] * 100
+    result.nodes = [*range(len(result.tokens))]
+
+
+def the_root_twice(result: DecodeResult, slot: Slot) -> None:
+    result.nodes, result.tokens = [0, 0], [result.tokens[0], 1]
+
+
+def no_logprobs(result: DecodeResult, slot: Slot) -> None:
+    result.logprobs = []
+
+
+def stops_too_early(result: DecodeResult, slot: Slot) -> None:
+    result.tokens[-1] = EOS
+    slot.ended = True
+
+
+def goes_on_after_a_stop(result: DecodeResult, slot: Slot) -> None:
+    result.nodes, result.tokens = [0, 1], [EOS, 1]
+    result.logprobs = result.logprobs[:1] * 2
 
 
 class FakeRunner:
@@ -100,6 +151,7 @@ class FakeRunner:
         self.drafts_accepted = True  # some of them
         self.tracked = 0  # requests
         self.decode_steps: Counter[str] = Counter()  # by the name of their shape
+        self.faults: dict[int, Fault] = {}  # by the seed of the request
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
@@ -184,8 +236,11 @@ class FakeRunner:
         if item.is_last:
             slot.decoding = True
             if slot.sampling.max_new_tokens > 0:
-                self._emit(slot)
-                result.token = slot.tokens[-1]
+                first = DecodeResult(nodes=[0])
+                self._emit(slot, first)
+                self._spoil(slot, first, before=0)
+                result.token = first.tokens[0] if first.tokens else -1
+                result.logprob = first.logprobs[0] if first.logprobs else None
             else:
                 slot.ended = True
                 result.token = 3
@@ -208,6 +263,7 @@ class FakeRunner:
             table=list(item.prefix_kv_slots),
             folded=item.start,
             traced=item.return_spec_trace,
+            logprobs=item.return_logprob,
             tracked=item.track,
         )
         if item.sampling.needs_history or self.needs_history:
@@ -218,11 +274,20 @@ class FakeRunner:
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────
 
-    def _emit(self, slot: Slot) -> None:
+    def _emit(self, slot: Slot, result: DecodeResult) -> None:
         token = next_token(tuple(slot.tokens), slot.sampling, slot.num_output)
+        if slot.logprobs:
+            result.logprobs.append(TokenLogprob(token, -float(len(slot.tokens))))
         slot.tokens.append(token)
+        result.tokens.append(token)
         is_stop = token in slot.sampling.stop_tokens((EOS,))
         slot.ended = is_stop or slot.num_output >= slot.sampling.max_new_tokens
+
+    def _spoil(self, slot: Slot, result: DecodeResult, before: int) -> None:
+        """before: output tokens of the request ahead of the step."""
+        fault = self.faults.get(slot.sampling.seed)
+        if fault is not None and before >= fault.after:
+            fault.spoil(result, slot)
 
     def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
         assert len(batch.slots) == len(set(batch.slots)) == len(batch.kv_slots)
@@ -243,21 +308,22 @@ class FakeRunner:
         drafts = luck.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
         drafts *= self.drafts_accepted
         path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
-        root, tokens, nodes = slot.tokens[-1], [], []
+        root, before = slot.tokens[-1], slot.num_output
+        result = DecodeResult()
         for node in path:
             self.kv[kv_slots[node]] = (slot.tokens[-1], len(slot.table))
             slot.table.append(kv_slots[node])
-            nodes.append(node)
-            self._emit(slot)
-            tokens.append(slot.tokens[-1])
+            result.nodes.append(node)
+            self._emit(slot, result)
             if slot.ended:
                 break
         if len(slot.table) - slot.folded > self.rows:
             slot.folded = len(slot.table)
             self.state_slots[slot.state_slot] = tuple(slot.tokens[: slot.folded])
-        result = DecodeResult(tokens=tokens, nodes=nodes, folded=slot.folded)
+        result.folded = slot.folded
         if slot.traced:
             result.trace = self._trace(root, batch.shape.nodes, result)
+        self._spoil(slot, result, before)
         return result
 
     def _trace(self, root: int, num_nodes: int, walk: DecodeResult) -> StepTrace:
@@ -282,6 +348,7 @@ class Server:
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.traces: dict[str, list[StepTrace]] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
@@ -290,6 +357,7 @@ class Server:
             assert before is None or before.finish is None, "an output after the end"
             self.texts.setdefault(output.rid, []).extend(output.token_ids)
             self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+            self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
             if output.trace is not None:
                 self.traces.setdefault(output.rid, []).append(output.trace)
             self.last[output.rid] = output
@@ -318,9 +386,9 @@ class Server:
             self.step()
         assert self.scheduler.idle, "requests are stuck: " + repr(self.scheduler.state())
         self.scheduler.check_integrity()
-        pools, cache = self.scheduler.pools, self.scheduler.pools.cache
-        assert pools.kv.num_free + cache.num_kv == pools.kv.total
+        slots, cache = self.scheduler.slots, self.scheduler.slots.cache
+        assert slots.kv.num_free + cache.num_kv == slots.kv.total
         assert cache.evictable_kv == cache.num_kv
-        assert pools.state_slots.num_free + cache.num_states == pools.state_slots.total
-        assert pools.requests.num_free == pools.requests.total
+        assert slots.states.num_free + cache.num_states == slots.states.total
+        assert slots.requests.num_free == slots.requests.total
         assert not self.runner.slots

@@ -123,7 +123,10 @@ class Simulation:
         return request
 
     def _choose(self) -> None:
-        choice = self.policy.choose(self.requests, [each[0] for each in self.in_flight])
+        in_flight = [each[0] for each in self.in_flight]
+        choice, untracked = self.policy.choose(self.requests, in_flight)
+        for place in untracked:
+            self.policy.untrack(self.requests[place])
         self.in_flight.append((choice, list(self.requests)))
 
     def _step(self, run: Run) -> None:

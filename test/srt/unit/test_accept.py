@@ -124,18 +124,25 @@ def accepted_rows(rows: list[list[int]], width: int = 4) -> Accepted:
         pytest.param([5, 6, 7], 0, 0, True, id="was-over"),
         pytest.param([2, 6, 7], 0, 0, True, id="was-over-and-stops"),
         pytest.param([5, 6, 7], -3, 0, True, id="overdrawn"),
+        pytest.param([-1, 6, 7], 9, 0, False, id="no-token"),
+        pytest.param([5, -1, 7], 9, 1, False, id="no-token-in-between"),
+        pytest.param([5, 6, -1], 9, 2, False, id="no-token-as-the-bonus"),
+        pytest.param([2, -1, 7], 9, 1, True, id="stops-before-no-token"),
+        pytest.param([5, -1, 2], 9, 1, False, id="no-token-before-the-stop"),
+        pytest.param([5, -1, 7], 1, 1, True, id="used-up-before-no-token"),
     ],
 )
 def test_truncate(tokens: list[int], remaining: int, count: int, finished: bool) -> None:
     # beside a request that goes on, and whose stop tokens are other ones
     cut = truncate(
         accepted_rows([tokens, [2, 3, 4]]),
-        torch.tensor([[2, 3], [9, -1]]),
+        torch.tensor([[2, 3, -1], [9, -1, -1]]),
         torch.tensor([remaining, 100]),
     )
     assert cut.count.tolist() == [count, 3]
     assert cut.finished.tolist() == [finished, False]
     assert cut.tokens[0, :count].tolist() == tokens[:count]
+    assert cut.tokens.min() >= 0, "tables of later steps are looked up with them"
 
 
 def test_truncate_without_stop_tokens() -> None:

@@ -107,4 +107,4 @@ def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: 
         details={"device": device, "checkpoint_bytes": slots * 10**6, "verify_bytes": slots * 500},
     )
     state = StateMemory.of(ready)
-    assert (state.state_slot, state.beside) == (1e6, 500) and state.megabytes == 1.0005
+    assert (state.checkpoint, state.beside) == (1e6, 500) and state.megabytes == 1.0005

@@ -14,7 +14,7 @@ from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.runner.sampler import SamplingState, _keep_best, sample, token_logprobs
+from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, _keep_best, sample, token_logprobs
 from mamba_eagle.tree.accept import accept, truncate
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree, ancestor_matrix, single_node_tree
@@ -465,6 +465,38 @@ def test_stop_tokens_wait_for_min_new_tokens(
                 assert token not in banned
             else:
                 assert token == favourite
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_where_no_token_can_be_sampled_there_is_none(options: dict) -> None:
+    """Logits that are not finite, all tokens banned, noise that overflows; other nodes and the
+    requests beside it have their tokens."""
+    vocab, banned = 6, {"min_new_tokens": 3, "stop_token_ids": [*range(6)]}
+    state = SamplingState(3, vocab, (EOS,), host_backend())
+    state.set(0, SamplingParams(seed=1, **options), 10, [])
+    state.set(1, SamplingParams(seed=2, **banned, **options), 10, [])
+    state.set(2, SamplingParams(seed=3, **{**options, "temperature": 1e39}), 10, [])
+    logits = torch.randn(3, 6, vocab, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(10, 16).expand(3, 6)
+    clean = sample(state, [0, 1, 2], logits, positions, None)
+    assert (clean[0] >= 0).all()
+    assert clean[1, :3].tolist() == [NO_TOKEN] * 3 and (clean[1, 3:] >= 0).all()
+    assert clean[2].tolist() == [NO_TOKEN] * 6
+    logits[0, 1, 4], logits[0, 2], logits[0, 3, 0] = math.nan, -math.inf, math.inf
+    found = sample(state, [0, 1, 2], logits, positions, None)
+    assert found[0, 1:4].tolist() == [NO_TOKEN] * 3
+    found[0, 1:4] = clean[0, 1:4]
+    assert torch.equal(found, clean)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────

@@ -90,7 +90,7 @@ def test_a_chain_tells_of_shorter_and_longer_ones():
     assert seen.of(TreeShape(1, 2, 3)).mean == pytest.approx(0.75 + 0.5, rel=0.05)
     longer = seen.of(TreeShape(1, 5, 6))
     assert 1.75 < longer.mean < 2.75
-    assert longer.rows == 0 < seen.of(CHAIN).rows  # guessed
+    assert longer.samples == 0 < seen.of(CHAIN).samples  # guessed
     assert longer.error > seen.of(CHAIN).error
 
 

@@ -12,17 +12,18 @@ import pytest
 from simulated_steps import CPU, GPU, Machine, Noise, Run, Simulation
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.scheduler.estimates import RequestDrafts
 from mamba_eagle.scheduler.speculation import (
     EXPLORATION_SHARE,
-    SAVINGS,
+    MAX_CREDIT,
     AdaptiveShape,
     Choice,
     FixedShape,
     Outcome,
     shape_policy,
 )
+from mamba_eagle.tree.shapes import candidate_shapes
 
 TREE = TreeShape(topk=2, depth=5, nodes=8)
 MACHINES = {"gpu": GPU, "cpu": CPU}
@@ -72,7 +73,7 @@ def test_a_good_drafter_runs_within_3_percent_of_the_best_fixed_shape(machine, b
     shares = []
     for seed in range(3):
         given = (MACHINES[machine], batch, rate(accepted), {1: 1800, 8: 900, 32: 600}[batch])
-        best = max(fixed(shape, *given, seed=seed) for shape in candidates(TREE))
+        best = max(fixed(shape, *given, seed=seed) for shape in candidate_shapes(TREE))
         shares.append(adaptive(*given, seed=seed).rate / best)
     assert mean(shares) >= 0.97
 
@@ -132,10 +133,10 @@ def test_where_nobody_is_followed_nothing_is_drafted():
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.9)).run(600)
     lost = [RequestDrafts(tracked=False) for _ in range(4)]
-    assert policy.choose(lost, []).shape == PLAIN
+    assert policy.choose(lost, []).choice.shape == PLAIN
     tracked = RequestDrafts()
     policy.admit(tracked)
-    assert policy.choose([tracked], []).shape != PLAIN
+    assert policy.choose([tracked], []).choice.shape != PLAIN
 
 
 # ── what changes ─────────────────────────────────────────────────────────────────────────────
@@ -153,7 +154,7 @@ def test_it_follows_when_drafts_become_good_or_bad(batch):
     assert simulation.run(1500).rate >= 1.4 * good
     now[0] = 0.0
     turned = simulation.run(1500)
-    won_before = SAVINGS * GPU.plain(batch)  # seconds that trials may spend
+    won_before = MAX_CREDIT * GPU.plain(batch)  # seconds that trials may spend
     assert turned.tokens / (turned.seconds - won_before) >= 0.97 * plain
     assert simulation.run(1500).rate >= 0.97 * plain
 
@@ -173,10 +174,10 @@ def test_one_request_that_drafts_badly_is_told_from_the_others():
     """Alone it is decoded plainly, among good ones it is not in their way."""
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.85)).run(600)
-    bad = Simulation(policy, CPU._replace(plain=GPU.plain), 1, rate(0.0)).run(120)
-    assert bad.depth["plain"] > 0.8 * 120
-    half = Simulation(policy, GPU, 8, lambda request, position: 0.85 * (request % 8 > 0)).run(600)
-    assert half.depth["plain"] < 0.1 * sum(half.depth.values())
+    alone = Simulation(policy, CPU._replace(plain=GPU.plain), 1, rate(0.0)).run(120)
+    assert alone.steps["plain"] > 0.8 * 120
+    mixed = Simulation(policy, GPU, 8, lambda request, position: 0.85 * (request % 8 > 0)).run(600)
+    assert mixed.steps["plain"] < 0.1 * sum(mixed.steps.values())
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.8])
@@ -184,7 +185,7 @@ def test_one_request_that_drafts_badly_is_told_from_the_others():
 def test_other_users_of_the_machine_do_not_mislead_it(accepted, seed):
     """Spells in which every step is up to three times slower, and stalls."""
     given = (GPU, 8, rate(accepted), 1500)
-    best = max(fixed(shape, *given, seed=seed) for shape in candidates(TREE))
+    best = max(fixed(shape, *given, seed=seed) for shape in candidate_shapes(TREE))
     assert adaptive(*given, seed=seed, noise=Noise(seed)).rate >= 0.93 * best
 
 
@@ -210,7 +211,7 @@ def test_a_bad_first_moment_is_not_believed_for_ever():
     seen: Counter[float] = Counter()
     simulation = Simulation(AdaptiveShape(TREE), GPU, 1, rate(0.9), noise=BadStart(0))
     simulation.run(6000)
-    best = max(fixed(shape, GPU, 1, rate(0.9), 1500) for shape in candidates(TREE))
+    best = max(fixed(shape, GPU, 1, rate(0.9), 1500) for shape in candidate_shapes(TREE))
     assert simulation.run(1500).rate >= 0.95 * best
 
 
@@ -224,24 +225,25 @@ def test_the_same_steps_give_the_same_choices():
 
 def test_candidates_are_trees_that_can_be_formed_and_no_larger_than_the_configured_one():
     for topk in (1, 2, 4, 10):
-        for steps in (1, 2, 3, 5, 8):
+        for depth in (1, 2, 3, 5, 8):
             for nodes in (2, 3, 6, 8, 16, 40, 64):
-                shape = TreeShape(topk, steps, nodes)
+                shape = TreeShape(topk, depth, nodes)
                 if shape.problems():
                     continue
-                found = candidates(shape)
+                found = candidate_shapes(shape)
                 assert found[0] == PLAIN and shape in found
                 assert len(found) == len(set(found)) <= 6
                 for each in found[1:]:
                     assert not each.problems()
-                    assert each.topk <= topk and each.steps <= steps and each.nodes <= nodes
+                    assert each.topk <= topk and each.depth <= depth and each.nodes <= nodes
 
 
 def test_without_step_times_it_decodes_plainly():
     policy = AdaptiveShape(TREE)
     request = RequestDrafts()
     for _ in range(50):
-        choice = policy.choose([request], [])
+        choice, untracked = policy.choose([request], [])
+        assert not untracked
         assert choice.shape == PLAIN
         policy.observe(choice, [Outcome(request, 1)], 0.0)
 
@@ -252,7 +254,7 @@ def test_catching_up_after_plain_steps_is_not_taken_for_the_shape():
     run = simulation.run(1500)
     assert sum(choice.catches_up for choice in run.choices) >= 3
     times = simulation.policy.times
-    for shape in candidates(TREE):
+    for shape in candidate_shapes(TREE):
         assert not times.has_samples(shape) or times.of(shape, 8) == slow.seconds(
             shape, 8, missed=0
         )
@@ -265,9 +267,9 @@ def test_fixed_and_adaptive_are_chosen_by_the_flags():
         isinstance(policy, AdaptiveShape) and policy.shapes[-1] == EngineConfig(**tree).tree_shape
     )
     policy = shape_policy(EngineConfig(**tree, speculative_adaptive=False))
-    assert policy.choose([RequestDrafts()], []) == Choice(EngineConfig(**tree).tree_shape)
+    assert policy.choose([RequestDrafts()], []).choice == Choice(EngineConfig(**tree).tree_shape)
     policy = shape_policy(EngineConfig(speculative_algorithm="NONE"))
-    assert not policy.adaptive and policy.choose([RequestDrafts()], []) == Choice(PLAIN)
+    assert not policy.adaptive and policy.choose([RequestDrafts()], []).choice == Choice(PLAIN)
 
 
 def test_state_tells_what_was_chosen():

@@ -12,6 +12,18 @@ HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.m
 MIN_ROWS = 3  # fewer are multiplied as fast by BLAS
 
 
+def padded_rows(rows: int) -> int:
+    """The next larger number of rows for which oneDNN may compile a kernel.
+
+    oneDNN and the layer below torch keep what they compile for each shape, 1,024 shapes each, and
+    prompts have any number of tokens: the process would grow by a gigabyte in minutes.
+    """
+    for limit, multiple in ((64, 8), (128, 16), (256, 32)):
+        if rows <= limit:
+            return -(-rows // multiple) * multiple
+    return -(-rows // 64) * 64
+
+
 class OneDnnLinear:
     """A product with a second copy of the weight in oneDNN's blocked layout: a dozen rows take half
     the time of the BLAS product."""
@@ -23,7 +35,12 @@ class OneDnnLinear:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed is None or x.shape[0] < MIN_ROWS:
             return F.linear(x, self.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        rows = x.shape[0]
+        missing = padded_rows(rows) - rows
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return y[:rows] if missing else y
 
 
 class HostOps(LayerOps):

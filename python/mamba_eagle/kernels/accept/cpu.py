@@ -12,8 +12,9 @@ def accept_and_truncate(
 ):
     """Walk down each tree and cut the walk where the request ends.
 
-    tree_tokens, parents, target [b, T]; slots [b]; by request slot: stop_tokens [R, S], remaining
-    [R]. Out: nodes, tokens [b, D]; count, finished [b].
+    tree_tokens, parents [b, T]; target [b, T], negative where no token could be sampled; slots [b];
+    by request slot: stop_tokens [R, S], remaining [R]. Out: nodes, tokens [b, D]; count, finished
+    [b].
     """
     b, T = parents.shape
     for r in range(b):
@@ -22,7 +23,8 @@ def accept_and_truncate(
         last = False  # the walk has ended
         for step in range(nodes.shape[1]):
             token = target[r, node]
-            nodes[r, step], tokens[r, step] = node, token
+            nodes[r, step], tokens[r, step] = node, max(token, 0)
+            last = last or token < 0
             if last or cut:
                 continue
             if kept < left:

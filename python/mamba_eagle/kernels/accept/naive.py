@@ -6,7 +6,8 @@ target's token, as long as there is one. The target's tokens along the walk are 
 since all of them are the target's own samples, drafting changes nothing about the text. (Trees:
 SpecInfer, arXiv 2305.09781; here without its rejection sampling.)
 
-An output ends with a stop token, which is kept, or when no token is left to make.
+An output ends with a stop token, which is kept, or when no token is left to make. Where the target
+has no token (a negative one: none could be sampled) a step keeps nothing from there on.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def accept(
     kept: list[int] = []
     stopped = False
     for node in walk(tokens, parents, target):
-        if stopped or len(kept) >= remaining:
+        if stopped or len(kept) >= remaining or target[node] < 0:
             break
         kept.append(node)
         stopped = target[node] in stop_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 def _accept_kernel(
     tree_tokens,  # [b, T]
     parents,  # [b, T]
-    target,  # [b, T]
+    target,  # [b, T]; negative: no token could be sampled
     stop_tokens,  # [R, S]
     remaining,  # [R]
     slots,  # [b]
@@ -44,7 +44,8 @@ def _accept_kernel(
     for step in tl.static_range(D):
         token = tl.load(target + request * T + node)
         tl.store(nodes + request * D + step, node.to(tl.int64))
-        tl.store(tokens + request * D + step, token)
+        tl.store(tokens + request * D + step, tl.maximum(token, 0))
+        walking &= token >= 0
         kept += walking.to(tl.int64)
         stopped |= walking & (tl.sum((stops == token).to(tl.int32), 0) > 0)
         follows = is_child & (parent_of == node) & (token_of == token)

@@ -12,7 +12,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
-from mamba_eagle.runner.sampler import TokenLogprobs, sample, token_logprobs
+from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs, sample, token_logprobs
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 
 
@@ -154,7 +154,11 @@ class PromptRunner:
     def _first_tokens(
         self, parts: Sequence[PrefillPart], features: Tensor, made: PendingPrefill
     ) -> None:
-        """The prompts are over: their first output tokens are sampled."""
+        """The prompts are over: their first output tokens are sampled.
+
+        A request ends here if its token is a stop token, or if no token can be sampled: then the
+        result is NO_TOKEN, and the scheduler fails the request.
+        """
         table, sampling = self.step.table, self.step.sampling
         slots = [part.item.slot for part in parts]
         ends = [part.item.start + part.length for part in parts]
@@ -163,11 +167,13 @@ class PromptRunner:
         used, positions, budget, last_tokens = self._indices([slots, ends, left, last])
         own = features[last_tokens]
         logits = self.step.model.compute_logits(own)
-        tokens = sample(sampling, slots, logits[:, None], positions[:, None], None)[:, 0]
-        sampling.observe_accepted(used, tokens[:, None], torch.ones_like(used))
+        sampled = sample(sampling, slots, logits[:, None], positions[:, None], None)[:, 0]
+        is_token = sampled != NO_TOKEN
+        tokens = torch.where(is_token, sampled, 0)  # tables are read by every later step
+        sampling.observe_accepted(used, tokens[:, None], is_token.long())
         table.last_token[used] = tokens
         is_stop = (table.stop_tokens[used] == tokens[:, None]).any(1)
-        table.remaining[used] = torch.where(is_stop, 0, budget)
+        table.remaining[used] = torch.where(is_token & ~is_stop, budget, 0)
         shown = [i for i, part in enumerate(parts) if part.item.track]
         if len(shown) == len(parts):
             self.step.drafter.observe_first_tokens(slots, tokens, own)
@@ -176,7 +182,7 @@ class PromptRunner:
             self.step.drafter.observe_first_tokens(
                 [slots[i] for i in shown], tokens[those], own[those]
             )
-        made.first_tokens = self.place.to_host(tokens)
+        made.first_tokens = self.place.to_host(sampled)
         for i, part in enumerate(parts):
             if part.item.return_logprob:
                 top = part.item.top_logprobs
