@@ -241,7 +241,8 @@ class RunnerReady(Message):
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """``token`` is the first output token, -1 unless the chunk was the last."""
+    """``token`` is the first output token; -1 unless the chunk was the last, and also if no token
+    could be sampled: then the scheduler fails the request."""
 
     token: int = -1
     logprob: TokenLogprob | None = None
@@ -252,7 +253,8 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A walk from the root: ``nodes`` were accepted, ``tokens`` are new; as many of each.
 
     Both are already cut after a stop token and at max_new_tokens. Both are empty for a request
-    that had ended in the step before.
+    that had ended in the step before. They are also empty if no token could be sampled at the
+    root: then the scheduler fails the request.
     """
 
     tokens: list[int] = []
