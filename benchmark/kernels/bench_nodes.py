@@ -14,10 +14,16 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from bench_snapshot import SnapshotInputs
-from bench_tree_verify import CHAIN, NANO_9B, Inputs, Mode, bytes_moved
-from measure import Report, compile_all, graph_us
 
+from mamba_eagle.bench.launches import Report, compile_all, graph_us
+from mamba_eagle.bench.verify_inputs import (
+    CHAIN,
+    NANO_9B,
+    Inputs,
+    Mode,
+    SnapshotInputs,
+    bytes_moved,
+)
 from mamba_eagle.kernels.tree_verify.triton import choose_config
 
 MOST_SNAPSHOT_BYTES = 30e9  # of all node states; two layers at least are gone round

@@ -17,8 +17,8 @@ from types import ModuleType
 from unittest import mock
 
 import torch
-from measure import Launch, Report, graph_us
 
+from mamba_eagle.bench.launches import Launch, Report, graph_us
 from mamba_eagle.kernels import gpu
 from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
 from mamba_eagle.kernels.tree_attention.triton import path_masks

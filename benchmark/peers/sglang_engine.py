@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from mamba_eagle.eval import results
+from mamba_eagle.bench import facts, results
 
 MODELS = Path(__file__).parents[1] / "models"
 TARGET, DRAFT = MODELS / "nemotron-nano-9b-v2", MODELS / "llama-2-layers"
@@ -166,9 +166,9 @@ def main() -> None:
     args = make_parser().parse_args()
     # read when the engine's processes import sglang; without a drafter it changes nothing
     os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(args.simulate_acc_len)
-    facts = {**results.facts("cuda"), "sglang": results.version("sglang")}
+    machine = {**facts.facts("cuda"), "sglang": facts.version("sglang")}
     for is_tree in (False, True):
-        run_engine(args, is_tree, facts)
+        run_engine(args, is_tree, machine)
 
 
 if __name__ == "__main__":

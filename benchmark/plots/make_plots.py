@@ -16,11 +16,12 @@ import matplotlib
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
-import tables
-from lines import TREE, Lines, Series
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+from mamba_eagle.bench import tables
+from mamba_eagle.bench.lines import TREE, Lines, Series
 
 HERE = Path(__file__).parent
 RESULTS = (HERE.parent / "results/peers.jsonl", HERE.parent / "results/h100.jsonl")

@@ -23,8 +23,13 @@ class Scheduler:
     one; the caller sends each plan before the next call, and hands results over in order.
     """
 
-    def __init__(self, config: EngineConfig, runner: RunnerReady) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: RunnerReady, prompts_first: bool = False
+    ) -> None:
+        """prompts_first: nothing decodes while a prompt can be run. Each step is then of one kind,
+        which measurements need; running requests wait for all that arrive."""
         self.runner = runner
+        self.prompts_first = prompts_first
         self.shape = config.tree_shape  # the largest of any step
         self.policy = shape_policy(config)
         self.max_in_flight = 1 if config.disable_overlap_schedule else 2
@@ -122,16 +127,22 @@ class Scheduler:
             return None
         step = Step(self.stats.num_steps + 1)
         self._release_leaving(step)
-        youngest = self.decode.schedule(step, self._admitted, self._in_flight)
-        if youngest is not None:
-            self._retract(youngest)
-            self._release_leaving(step)
+        if not self.prompts_first:
+            self._schedule_decode(step)
         num_running = sum(not request.leaving for request in self._admitted)
         self._admitted += self.prefill.schedule(step, num_running)
+        if self.prompts_first and not step.chunks:
+            self._schedule_decode(step)
         if step.empty:
             return None
         self._complete(step)
         return step.plan()
+
+    def _schedule_decode(self, step: Step) -> None:
+        youngest = self.decode.schedule(step, self._admitted, self._in_flight)
+        if youngest is not None:
+            self._retract(youngest)
+            self._release_leaving(step)
 
     def _release_leaving(self, step: Step) -> None:
         for request in list(self._admitted):

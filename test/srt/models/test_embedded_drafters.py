@@ -9,10 +9,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from mamba_eagle.bench.batch import BatchEngine, Generation, sized_for
 from mamba_eagle.config import ASSETS, EMBEDDED_DRAFTERS, EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.eval import gsm8k
-from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def generate() -> Generate:
-    drivers: dict[str, InProcessDriver] = {}
+    drivers: dict[str, BatchEngine] = {}
 
     def run(algorithm: str, temperature: float) -> Generation:
         if algorithm not in drivers:
@@ -44,7 +44,7 @@ def generate() -> Generate:
                 speculative_num_draft_tokens=16,
             ).resolved()
             config = sized_for(config, PROBLEMS, 100 + MOST_TOKENS)
-            drivers[algorithm] = InProcessDriver(ModelRunner(config), config)
+            drivers[algorithm] = BatchEngine(config, ModelRunner(config))
         sampling = SamplingParams(max_new_tokens=MOST_TOKENS, temperature=temperature, seed=1)
         return drivers[algorithm].generate(prompts(), sampling)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mamba_eagle.bench import facts
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.eval import machine
 from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.runner.model_runner import START_ERRORS, resolve_device
@@ -158,8 +158,8 @@ def outcome(trainer: Trainer, acceptance: Acceptance) -> dict[str, Any]:
         "trained_tokens": trainer.trained_tokens,
         "seconds": round(trainer.seconds, 1),
         "processes": trainer.world.size,
-        "device": machine.device_name(trainer.world.device.type),
-        "commit": machine.commit(),
+        "device": facts.device_name(trainer.world.device.type),
+        "commit": facts.commit(),
     }
 
 
