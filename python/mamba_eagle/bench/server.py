@@ -42,6 +42,8 @@ class ServerProcess:
     reaches it and its children and nothing else. As a context manager it waits for the first answer
     and stops the server at the end."""
 
+    program = (sys.executable, "-m", "mamba_eagle.launch_server")
+
     def __init__(
         self,
         flags: Sequence[str],
@@ -55,8 +57,7 @@ class ServerProcess:
         self.start_seconds = start_seconds
         self.output = ""  # what all of its processes have printed so far
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        serve = [sys.executable, "-m", "mamba_eagle.launch_server", "--port", str(self.port)]
-        self.command = [*serve, *flags]
+        self.command = [*self.program, "--port", str(self.port), *flags]
         self.process = subprocess.Popen(
             self.command,
             stdout=subprocess.PIPE,
