@@ -41,6 +41,7 @@ class Engine:
         self._names = itertools.count()
 
     def answer(self, prompts: Sequence[list[int]], parallel: int, new_tokens: int) -> Round:
+        """Raises: ValueError if the engine refuses a prompt."""
         begin = time.perf_counter()
         sampling = SamplingParams(temperature=0.0, max_new_tokens=new_tokens)
         waiting, running, tokens, steps = list(reversed(prompts)), 0, 0, 0
@@ -48,7 +49,10 @@ class Engine:
             while waiting and running < parallel:
                 running += 1
                 rid, prompt = str(next(self._names)), waiting.pop()
-                self.engine.add(Generate(rid=rid, token_ids=prompt, sampling=sampling))
+                message = Generate(rid=rid, token_ids=prompt, sampling=sampling)
+                for refused in self.engine.add(message):
+                    assert refused.finish is not None
+                    raise ValueError(refused.finish.message)
             for output in self.engine.step():
                 tokens += len(output.token_ids)
                 if output.finish is not None:
