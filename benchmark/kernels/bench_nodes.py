@@ -3,8 +3,8 @@
     PYTHONPATH=python python benchmark/kernels/bench_nodes.py --output FILE.jsonl
 
 Rows and folds (16 chain rows; without a fold, and with one of every request) read the state once,
-whatever the tree; a state a node is written as often as there are nodes. Measured as
-bench_tree_verify.py and bench_snapshot.py do.
+whatever the tree; the other scheme writes one state per node. Measured as in bench_tree_verify.py
+and bench_snapshot.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def report(output: str | None, sweeping: bool) -> None:
         )
         layers = len(inputs.state)
         found.add(
-            f"snapshot copy, a layer {batch}",
+            f"snapshot copy, per layer {batch}",
             "kernel_snapshot_copy_us",
             graph_us(inputs.commit()) / layers,
             2 * inputs.state_bytes,

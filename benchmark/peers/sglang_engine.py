@@ -110,7 +110,7 @@ def result_lines(
 ) -> list[dict[str, Any]]:
     common = {
         "engine": "sglang",
-        "mode": "snapshot",  # it keeps a state a node
+        "mode": "snapshot",  # it keeps one state per node
         "batch": batch.size,
         "nodes": NODES if is_tree else 1,
         "rows": None,
@@ -143,7 +143,7 @@ def run_engine(args: argparse.Namespace, is_tree: bool, facts: dict[str, Any]) -
                 f"{'tree' if is_tree else 'plain':<6} batch {size:>3}: prefill "
                 f"{batch.prefill:.4f} s, {batch.step_ms:.3f} ms/step, "
                 f"{batch.tokens_per_second:.1f} token/s, "
-                f"{batch.tokens / batch.steps:.3f} accepted a step"
+                f"{batch.tokens / batch.steps:.3f} accepted per step"
             )
             if args.results:
                 results.append(args.results, result_lines(batch, args, is_tree, facts))

@@ -54,7 +54,7 @@ plt.rcParams.update(
 
 
 def draw(ax: Axes, style: str, series: Series, **others: object) -> bool:
-    """False: there is nothing to draw."""
+    """Returns: False if there is nothing to draw."""
     if series.points:
         x, y = list(series.points), list(series.points.values())
         ax.plot(x, y, label=series.label, **STYLES[style], **others)
@@ -62,7 +62,7 @@ def draw(ax: Axes, style: str, series: Series, **others: object) -> bool:
 
 
 def logarithmic_values(ax: Axes) -> None:
-    """Equal distances are equal ratios; 1, 2 and 5 of each power are named."""
+    """Equal distances are equal ratios; 1, 2 and 5 times each power of ten are named."""
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
@@ -78,7 +78,7 @@ def doubling_axis(ax: Axes, series: list[Series]) -> None:
 
 
 def throughput(lines: Lines) -> Figure | None:
-    """Tokens a second against the batch."""
+    """Tokens per second against the batch."""
     rate = "tokens_per_s"
     peer = {"engine": "sglang"}
     wanted = {
@@ -94,17 +94,17 @@ def throughput(lines: Lines) -> Figure | None:
         return None
     doubling_axis(ax, drawn)
     logarithmic_values(ax)
-    ax.set(xlabel="requests in the batch", ylabel="tokens a second")
-    ax.set_title("Decoding, tree of 8 nodes, 3 tokens accepted a step", loc="left", fontsize=12)
+    ax.set(xlabel="requests in the batch", ylabel="tokens per second")
+    ax.set_title("Decoding, tree of 8 nodes, 3 tokens accepted per step", loc="left", fontsize=12)
     ax.legend()
     return figure
 
 
 def verify_time(lines: Lines) -> Figure | None:
-    """Microseconds a layer against the nodes of a tree, a panel a batch size."""
+    """Microseconds per layer against the nodes of a tree, one panel per batch size."""
 
     def trees(label: str, kind: str, batch: int) -> Series:
-        """One node has a kernel, and so a name, of its own."""
+        """One node has a kernel of its own, under another name."""
         points: dict[int, float] = {}
         for name in (f"kernel_decode{kind}_us", f"kernel_tree{kind}_us"):
             points |= lines.series(label, "nodes", name, batch=batch).points
@@ -117,9 +117,9 @@ def verify_time(lines: Lines) -> Figure | None:
         one = lines.series("", "nodes", "kernel_decode_us", **peer).points
         more = lines.series("", "nodes", "kernel_snapshot_us", **peer).points
         wanted = {
-            "peer": Series("SGLang, a state a node", one | more),
+            "peer": Series("SGLang, one state per node", one | more),
             "snapshot": lines.series(
-                "snapshot, a state a node", "nodes", "kernel_snapshot_us", batch=batch
+                "snapshot, one state per node", "nodes", "kernel_snapshot_us", batch=batch
             ),
             "fold": trees("deferred, step that folds", "_fold", batch),
             "deferred": trees("deferred, step that does not", "", batch),
@@ -133,7 +133,7 @@ def verify_time(lines: Lines) -> Figure | None:
         drawn += here
     if not drawn:
         return None
-    panels[0].set_ylabel("µs a layer")
+    panels[0].set_ylabel("µs per layer")
     handles, labels = panels[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure
@@ -147,7 +147,7 @@ def state_memory(lines: Lines) -> Figure | None:
         "peer": (
             "SGLang, computed",
             {"engine": "sglang"},
-        ),  # last, dashed: both keep a state a node
+        ),  # last, dashed: both keep one state per node
     }
     requests = [1, 16, 32, 48, 64]
     figure, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -157,12 +157,12 @@ def state_memory(lines: Lines) -> Figure | None:
         trees = {nodes: size for nodes, size in by_nodes.items() if nodes > 1}
         for (nodes, size), fill in zip(trees.items(), (None, "white", "white")):
             points = {n: n * size / 1e3 for n in requests}
-            name = f"{label}, {nodes} nodes: {size:.0f} MB a request"
+            name = f"{label}, {nodes} nodes: {size:.0f} MB per request"
             drawn |= draw(ax, style, Series(name, points), markerfacecolor=fill)
     if not drawn:
         return None
     ax.axhline(GPU_GB - WEIGHTS_GB, color="#7F7F7F", linewidth=1)
-    ax.annotate("left of 80 GB beside the weights", (1, GPU_GB - WEIGHTS_GB + 1), color="#595959")
+    ax.annotate("what the weights leave of 80 GB", (1, GPU_GB - WEIGHTS_GB + 1), color="#595959")
     ax.set(xlabel="running requests", ylabel="GB of recurrent state", xticks=requests)
     ax.set_ylim(bottom=0)
     figure.legend(loc="outside lower center")
@@ -173,7 +173,7 @@ PLOTS = {"throughput": throughput, "verify_time": verify_time, "state_memory": s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, nargs="+", default=RESULTS, help="result files")
     parser.add_argument("--gpu", default=GPU, help="whose lines are drawn")
     parser.add_argument("--output", type=Path, default=HERE, help="folder of the plots")

@@ -168,12 +168,12 @@ def bold(text: str, wanted: bool) -> str:
 
 def memory_table(lines: Lines) -> str:
     rows = [
-        "| | nodes | MB a running request | of it the checkpoint |",
+        "| | nodes | MB per running request | of which the state slot |",
         "|---|---|---|---|",
     ]
     for label, wanted in (
         ("deferred (rows)", {"mode": "deferred"}),
-        ("snapshot (a state a node)", {"mode": "snapshot"}),
+        ("snapshot (one state per node)", {"mode": "snapshot"}),
         ("SGLang 0.5.17, computed", {"engine": "sglang"}),
     ):
         for line in last_of_each(lines.find("state_mb_per_request", **wanted), "nodes"):

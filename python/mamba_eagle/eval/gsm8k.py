@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
 
 def read_examples(path: str | Path) -> list[Example]:
-    """One JSON object a line, with ``question`` and ``answer``.
+    """One JSON object per line, with ``question`` and ``answer``.
 
     Raises: ValueError naming the first line that is not one.
     """
