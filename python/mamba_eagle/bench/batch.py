@@ -21,8 +21,8 @@ class Generation:
     """One batch: its tokens and what they took.
 
     Times are the runner's own (``StepResult.seconds``), from taking a plan to the end of its work.
-    The scheduler's time between two steps is left out: 30 to 150 µs of Python, which a server's
-    scheduler process spends while the runner works.
+    The scheduler's time is left out: a server spends it in another process, beside the runner's
+    step. docs/design/numbers.md has what that changes.
     """
 
     tokens: list[list[int]]  # [requests][output tokens]
