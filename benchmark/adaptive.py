@@ -35,7 +35,7 @@ from mamba_eagle.bench.adaptive import ADAPTIVE, USELESS, Adaptive
 from mamba_eagle.bench.answering import Answering, Engine, RemoteServer
 from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
 
 HERE = Path(__file__).parent

@@ -26,7 +26,8 @@ from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval.prompts import synthetic_prompts
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
@@ -96,8 +97,8 @@ def settings(args: argparse.Namespace, **speculation: str) -> EngineConfig:
         dtype="float32",
         cpu_threads=args.threads,
         **speculation,  # type: ignore[arg-type]
-    ).resolved()
-    return sized_for(config, max(args.batch_size), args.input_len + args.output_len)
+    )
+    return sized_for(resolve(config), max(args.batch_size), args.input_len + args.output_len)
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]]:
@@ -110,7 +111,7 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]
     runs = {PEER: peer(plain.model_path, args.output_len), **runs}
     # Loading sets the number of threads; from here on it is the same for all.
     torch.set_num_threads(args.threads)
-    vocab_size = ModelConfig.from_pretrained(plain.model_path).vocab_size
+    vocab_size = read_model_config(plain.model_path).vocab_size
     found: list[Contestant[Player, BatchRound]] = []
     for batch in args.batch_size:
         prompts = synthetic_prompts(plain, vocab_size, batch, args.input_len)

@@ -25,13 +25,14 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "drafting.jsonl"
 MAX_ANSWER_TOKENS = 200
 SHAPES = {
-    "tree": TreeShape(topk=4, steps=5, nodes=16),
-    "chain": TreeShape(topk=1, steps=5, nodes=6),
+    "tree": TreeShape(topk=4, depth=5, nodes=16),
+    "chain": TreeShape(topk=1, depth=5, nodes=6),
 }
 
 
@@ -84,16 +85,17 @@ def settings(args: argparse.Namespace, drafter: str, shape: str) -> EngineConfig
     """``drafter`` is a name, or NAME=FOLDER. Raises: ConfigError."""
     name, _, folder = drafter.partition("=")
     tree = SHAPES.get(shape, TreeShape())
-    return EngineConfig(
+    config = EngineConfig(
         model_path=args.model_path,
         device=args.device,
         cpu_threads=args.threads,
         speculative_algorithm=name,
         speculative_draft_model_path=folder,
         speculative_eagle_topk=tree.topk,
-        speculative_num_steps=tree.steps,
+        speculative_num_steps=tree.depth,
         speculative_num_draft_tokens=tree.nodes,
-    ).resolved()
+    )
+    return resolve(config)
 
 
 def contestants(
@@ -143,7 +145,7 @@ def report(
     line = {
         "drafter": drafter,
         "shape": shape,
-        "steps": tree.steps,
+        "steps": tree.depth,
         "topk": tree.topk,
         "nodes": tree.nodes,
         "temperature": temperature,

@@ -21,6 +21,7 @@ from mamba_eagle.bench_one_batch import make_parser
 from mamba_eagle.config import EngineConfig, from_arguments
 from mamba_eagle.core import PLAIN
 from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
 
 
@@ -34,7 +35,7 @@ def traced(engine: BatchEngine, prompts: list[list[int]], output_len: int) -> pr
 
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    config = from_arguments(EngineConfig, args).resolved()
+    config = resolve(from_arguments(EngineConfig, args))
     if config.device == "cpu":
         sys.exit("error: --device cpu: only a GPU's work can be traced apart from the host's")
     config = sized_for(config, max(args.batch_size), args.input_len[0] + args.output_len[0])

@@ -19,9 +19,10 @@ import torch
 
 from mamba_eagle.bench import results
 from mamba_eagle.bench.launches import Report, compile_all, graph_us
-from mamba_eagle.bench.verify_inputs import CHAIN, NANO_9B, ROWS, Inputs, Mode, bytes_moved
-from mamba_eagle.kernels.tree_verify.triton import Config, RowBuffers, choose_config
-from mamba_eagle.kernels.tree_verify.triton_fold import fold_chains
+from mamba_eagle.bench.verify_inputs import JOURNAL, NANO_9B, ROWS, Inputs, Mode, bytes_moved
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers
+from mamba_eagle.kernels.tree_verify.triton import Config, choose_config
+from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 LAYERS = 27  # of Nemotron-Nano-9B-v2 are Mamba2
 MODES = {
@@ -46,11 +47,11 @@ def measure_mode(
     found: Report, mode_name: str, batch: int, best: dict[tuple[str, int], Config]
 ) -> None:
     mode = MODES[mode_name]
-    fields = {"mode": mode_name, "batch": batch, "nodes": mode.nodes, "rows": CHAIN}
+    fields = {"mode": mode_name, "batch": batch, "nodes": mode.nodes, "rows": JOURNAL}
     inputs = Inputs(batch, mode)
     config = best.get((mode_name.removesuffix("_unused"), batch))
     working = bool(mode.fold)  # of two launches, the one that has requests
-    usual = choose_config(batch, mode.nodes, CHAIN, inputs.sizes, torch.bfloat16, working)
+    usual = choose_config(batch, mode.nodes, JOURNAL, inputs.sizes, torch.bfloat16, working)
     verify = inputs.verify(config)
     found.add(
         f"verify {mode_name} {batch}",
@@ -75,23 +76,23 @@ def measure_mode(
 
 
 def measure_fold(found: Report, batch: int) -> None:
-    """Chains of all layers, outside of a step."""
+    """Journals of all layers, outside of a step."""
     H, P, G, N = NANO_9B
     row = H * P + G * N
     xB = torch.randn(LAYERS, batch, ROWS, row, device="cuda").bfloat16()
     dt = torch.rand(LAYERS, batch, ROWS, H, device="cuda") * 0.1
     state = torch.randn(LAYERS, batch, H, P, N, device="cuda")
     slots = torch.arange(batch, device="cuda")
-    chain = torch.arange(CHAIN, device="cuda").repeat(batch, 1)
-    length = torch.full_like(slots, CHAIN)
-    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, slots, slots, chain, length, NANO_9B)
+    journal = torch.arange(JOURNAL, device="cuda").repeat(batch, 1)
+    length = torch.full_like(slots, JOURNAL)
+    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, slots, slots, journal, length, NANO_9B)
     found.add(
         f"fold of {LAYERS} layers {batch}",
         "kernel_fold_us",
-        graph_us([partial(fold_chains, *args)]),
-        LAYERS * batch * (2 * H * P * N * 4 + CHAIN * (2 * row + 8 * H)),
+        graph_us([partial(fold_journals, *args)]),
+        LAYERS * batch * (2 * H * P * N * 4 + JOURNAL * (2 * row + 8 * H)),
         batch=batch,
-        rows=CHAIN,
+        rows=JOURNAL,
         layers=LAYERS,
     )
 

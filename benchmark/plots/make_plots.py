@@ -78,7 +78,7 @@ def doubling_axis(ax: Axes, series: list[Series]) -> None:
 
 
 def throughput(lines: Lines) -> Figure | None:
-    """Tokens per second against the batch."""
+    """Tokens per second against the batch size."""
     rate = "tokens_per_s"
     peer = {"engine": "sglang"}
     wanted = {
@@ -117,9 +117,9 @@ def verify_time(lines: Lines) -> Figure | None:
         one = lines.series("", "nodes", "kernel_decode_us", **peer).points
         more = lines.series("", "nodes", "kernel_snapshot_us", **peer).points
         wanted = {
-            "peer": Series("SGLang, one state per node", one | more),
+            "peer": Series("SGLang, a state per node", one | more),
             "snapshot": lines.series(
-                "snapshot, one state per node", "nodes", "kernel_snapshot_us", batch=batch
+                "snapshot, a state per node", "nodes", "kernel_snapshot_us", batch=batch
             ),
             "fold": trees("deferred, step that folds", "_fold", batch),
             "deferred": trees("deferred, step that does not", "", batch),
@@ -147,7 +147,7 @@ def state_memory(lines: Lines) -> Figure | None:
         "peer": (
             "SGLang, computed",
             {"engine": "sglang"},
-        ),  # last, dashed: both keep one state per node
+        ),  # last, dashed: both keep a state per node
     }
     requests = [1, 16, 32, 48, 64]
     figure, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -162,7 +162,7 @@ def state_memory(lines: Lines) -> Figure | None:
     if not drawn:
         return None
     ax.axhline(GPU_GB - WEIGHTS_GB, color="#7F7F7F", linewidth=1)
-    ax.annotate("what the weights leave of 80 GB", (1, GPU_GB - WEIGHTS_GB + 1), color="#595959")
+    ax.annotate("left of 80 GB beside the weights", (1, GPU_GB - WEIGHTS_GB + 1), color="#595959")
     ax.set(xlabel="running requests", ylabel="GB of recurrent state", xticks=requests)
     ax.set_ylim(bottom=0)
     figure.legend(loc="outside lower center")

@@ -16,6 +16,7 @@ import sys
 
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.eval.prompts import problem_texts, synthetic_prompts
+from mamba_eagle.resolve import resolve
 
 CORRECTNESS_PROMPTS = 3
 
@@ -51,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     """Why --simulate-acc-len cannot work; empty: it can, or is not used."""
-    wanted, most = args.simulate_acc_len, config.tree_shape.steps + 1
+    wanted, most = args.simulate_acc_len, config.tree_shape.depth + 1
     if wanted is None:
         return ""
     flag = f"--simulate-acc-len {wanted}"
@@ -62,7 +63,7 @@ def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     if not 1 <= wanted <= most:
         return (
             f"{flag}: must be between 1 and {most}, the most that a tree of "
-            f"--speculative-num-steps {config.tree_shape.steps} can gain per step"
+            f"--speculative-num-steps {config.tree_shape.depth} can gain per step"
         )
     return ""
 
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         if min(getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')}: each value must be 1 or more")
     try:
-        config = from_arguments(EngineConfig, args).resolved()
+        config = resolve(from_arguments(EngineConfig, args))
     except ConfigError as error:
         sys.exit(f"error: {error}")
     if problem := simulation_problem(args, config):

@@ -25,6 +25,7 @@ from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_ar
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.server.fields import as_text
 from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.url:
             reply = ask_server(args.url, args.text, sampling, args.api_key)
         else:
-            reply = ask_engine(config.resolved(), args.text, SamplingParams(**sampling))
+            reply = ask_engine(resolve(config), args.text, SamplingParams(**sampling))
     except (ExplainError, ConfigError) as error:
         sys.exit(f"error: {error}")
     if args.json:

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from mamba_eagle.bench.answering import Answering
 from mamba_eagle.bench.results import Line
 from mamba_eagle.bench.rounds import Contestant, Round
-from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import random_weights
+from mamba_eagle.models.registry import read_model_config
 
 # All contestants stand in the same memory, and none may know a prompt from an earlier round.
 SHARED = [
@@ -75,7 +75,7 @@ def dummy_model_flags(folder: Path) -> list[str]:
 
 def write_useless_head(folder: Path) -> None:
     """The embedded head's shape with random weights: what it drafts is never right."""
-    head = EagleHead(ModelConfig.from_pretrained(EMBEDDED_HEADS["EAGLE"]))
+    head = EagleHead(read_model_config(EMBEDDED_HEADS["EAGLE"]))
     random_weights(head, 1)
     shutil.copy(EMBEDDED_HEADS["EAGLE"] / "config.json", folder)
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
@@ -142,4 +142,4 @@ def shapes_used(contestant: Adaptive) -> str:
     """In how many steps each shape was drafted, so far."""
     state = contestant.player.speculation()
     steps = ", ".join(f"{name} {use.steps}" for name, use in state.shapes.items())
-    return f"{contestant.name}: {steps}" + (", given up" if state.given_up else "")
+    return f"{contestant.name}: {steps}" + (", given up" if state.disabled else "")

@@ -16,6 +16,7 @@ from mamba_eagle.config import ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate, SpeculationState
 from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
 
 TIMEOUT = 300.0  # seconds
@@ -36,7 +37,7 @@ class Engine:
         """Raises: ConfigError"""
         parser = argparse.ArgumentParser()
         add_arguments(parser, ServerConfig)
-        config = from_arguments(ServerConfig, parser.parse_args(flags)).resolved()
+        config = resolve(from_arguments(ServerConfig, parser.parse_args(flags)))
         self.engine = OfflineEngine(config, make_runner(config))
         self._names = itertools.count()
 

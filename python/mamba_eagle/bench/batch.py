@@ -10,7 +10,7 @@ from statistics import mean, median
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.message import Generate, RequestOutput, RunnerReady, StepResult
+from mamba_eagle.message import Generate, RunnerReady, StepResult
 from mamba_eagle.offline import OfflineEngine, Runner
 
 STEPS_IN_FLIGHT = 2  # at most; each holds a tree of KV slots for every request
@@ -109,7 +109,9 @@ class BatchRun:
         self.made = Generation([[] for _ in prompts], sum(len(prompt) for prompt in prompts))
         for i, prompt in enumerate(prompts):
             message = Generate(rid=str(i), token_ids=list(prompt), sampling=sampling)
-            self._take(engine.add(message))
+            for refused in engine.add(message):
+                assert refused.finish is not None
+                raise ValueError(refused.finish.message)
         while not all(self.made.tokens):
             self._step()
 
@@ -123,12 +125,9 @@ class BatchRun:
         step = self.engine.execute()
         assert step is not None, "a request without all of its tokens has a next step"
         self.made.add(step.result)
-        self._take(step.outputs)
-
-    def _take(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
+        for output in step.outputs:
             if output.finish is not None and output.finish.kind == "abort":
-                raise ValueError(f"request {output.rid} was refused: {output.finish.message}")
+                raise RuntimeError(f"request {output.rid} failed: {output.finish.message}")
             self.made.tokens[int(output.rid)] += output.token_ids
 
 
@@ -153,7 +152,8 @@ class BatchEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Generation:
         """Run ``prompts`` (token ids, none empty) as one batch until each has its tokens.
 
-        Raises: ValueError if the batch does not fit the runner's pools.
+        Raises: ValueError if the batch does not fit the runner's pools, RuntimeError if the runner
+        fails.
         """
         return self.start(prompts, sampling).finish()
 
@@ -170,7 +170,7 @@ class BatchEngine:
 
     def _check_fit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         ready = self.ready
-        most = min(ready.max_running_requests, ready.max_checkpoints)
+        most = min(ready.max_running_requests, ready.max_state_slots)
         if len(prompts) > most:
             raise ValueError(f"{len(prompts)} prompts: the runner holds {most} requests")
         if sampling.max_new_tokens < 1:

@@ -14,7 +14,7 @@ from mamba_eagle.bench.traffic import StepBytes, StepSize, step_bytes
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import RunnerReady
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import read_model_config
 
 SHOWN_STEPS = 5
 
@@ -93,7 +93,7 @@ def speed_of(
         config.tree_shape.nodes,
         position=(made.prompt_tokens + made.output_tokens / 2) / batch,
     )
-    model = ModelConfig.from_pretrained(config.model_path)
+    model = read_model_config(config.model_path)
     least = step_bytes(model, size, str(ready.details["dtype"]), config.mamba_ssm_dtype)
     return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
 
@@ -110,7 +110,7 @@ class StateMemory:
         # On a GPU there is one more slot, which pads batches.
         spare = int(str(ready.details["device"]).startswith("cuda"))
         return cls(
-            float(ready.details["checkpoint_bytes"]) / (ready.max_checkpoints + spare),
+            float(ready.details["checkpoint_bytes"]) / (ready.max_state_slots + spare),
             float(ready.details["verify_bytes"]) / (ready.max_running_requests + spare),
         )
 

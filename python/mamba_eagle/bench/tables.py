@@ -173,7 +173,7 @@ def memory_table(lines: Lines) -> str:
     ]
     for label, wanted in (
         ("deferred (rows)", {"mode": "deferred"}),
-        ("snapshot (one state per node)", {"mode": "snapshot"}),
+        ("snapshot (a state per node)", {"mode": "snapshot"}),
         ("SGLang 0.5.17, computed", {"engine": "sglang"}),
     ):
         for line in last_of_each(lines.find("state_mb_per_request", **wanted), "nodes"):

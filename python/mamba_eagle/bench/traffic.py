@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mamba_eagle.layers.moe import Experts
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.registry import model_class
 from mamba_eagle.runner.memory import kv_slot_bytes, state_bytes

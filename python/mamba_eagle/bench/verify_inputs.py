@@ -12,14 +12,8 @@ from torch import Tensor
 from mamba_eagle.bench.launches import ROTATED_BYTES, Launch
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.triton import (
-    Config,
-    RowBuffers,
-    Sizes,
-    TreeStep,
-    ancestor_bits,
-    tree_verify,
-)
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,
     commit_snapshots,
@@ -28,7 +22,7 @@ from mamba_eagle.kernels.tree_verify.triton_snapshot import (
 
 NANO_9B = Sizes(heads=128, head_dim=80, groups=8, state_size=128)
 CONV_KERNEL = 4
-CHAIN = 16
+JOURNAL = 16
 ROWS = 32
 
 
@@ -46,7 +40,7 @@ class Inputs:
         mode: Mode,
         sizes: Sizes = NANO_9B,
         layers: int = 0,
-        chain: int = CHAIN,
+        journal: int = JOURNAL,
         rows: int = ROWS,
     ) -> None:
         H, P, G, N = self.sizes = sizes
@@ -79,20 +73,20 @@ class Inputs:
             ancestors[:, i] |= ancestors[:, int(parents[0, i])]
         order = torch.stack([torch.randperm(rows) for _ in range(batch)])
         history = torch.arange(CONV_KERNEL - 1).expand(batch, -1)
-        path = torch.cat([history, order[:, :chain] + CONV_KERNEL - 1], dim=1)
-        step = TreeStep(
+        path = torch.cat([history, order[:, :journal] + CONV_KERNEL - 1], dim=1)
+        step = TreeLayout(
             slots=torch.arange(batch),
-            checkpoints=torch.randperm(batch),
-            chain=order[:, :chain],
-            chain_len=torch.full((batch,), chain),
-            rows=order[:, chain : chain + T],
+            state_slots=torch.randperm(batch),
+            journal=order[:, :journal],
+            journal_len=torch.full((batch,), journal),
+            rows=order[:, journal : journal + T],
             parents=parents,
-            ancestors=ancestor_bits(ancestors),
+            ancestors=pack_ancestors(ancestors)[..., 0],
             tail=path[:, -(CONV_KERNEL - 1) :],
             fold=None if mode.fold is None else torch.full((batch,), mode.fold),
         )
         parts = (part if part is None else part.contiguous().cuda() for part in step)
-        self.step = TreeStep._make(parts)
+        self.step = TreeLayout._make(parts)
 
     def verify(self, config: Config | None = None) -> list[Launch]:
         def launch(layer: int) -> Tensor:
@@ -124,17 +118,17 @@ def bytes_moved(batch: int, mode: Mode, sizes: Sizes = NANO_9B) -> int:
     H, P, G, N = sizes
     T = mode.nodes
     state = H * P * N * 4 * (2 if mode.fold else 1)
-    rows = (CHAIN + T) * (2 * (H * P + G * N) + 8 * H)
+    rows = (JOURNAL + T) * (2 * (H * P + G * N) + 8 * H)
     return batch * (state + rows + 2 * T * (G * N + H * P))
 
 
 class SnapshotInputs(Inputs):
-    """A tree without a chain, and a state for each node and layer."""
+    """A tree without a journal, and a state for each node and layer."""
 
     def __init__(self, batch: int, nodes: int) -> None:
         state_bytes = batch * math.prod((NANO_9B.heads, NANO_9B.head_dim, NANO_9B.state_size)) * 4
         layers = max(2, math.ceil(ROTATED_BYTES / (state_bytes * nodes)))
-        super().__init__(batch, Mode(nodes, None), layers=layers, chain=0, rows=nodes)
+        super().__init__(batch, Mode(nodes, None), layers=layers, journal=0, rows=nodes)
         self.node_states = self.state.new_empty(layers, batch, nodes, *self.state.shape[2:])
         self.nodes, self.state_bytes = nodes, state_bytes
 
@@ -157,7 +151,7 @@ class SnapshotInputs(Inputs):
     def commit(self) -> list[Launch]:
         """All layers in one launch."""
         count = torch.ones_like(self.step.slots)
-        at = (self.step.slots, self.step.checkpoints, self.step.rows[:, -1].contiguous(), count)
+        at = (self.step.slots, self.step.state_slots, self.step.rows[:, -1].contiguous(), count)
         return [lambda: commit_snapshots(self.node_states, self.state, *at)]
 
     @property

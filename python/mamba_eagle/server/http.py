@@ -62,7 +62,7 @@ def make_app(state: ServerState) -> FastAPI:
         app.include_router(part)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
-    app.add_exception_handler(Exception, _apologize)
+    app.add_exception_handler(Exception, _internal_error)
     if state.config.api_key:
         app.add_middleware(BearerAuth, api_key=state.config.api_key)
     # Pages of any origin may ask, as with SGLang: browsers hide the answers from them otherwise.
@@ -84,7 +84,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     return RequestError(message, error.status_code).response()
 
 
-async def _apologize(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     return RequestError("the server failed; its log says more", 500).response()
 
 
@@ -169,7 +169,7 @@ async def server_info(request: Request) -> Response:
             "internal_states": [{**scheduler.state, **averages}],
             "speculation": scheduler.speculation,
             "max_total_num_tokens": engine.max_kv_slots,
-            "max_checkpoints": engine.max_checkpoints,
+            "max_state_slots": engine.max_state_slots,
             "max_running_requests": engine.max_running_requests,
             "context_length": state.context_length,
             "vocab_size": engine.vocab_size,

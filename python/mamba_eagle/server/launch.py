@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import uvicorn
 import zmq
 
-from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.config import EngineConfig, ServerConfig
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.resolve import resolve
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.socket_dir import new_socket_dir
@@ -58,7 +59,7 @@ def launch(config: ServerConfig) -> int:
 
     Raises: ConfigError with every setting that cannot work.
     """
-    config = _resolve(config)
+    config = resolve(config)
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -81,24 +82,6 @@ def _report(ending: Ending) -> int:
     if ending.message:
         print(f"mamba-eagle: {ending.message}", file=sys.stderr, flush=True)
     return ending.code
-
-
-def _resolve(config: ServerConfig) -> ServerConfig:
-    """Raises: ConfigError"""
-    problems: list[str] = []
-    try:
-        config = config.resolved()
-    except ConfigError as error:
-        problems += error.problems
-    if not 1 <= config.port <= 65535:
-        problems.append(f"--port {config.port}: must be between 1 and 65535")
-    if config.stream_interval < 1:
-        problems.append(f"--stream-interval {config.stream_interval}: must be 1 or more")
-    if config.max_queued_requests < 0:
-        problems.append(f"--max-queued-requests {config.max_queued_requests}: must be 0 or more")
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -10,19 +10,14 @@ import torch
 from mamba_eagle.bench import adaptive
 from mamba_eagle.bench.answering import Engine
 from mamba_eagle.bench.rounds import Contestant, Round
-from mamba_eagle.config import (
-    EMBEDDED_HEADS,
-    EMBEDDED_MODEL,
-    EngineConfig,
-    ServerConfig,
-    add_arguments,
-    from_arguments,
-)
+from mamba_eagle.config import EngineConfig, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import TreeShape
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 from mamba_eagle.eval.prompts import synthetic_prompts
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.resolve import resolve
 
 SHAPES = ["4x5x16", "1x3x4"]
 
@@ -33,13 +28,13 @@ def test_servers_differ_in_what_they_draft_and_in_nothing_else(tmp_path: Path) -
     add_arguments(parser, ServerConfig)
     drafts = {}
     for name, flags in adaptive.embedded_flags(SHAPES, tmp_path).items():
-        config = from_arguments(ServerConfig, parser.parse_args(flags)).resolved()
+        config = resolve(from_arguments(ServerConfig, parser.parse_args(flags)))
         drafts[name] = (
             config.tree_shape,
             config.speculative_adaptive and name != "plain",
             config.speculative_draft_model_path,
         )
-    large, chain = TreeShape(topk=4, steps=5, nodes=16), TreeShape(topk=1, steps=3, nodes=4)
+    large, chain = TreeShape(topk=4, depth=5, nodes=16), TreeShape(topk=1, depth=3, nodes=4)
     assert drafts.pop("plain")[:2] == (TreeShape(), False)
     assert drafts == {
         "4x5x16": (large, False, str(EMBEDDED_HEADS["EAGLE"])),
@@ -51,7 +46,7 @@ def test_servers_differ_in_what_they_draft_and_in_nothing_else(tmp_path: Path) -
 
 def test_the_useless_head_is_a_head_that_knows_nothing(tmp_path: Path) -> None:
     adaptive.write_useless_head(tmp_path)
-    head, again = (EagleHead(ModelConfig.from_pretrained(tmp_path)) for _ in range(2))
+    head, again = (EagleHead(read_model_config(tmp_path)) for _ in range(2))
     load_weights(head, tmp_path)
     load_weights(again, EMBEDDED_HEADS["EAGLE"])
     own, trained = head.fc.weight.flatten(), again.fc.weight.flatten()
@@ -61,7 +56,7 @@ def test_the_useless_head_is_a_head_that_knows_nothing(tmp_path: Path) -> None:
 def test_an_engine_answers_every_prompt_some_at_a_time() -> None:
     flags = [*adaptive.SHARED, "--device", "cpu", "--model-path", str(EMBEDDED_MODEL)]
     engine = Engine([*flags, "--speculative-algorithm", "NONE"])
-    prompts = synthetic_prompts(EngineConfig().resolved(), 0, 5, 12)
+    prompts = synthetic_prompts(resolve(EngineConfig()), 0, 5, 12)
     made = engine.answer(prompts, 2, 7)
     assert (made.tokens, made.steps) == (5 * 7, 0) and made.seconds > 0
     batches = engine.engine.scheduler.stats.num_steps

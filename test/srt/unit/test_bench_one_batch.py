@@ -11,12 +11,14 @@ import pytest
 from mamba_eagle import bench_one_batch
 from mamba_eagle.bench import one_batch
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
-from mamba_eagle.config import EMBEDDED_MODEL, EngineConfig
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
 
 SECONDS = 0.25  # of every step
+VOCABULARY = 10**5
 
 
 class Done(NamedTuple):
@@ -27,7 +29,7 @@ class Done(NamedTuple):
 
 
 class CountingRunner:
-    """The output of the request with prompt token p first is 1000 p, 1000 p + 1, …; with a tree,
+    """A request whose prompt begins with token p < 99 outputs 1000 p, 1000 p + 1, …; with a tree,
     steps accept 1, 2, … nodes in turn.
 
     Checks the protocol: which slots may be written, and that no two requests share one.
@@ -37,10 +39,10 @@ class CountingRunner:
         self.config = config
         self.ready = RunnerReady(
             max_kv_slots=max_kv_slots or config.max_total_tokens,
-            max_checkpoints=config.max_mamba_cache_size,
+            max_state_slots=config.max_mamba_cache_size,
             max_running_requests=config.max_running_requests,
             context_length=4096,
-            vocab_size=100,
+            vocab_size=VOCABULARY,
             eos_token_ids=[eos],
             pid=0,
             details={
@@ -103,7 +105,7 @@ class CountingRunner:
         return PrefillResult(token=self.first(item))
 
     def first(self, item) -> int:
-        return 1000 * (self.prompt.get(item.slot) or item.token_ids)[0]
+        return 1000 * ((self.prompt.get(item.slot) or item.token_ids)[0] % 99)
 
     def decode(self, batch) -> list[DecodeResult]:
         results = []
@@ -116,7 +118,7 @@ class CountingRunner:
             if not accepted:  # it ended in the step before
                 nodes = []
             self.held[slot] -= {kv_slots[n] for n in range(batch.shape.nodes) if n not in nodes}
-            first = 1000 * self.prompt[slot][0] + self.made[slot]
+            first = 1000 * (self.prompt[slot][0] % 99) + self.made[slot]
             self.made[slot] += accepted
             results.append(DecodeResult(tokens=list(range(first, first + accepted)), nodes=nodes))
         return results
@@ -214,8 +216,16 @@ def test_what_does_not_fit_is_refused() -> None:
         engine.generate([[1] * 6] * 2, greedy(7))
     with pytest.raises(ValueError, match="max_new_tokens 0"):
         engine.generate([[1]], greedy(0))
-    with pytest.raises(ValueError, match="token ids must be between 0 and 99"):
-        engine.generate([[100]], greedy(1))
+    with pytest.raises(ValueError, match="token ids must be between 0 and 99999"):
+        engine.generate([[VOCABULARY]], greedy(1))
+
+
+def test_a_runner_that_fails_is_told_apart_from_a_batch_that_does_not_fit() -> None:
+    config = sized_for(PLAIN, batch_size=1, total_tokens=10)
+    runner = CountingRunner(config)
+    runner.ready.vocab_size = 1002
+    with pytest.raises(RuntimeError, match="request 0 failed: .*1002"):
+        BatchEngine(config, runner).generate([[1]], greedy(4))
 
 
 @pytest.fixture
@@ -230,7 +240,7 @@ def bench(monkeypatch):
             return runners[-1]
 
         monkeypatch.setattr(one_batch, "make_runner", make_runner)
-        monkeypatch.setattr(EngineConfig, "resolved", lambda self: config)
+        monkeypatch.setattr(bench_one_batch, "resolve", lambda asked: config)
         bench_one_batch.main(flags.split())
         return runners
 
@@ -357,5 +367,5 @@ def test_prompts_have_the_wanted_length() -> None:
 def test_bad_flags_are_named() -> None:
     with pytest.raises(SystemExit):
         bench_one_batch.main(["--batch-size", "0"])
-    with pytest.raises(SystemExit, match="--chunked-prefill-size -1: must be 0 or more"):
+    with pytest.raises(SystemExit, match="--chunked-prefill-size -1: must be 1 or more, or auto"):
         bench_one_batch.main(["--chunked-prefill-size", "-1"])
