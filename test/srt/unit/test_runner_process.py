@@ -28,7 +28,7 @@ def terminate(*_):
     os.kill(os.getpid(), END_SIGNAL)
 
 class Runner:
-    device = types.SimpleNamespace(type="cpu")
+    backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
 
     def __init__(self, config):
         self.ready = RunnerReady(
