@@ -1,6 +1,6 @@
 """Drives a model runner in this process, without a scheduler: one batch, from prompts to tokens.
 
-For benchmarks and tests. Slots are given out in the plainest way that keeps the protocol: request
+For benchmarks and tests. Slots are assigned in the simplest way that the protocol allows: request
 i has request slot i and state slot i, and KV slots come from a free list.
 """
 
@@ -31,7 +31,7 @@ class InFlight(Protocol):
 
 
 class Runner(Protocol):
-    """What the driver needs of a ``ModelRunner``."""
+    """The part of a ``ModelRunner`` that the driver uses."""
 
     ready: RunnerReady
     overlaps: bool
@@ -42,24 +42,25 @@ class Runner(Protocol):
 
 
 class DecodeStep(NamedTuple):
-    """One that has been launched."""
+    """A decode step that has been launched."""
 
-    slots: list[int]
-    kv_slots: list[list[int]]
+    slots: list[int]  # [b] request slots
+    kv_slots: list[list[int]]  # [b][T], one per node
     launched: InFlight
 
 
 @dataclass
 class Generation:
-    """One batch: its tokens and what they took. Times in seconds, by the clock on the wall."""
+    """The tokens of one batch and the time that they took. Times are wall-clock seconds."""
 
     tokens: list[list[int]]  # [requests][output tokens]
     prompt_tokens: int
     prefill_seconds: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)  # one a decode step
-    step_tokens: list[int] = field(default_factory=list)  # made in that step, by all requests
-    step_requests: list[int] = field(default_factory=list)  # in that step's batch
-    accept_lengths: Counter[int] = field(default_factory=Counter)  # tokens of a request in a step
+    # one entry per decode step: its time, the tokens of all its requests, its running requests
+    step_seconds: list[float] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list)
+    step_requests: list[int] = field(default_factory=list)
+    accept_lengths: Counter[int] = field(default_factory=Counter)  # tokens per request and step
 
     @property
     def output_tokens(self) -> int:
@@ -71,7 +72,7 @@ class Generation:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a request gains in one decode step, on average; 1.0 without speculation."""
+        """Mean tokens per request and decode step; 1.0 without speculation, 0.0 without steps."""
         steps = self.accept_lengths.total()
         return sum(n * count for n, count in self.accept_lengths.items()) / steps if steps else 0.0
 
@@ -83,13 +84,13 @@ class Generation:
 
     @property
     def median_decode_latency(self) -> float:
-        """Seconds of a decode step of the whole batch."""
+        """Median seconds of the steps in ``full_steps``."""
         steps = self.full_steps
         return median(self.step_seconds[i] for i in steps) if steps else 0.0
 
     @property
     def median_decode_throughput(self) -> float:
-        """Tokens a second of the whole batch: mean tokens of a step over the median step time."""
+        """Tokens per second of the whole batch: mean tokens per step over the median step time."""
         steps = self.full_steps
         if not steps:
             return 0.0
@@ -97,18 +98,18 @@ class Generation:
 
 
 def greedy(max_new_tokens: int) -> SamplingParams:
-    """Exactly ``max_new_tokens`` best tokens: the model's stop tokens are ignored."""
+    """Greedy decoding of exactly ``max_new_tokens`` tokens: the model's stop tokens are ignored."""
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
 
 
 def sized_for(config: EngineConfig, batch_size: int, total_tokens: int) -> EngineConfig:
     """``config`` with pools that just hold ``batch_size`` requests of ``total_tokens`` each, prompt
-    and output together; sizes that were set by hand stay."""
-    slots = batch_size * (total_tokens + 2 * config.tree_shape.nodes)
+    and output together. Pool sizes that ``config`` already sets are kept."""
+    kv_slots = batch_size * (total_tokens + 2 * config.tree_shape.nodes)
     return dataclasses.replace(
         config,
         max_running_requests=batch_size,
-        max_total_tokens=config.max_total_tokens or slots,
+        max_total_tokens=config.max_total_tokens or kv_slots,
         max_mamba_cache_size=config.max_mamba_cache_size or batch_size,
     )
 
@@ -123,15 +124,16 @@ class InProcessDriver:
         self.runner = runner
         self.shape = config.tree_shape
         self.chunk_size = config.chunked_prefill_size or runner.ready.chunked_prefill_size
-        # as the scheduler does: the next step is launched before the last result is read
+        # like the scheduler: the next step is launched before the previous result is read
         self.max_in_flight = 2 if runner.overlaps else 1
         self._step = 0
         self._free_kv: list[int] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Generation:
-        """Run ``prompts`` (token ids, none empty) as one batch until each has its tokens.
+        """Run ``prompts`` (token ids) as one batch until every request has ended.
 
-        Raises: ValueError if the batch does not fit the runner's pools.
+        Raises: ValueError if a prompt is empty, if max_new_tokens is below 1, or if the batch does
+        not fit the runner's pools or the model's context.
         """
         self._check_fit(prompts, sampling)
         # Descending, so that pop() gives the lowest slots first.
@@ -144,23 +146,27 @@ class InProcessDriver:
 
     def _check_fit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         ready = self.runner.ready
-        most = min(ready.max_running_requests, ready.max_state_slots)
-        if len(prompts) > most:
-            raise ValueError(f"{len(prompts)} prompts: the runner holds {most} requests")
+        limit = min(ready.max_running_requests, ready.max_state_slots)
+        if len(prompts) > limit:
+            raise ValueError(
+                f"{len(prompts)} prompts: the runner holds at most {limit} requests; raise "
+                "--max-running-requests and --max-mamba-cache-size"
+            )
         if sampling.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {sampling.max_new_tokens}: must be 1 or more")
         if not all(prompts):
-            raise ValueError("an empty prompt: each needs one token at least")
+            raise ValueError("empty prompt: each prompt needs at least one token")
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
         if longest > ready.context_length:
             raise ValueError(
-                f"prompt and output of {longest} tokens: the model takes {ready.context_length}"
+                f"prompt and output of {longest} tokens: the model takes at most "
+                f"{ready.context_length}"
             )
         drafts = self.max_in_flight * self.shape.nodes
-        slots = sum(len(prompt) + sampling.max_new_tokens + drafts for prompt in prompts)
-        if slots > ready.max_kv_slots:
+        kv_slots = sum(len(prompt) + sampling.max_new_tokens + drafts for prompt in prompts)
+        if kv_slots > ready.max_kv_slots:
             raise ValueError(
-                f"the batch needs {slots} KV slots, the runner has {ready.max_kv_slots}: "
+                f"the batch needs {kv_slots} KV slots, the runner has {ready.max_kv_slots}: "
                 "raise --max-total-tokens"
             )
 
@@ -181,14 +187,14 @@ class InProcessDriver:
             begin = time.perf_counter()
             step = self._execute(prefill=plan)
             result.prefill_seconds += time.perf_counter() - begin
-            for item, made in zip(plan, step.prefill):
+            for item, output in zip(plan, step.prefill):
                 if item.is_last:
-                    result.tokens[item.slot].append(made.token)
+                    result.tokens[item.slot].append(output.token)
 
     def _prefill_plans(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[list[PrefillItem]]:
-        """The prompts cut so that no step has more than ``chunk_size`` tokens."""
+        """The prompts, cut into steps of at most ``chunk_size`` tokens each."""
         plans: list[list[PrefillItem]] = [[]]
         room = self.chunk_size
         for slot, prompt in enumerate(prompts):
@@ -217,37 +223,42 @@ class InProcessDriver:
         return plans
 
     def _decode(self, sampling: SamplingParams, result: Generation) -> None:
-        """All steps. A step's time is what passes between the results of two."""
-        running = [i for i, made in enumerate(result.tokens) if not self._ended(made, sampling)]
+        """Run all decode steps. A step's time is the time between its result and the previous one.
+
+        Raises: RuntimeError if a running request gets no token, since it would never end.
+        """
+        running = [
+            slot for slot, tokens in enumerate(result.tokens) if not self._ended(tokens, sampling)
+        ]
         in_flight: deque[DecodeStep] = deque()
-        before = time.perf_counter()
+        previous = time.perf_counter()
         while running or in_flight:
             while running and len(in_flight) < self.max_in_flight:
                 in_flight.append(self._launch(list(running)))
             step = in_flight.popleft()
-            made = step.launched.result().decode
+            outputs = step.launched.result().decode
             now = time.perf_counter()
-            # a request that ended in the step before makes nothing in this one
+            # a request that ended in the previous step gets no tokens in this one
             alive = [slot in running for slot in step.slots]
             if any(alive):
-                result.step_seconds.append(now - before)
-                result.step_tokens.append(sum(len(each.tokens) for each in made))
+                result.step_seconds.append(now - previous)
+                result.step_tokens.append(sum(len(output.tokens) for output in outputs))
                 result.step_requests.append(sum(alive))
-            before = now
-            for slot, nodes, each in zip(step.slots, step.kv_slots, made):
-                # Slots of a step:  [ kept: accepted nodes, the request's until the batch ends
-                #                   | rest: free again ]
-                kept = set(each.nodes)
+            previous = now
+            for slot, nodes, output in zip(step.slots, step.kv_slots, outputs):
+                # KV slots of a step:  [ accepted nodes: the request's until the batch ends
+                #                      | other nodes: free again ]
+                kept = set(output.nodes)
                 self._free_kv += [kv for node, kv in enumerate(nodes) if node not in kept]
                 if slot not in running:
                     continue
-                if not each.tokens:
+                if not output.tokens:
                     raise RuntimeError(
-                        f"request slot {slot} got no token although it has "
+                        f"request slot {slot} got no token although it has only "
                         f"{len(result.tokens[slot])} of {sampling.max_new_tokens}"
                     )
-                result.tokens[slot] += each.tokens
-                result.accept_lengths[len(each.tokens)] += 1
+                result.tokens[slot] += output.tokens
+                result.accept_lengths[len(output.tokens)] += 1
                 if self._ended(result.tokens[slot], sampling):
                     running.remove(slot)
 

@@ -24,14 +24,17 @@ POLL_SECONDS = 2e-5  # a GPU's step takes milliseconds, and has no file descript
 
 def main() -> None:
     # before torch is imported: OpenMP threads that spin while they wait take the core that the
-    # tokenizer needs (8 s instead of 0.2 s for a request, measured on two busy cores)
+    # server process needs (8 s instead of 0.2 s for a request, measured on two busy cores)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config, socket_dir = begin("runner")
     run(config, socket_dir)
 
 
 def run(config: EngineConfig, socket_dir: str) -> None:
-    """Load the model, report what fits, then serve plans until told to stop."""
+    """Load the model, report its pool sizes, then execute plans until a Shutdown arrives.
+
+    Exits with a message if the model cannot be served (START_ERRORS).
+    """
     import torch  # after the signals are set: it takes a second
 
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
@@ -49,7 +52,7 @@ def run(config: EngineConfig, socket_dir: str) -> None:
     while True:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
-            ignore_signals()  # here, not after: pools and sockets are destroyed as this returns
+            ignore_signals()  # before returning, since that destroys pools and sockets
             return
         if plan is not None:
             launched.append(runner.launch(plan))
@@ -58,7 +61,7 @@ def run(config: EngineConfig, socket_dir: str) -> None:
 
 
 def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan | Shutdown | None:
-    """None as soon as the oldest launched step is done, if no plan comes before that."""
+    """The next message, or None once the oldest launched step is done. Blocks until either."""
     if not launched:
         return plans.receive()
     while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
@@ -67,7 +70,7 @@ def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan |
 
 
 def default_threads() -> int:
-    """All cores but one: the tokenizer and the scheduler need theirs."""
+    """All cores but one, which is left to the server and scheduler processes."""
     return max(1, (os.cpu_count() or 1) - 1)
 
 
