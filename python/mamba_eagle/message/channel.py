@@ -1,4 +1,4 @@
-"""Typed ZMQ pipes between the processes, in a folder that only this user can enter."""
+"""Typed ZMQ pipes between the processes, in a folder that only the current user can access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mamba_eagle import message
 
 T = TypeVar("T")
 
-# name of the pipe -> the messages that may travel on it
+# name of the pipe -> the type of its messages; ``to_tokenizer`` leads to the server process
 PIPES: dict[str, Any] = {
     "to_scheduler": message.ToScheduler,
     "to_tokenizer": message.ToTokenizer,
@@ -33,6 +33,7 @@ def remove_socket_dir(path: str) -> None:
 
 
 def address(socket_dir: str, pipe: str) -> str:
+    """The ZMQ address of a pipe in the folder ``socket_dir``."""
     return "ipc://" + os.path.join(socket_dir, pipe)
 
 
@@ -55,7 +56,7 @@ class Sender(Generic[T]):
 
 
 class Receiver(Generic[T]):
-    """The pulling end; binds. ``receive(timeout_ms)`` gives None when nothing came in time."""
+    """The pulling end; binds."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         self.socket = context.socket(zmq.PULL)
@@ -64,6 +65,10 @@ class Receiver(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(PIPES[pipe]).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:
+        """The next message, or None if none arrives within ``timeout_ms`` (-1: no limit).
+
+        Raises: msgspec.DecodeError for bytes that are not a message of this pipe.
+        """
         if timeout_ms != 0 and not self.socket.poll(timeout_ms):
             return None
         try:

@@ -1,4 +1,4 @@
-"""How a process of the engine begins and ends; it must not outlive the one that started it."""
+"""How the scheduler and runner processes start and end; they must not outlive their parent."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Start(NamedTuple):
-    """What the launcher tells a process of the engine."""
+    """The arguments that the launcher passes to a process."""
 
     config: EngineConfig
     socket_dir: str
 
 
 def begin(role: str) -> Start:
-    """The command line is read, logging and signals are set. SIGTERM is now a SystemExit."""
+    """Read the command line and set up logging and signals. SIGTERM now raises SystemExit(0).
+
+    role: the name of the process in its log lines.
+    """
     parser = argparse.ArgumentParser(description=f"The {role} process; the server starts it.")
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
-    # Ctrl-C reaches the whole process group; the launcher decides when this process ends
+    # Ctrl-C signals the whole process group, but the launcher decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     die_with_parent()
@@ -52,17 +55,17 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def ignore_signals() -> None:
-    """From where a process ends by itself on: one more SIGTERM must not interrupt what is being
-    closed or destroyed, which would print a traceback."""
+    """Ignore SIGTERM while the process exits: another signal would interrupt the cleanup and print
+    a traceback."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def die_with_parent(check_seconds: float = 1.0) -> None:
-    """From now on this process is killed when its parent ends, however that ends.
+    """Make sure that this process is killed when its parent ends for any reason.
 
-    On Linux the kernel does it, at once: strictly, when the parent's *thread* that started this
-    process ends, so start it from a thread that lives as long as the parent. Elsewhere, and if
-    the parent was gone before this call, a thread that looks each ``check_seconds`` does it.
+    On Linux the kernel does so at once. Strictly, it does so when the *thread* that started this
+    process ends, so start it from a thread that lives as long as the parent. A thread that checks
+    every ``check_seconds`` covers other systems, and a parent that ended before this call.
     """
     parent = os.getppid()
     if sys.platform == "linux":
