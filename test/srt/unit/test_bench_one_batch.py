@@ -176,7 +176,7 @@ def test_driver_stops_at_stop_tokens() -> None:
 def test_driver_refuses_what_does_not_fit() -> None:
     config = sized_for(PLAIN, batch_size=2, total_tokens=10)
     driver = InProcessDriver(CountingRunner(config), config)
-    with pytest.raises(ValueError, match="3 prompts: the runner holds 2"):
+    with pytest.raises(ValueError, match="3 prompts: the runner holds at most 2"):
         driver.generate([[1]] * 3, greedy(1))
     with pytest.raises(ValueError, match="empty prompt"):
         driver.generate([[1], []], greedy(1))
