@@ -1,4 +1,4 @@
-"""Typed ZMQ pipes between the processes, in a folder that only this user can enter."""
+"""Typed ZMQ pipes between the processes, in a folder that only the current user can access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mamba_eagle import message
 
 T = TypeVar("T")
 
-# name of the pipe -> the messages that may travel on it
+# name of the pipe -> the type of its messages; ``to_tokenizer`` leads to the server process
 PIPES: dict[str, Any] = {
     "to_scheduler": message.ToScheduler,
     "to_tokenizer": message.ToTokenizer,
@@ -34,6 +34,7 @@ def remove_socket_dir(path: str) -> None:
 
 
 def address(socket_dir: str, pipe: str) -> str:
+    """The ZMQ address of a pipe in the folder ``socket_dir``."""
     return "ipc://" + os.path.join(socket_dir, pipe)
 
 

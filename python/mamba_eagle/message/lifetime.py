@@ -68,7 +68,7 @@ def ignore_end_signal() -> None:
 
 
 def die_with_parent(check_seconds: float = 1.0) -> None:
-    """From now on this process is killed when its parent ends, however that ends.
+    """Make sure that this process is killed when its parent ends for any reason.
 
     On Linux the kernel does it at once. Strictly, it acts when the parent's *thread* that started
     this process ends, so start it from a thread that lives as long as the parent. Elsewhere, and
