@@ -301,7 +301,8 @@ async def quiet(streams: Streams, seconds: float) -> Window:
 async def flood(
     streams: Streams, name: str, port: int, seconds: float
 ) -> tuple[Window, Counter[str]]:
-    """A window with the attack: ``seconds``, and until one request was answered, a minute at most."""
+    """A window with the attack: ``seconds``, and until one request was answered, but no more than a
+    minute."""
     command = [sys.executable, str(HERE), "--attack", name, "--port", str(port)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert process.stdout is not None

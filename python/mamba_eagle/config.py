@@ -34,8 +34,13 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
-def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def setting(
+    default: Any, help: str, choices: tuple[str, ...] | None = None, may_be_empty: bool = True
+) -> Any:
+    """may_be_empty: whether a text that is given on the command line may be "" (an unset variable
+    of a shell)."""
+    metadata = {"help": help, "choices": choices, "may_be_empty": may_be_empty}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -239,11 +244,22 @@ class ServerConfig(EngineConfig):
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(30000, "port to listen on")
     served_model_name: str = setting("", "name in replies; empty: the model path")
-    api_key: str = setting("", "clients must send it as a bearer token; empty: none")
+    api_key: str = setting(
+        "",
+        "clients must send it, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; others can read "
+        "it in the list of processes: see --api-key-file, and MAMBA_EAGLE_API_KEY in the "
+        "environment",
+        may_be_empty=False,
+    )
+    api_key_file: str = setting(
+        "", "file of keys, one per line, any of which clients may send", may_be_empty=False
+    )
     skip_tokenizer_init: bool = setting(False, "serve token ids only")
     max_queued_requests: int = setting(4096, "requests waiting before 503 is answered")
+    max_body_size: int = setting(8, "MiB of a request's body, at most")
     stream_interval: int = setting(1, "tokens between two streamed pieces, at least")
-    log_requests: bool = setting(False, "log each request's metadata")
+    log_requests: bool = setting(False, "log each request's metadata, without its prompt")
+    log_prompts: bool = setting(False, "with --log-requests: log prompts and stop strings, too")
 
     def resolved(self) -> ServerConfig:
         config = super().resolved()
@@ -272,11 +288,19 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
         else:
             parser.add_argument(
                 flag,
-                type=kind,
+                type=kind if spec.metadata["may_be_empty"] else _not_empty,
                 default=spec.default,
                 choices=spec.metadata["choices"],
                 help=help_text,
             )
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError(
+            "is empty (an unset variable?): give a value, or leave the flag out"
+        )
+    return value
 
 
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:

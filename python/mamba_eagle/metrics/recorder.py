@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,12 +21,16 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mamba_eagle.core import FinishReason, SamplingParams, shown
+from mamba_eagle.limits import MAX_LOGGED_PROMPT
 from mamba_eagle.message import ShapeUse, StateReply
 
 if TYPE_CHECKING:
-    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+    from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+    from mamba_eagle.tokenizer.text import TextTokenizer
 
 PREFIX = "mamba_eagle:"
+_DEFAULT = SamplingParams()
 request_log = logging.getLogger("mamba_eagle.requests")
 
 GAUGES = {
@@ -72,9 +77,11 @@ class _OfScheduler(Collector):
 class Recorder:
     """Called for each event of a request; each call costs microseconds."""
 
-    def __init__(self, model: str, log_requests: bool = False) -> None:
+    def __init__(self, model: str, log_requests: bool = False, log_prompts: bool = False) -> None:
+        """log_prompts: with log_requests, what clients wrote as well."""
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
+        self.log_prompts = log_prompts
         self._model = model
         self._scheduler = _OfScheduler(model)
         self.registry.register(self._scheduler)
@@ -126,16 +133,34 @@ class Recorder:
         """Output tokens a verify step, over finished requests; None without speculation."""
         return self._tokens / self._verify_steps if self._verify_steps else None
 
-    def started(self, live: LiveRequest) -> None:
+    def started(self, live: LiveRequest, tokenizer: TextTokenizer | None) -> None:
         if self.log_requests:
             for sample in live.samples:
                 request_log.info(
                     "start %s: %d prompt tokens, seed %d, %s",
-                    sample.rid,
+                    shown(sample.rid),
                     len(sample.prompt.token_ids),
                     sample.seed,
-                    sample.prompt.sampling,
+                    self._described(sample.prompt, tokenizer),
                 )
+
+    def _described(self, prompt: PromptRequest, tokenizer: TextTokenizer | None) -> str:
+        """Sampling parameters other than defaults. Texts of clients only if asked for, escaped
+        and cut, as all that clients may choose."""
+        values = {
+            name: value
+            for name, value in msgspec.structs.asdict(prompt.sampling).items()
+            if name not in ("stop", "seed") and value != getattr(_DEFAULT, name)
+        }
+        text = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+        if prompt.sampling.stop:
+            text += f", {len(prompt.sampling.stop)} stop strings"
+        if self.log_prompts:
+            ids: Any = prompt.token_ids[:MAX_LOGGED_PROMPT]
+            written = ids if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+            text += f", stop={shown(prompt.sampling.stop)}"
+            text += f", prompt={shown(written, MAX_LOGGED_PROMPT)}"
+        return text.removeprefix(", ")
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
         """``new_tokens`` came at time ``now``."""
@@ -172,11 +197,16 @@ class Recorder:
         if self.log_requests:
             request_log.info(
                 "end %s: %d tokens in %.3f s, %s",
-                sample.rid,
+                shown(sample.rid),
                 len(sample.output_ids),
                 seconds,
-                sample.finish.as_dict(),
+                self._end(sample.finish),
             )
+
+    def _end(self, finish: FinishReason) -> str:
+        if isinstance(finish.matched, str) and not self.log_prompts:
+            return "stop string"
+        return shown(finish.as_dict())
 
     def exposition(self, reply: StateReply | None) -> bytes:
         """The text of /metrics; the scheduler's gauges win over those of the same name here.

@@ -26,10 +26,14 @@ import uvicorn
 import zmq
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.core import Failure
+from mamba_eagle.limits import MAX_BODY_SIZE
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.http import make_app
+from mamba_eagle.server.lanes import share_interpreter
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.manager import TokenizerManager
@@ -96,6 +100,14 @@ def _resolve(config: ServerConfig) -> ServerConfig:
         problems.append(f"--stream-interval {config.stream_interval}: must be 1 or more")
     if config.max_queued_requests < 0:
         problems.append(f"--max-queued-requests {config.max_queued_requests}: must be 0 or more")
+    if not 1 <= config.max_body_size <= MAX_BODY_SIZE:
+        problems.append(
+            f"--max-body-size {config.max_body_size}: must be between 1 and {MAX_BODY_SIZE} (MiB)"
+        )
+    try:
+        api_keys(config)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
     return config
@@ -169,16 +181,19 @@ class _Launch:
             loop.add_signal_handler(number, self._end, Ending(0, ""))
         context = zmq.Context(io_threads=1)
         recorder = Recorder(
-            self.config.served_model_name or self.config.model_path, self.config.log_requests
+            self.config.served_model_name or self.config.model_path,
+            self.config.log_requests,
+            self.config.log_prompts,
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         try:
             self._start_engine()
             if await self._until_ready():
+                share_interpreter()
                 await self._serve(ServerState(self.config, self.manager, recorder))
             return await self.ending
         finally:
-            self.manager.fail("the server is shutting down", 503)
+            self.manager.fail("the server is shutting down", Failure.UNAVAILABLE)
             await asyncio.to_thread(end_children, self.children)
             self.manager.close()
             context.destroy(linger=0)
@@ -211,7 +226,7 @@ class _Launch:
         dead.sort(key=lambda one: (one.process.returncode >= 0, one is not child))
         first = dead[0] if dead else child
         if not self.ending.done():
-            self.manager.fail(first.how_it_ended(), 500)
+            self.manager.fail(first.how_it_ended())
         self._end(Ending(max(first.process.returncode, 0) or 1, first.how_it_ended()))
 
     async def _until_ready(self) -> bool:
@@ -261,7 +276,7 @@ class _Launch:
         if not await self._ended_before(serving):
             self._end(Ending(1, "the HTTP server ended unexpectedly"))
         # Open requests get their error now, while their connections are still there.
-        self.manager.fail("the server is shutting down", 503)
+        self.manager.fail("the server is shutting down", Failure.UNAVAILABLE)
         # Clients that do not read are cut off, which is no news worth a traceback.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         server.should_exit = True

@@ -10,7 +10,7 @@ from tiny_tokenizer import EOS, FIRST_BYTE, byte_level, metaspace, spell
 from mamba_eagle.core import FinishReason, SamplingParams
 from mamba_eagle.message import RequestOutput, StopAt
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
-from mamba_eagle.tokenizer.stop import StopFinder
+from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 BYTES = byte_level()
@@ -81,17 +81,17 @@ def test_window_does_not_wait_for_ever() -> None:
 
 
 def test_finder_takes_the_first_to_begin_then_the_longest() -> None:
-    finder = StopFinder(["bc", "abcd", "ab"])
-    match = finder.find("xabcd", 1)
+    finder = StopFinder(StopStrings(["bc", "abcd", "ab"]))
+    match = finder.find("xabcd")
     assert match is not None and match.string == "abcd" and (match.start, match.end) == (1, 5)
-    assert finder.find("ab", 2) is None  # what ended before was looked at before
+    assert finder.find("xabcd") is None  # what ended before was looked at before
 
 
 def test_held_back_is_the_longest_beginning_of_a_stop() -> None:
-    finder = StopFinder(["\n\nQuestion", "aab"])
-    assert finder.held_back("x\n\nQues") == 6
-    assert finder.held_back("xaa") == 2
-    assert finder.held_back("xb") == 0
+    for text, held in (("x\n\nQues", 6), ("xaa", 2), ("xb", 0)):
+        finder = StopFinder(StopStrings(["\n\nQuestion", "aab"]))
+        assert finder.find(text) is None
+        assert finder.held_back() == held
 
 
 def make_sample(prompt_ids: list[int] | None = None, **sampling: object) -> Sample:

@@ -12,7 +12,7 @@ from fake_engine import length_of
 from server_harness import listening, run, says, serving, silent
 from tiny_tokenizer import EOS, spell
 
-from mamba_eagle.core import FinishReason
+from mamba_eagle.core import Failure, FinishReason
 from mamba_eagle.message import Abort, Generate, StopAt
 
 
@@ -323,7 +323,7 @@ def test_engine_death_mid_stream_is_an_event() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_the_engine_has_its_status(path: str, stream: bool) -> None:
     async def test() -> None:
-        reason = FinishReason(kind="abort", message="too long for the pool", status_code=400)
+        reason = FinishReason("abort", message="too long for the pool", failure=Failure.REFUSED)
         async with serving(lambda request: ([], reason)) as server:
             reply = await server.post(path, text="x", prompt="x", stream=stream)
             assert reply.status_code == 400
