@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mamba_eagle.eval import results
 
@@ -180,7 +180,6 @@ class Streams:
                 await self._one_request(number)
             except (OSError, asyncio.IncompleteReadError, ValueError):
                 self.failed += 1
-                self.last_event.pop(number, None)
                 await asyncio.sleep(0.5)
 
     async def _one_request(self, number: int) -> None:
@@ -201,10 +200,9 @@ class Streams:
                 if not line.startswith(b"data: {"):
                     continue
                 now = time.monotonic()
-                before = self.last_event.get(number)
-                # The first event of a request waits for its prompt, which is no gap.
-                if before is not None and last:
-                    self.window.gaps.append(now - before)
+                # The first event of a request waits for its turn, which is no gap.
+                if last:
+                    self.window.gaps.append(now - self.last_event[number])
                 self.last_event[number] = now
                 last = line
             event = json.loads(last.removeprefix(b"data: "))
@@ -212,6 +210,7 @@ class Streams:
                 raise ValueError(event)
             self.different += self.texts.setdefault(number, event["text"]) != event["text"]
         finally:
+            self.last_event.pop(number, None)
             writer.close()
 
     async def _probe(self) -> None:
@@ -251,7 +250,7 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def server(source: str, flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def server(source: str, flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], IO[str], int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -266,14 +265,14 @@ def server(source: str, flags: list[str]) -> Iterator[tuple[subprocess.Popen[str
             start_new_session=True,
         )
         try:
-            yield process, port
+            yield process, errors, port
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def wait_until_ready(process: subprocess.Popen[str]) -> list[int]:
+def wait_until_ready(process: subprocess.Popen[str], errors: IO[str]) -> list[int]:
     """The pids of its processes."""
     pids = []
     assert process.stdout is not None
@@ -282,7 +281,8 @@ def wait_until_ready(process: subprocess.Popen[str]) -> list[int]:
             pids.append(int(found[1]))
         if "ready at" in line:
             return pids
-    sys.exit("the server did not start")
+    errors.seek(0)
+    sys.exit("the server did not start:\n" + errors.read())
 
 
 async def quiet(streams: Streams, seconds: float) -> Window:
@@ -399,8 +399,8 @@ def main() -> None:
     if args.attack:
         attack(args.attack, args.port)
     args.harmed = 0
-    with server(args.source, args.flags) as (process, port):
-        lines = asyncio.run(measure(args, port, wait_until_ready(process)))
+    with server(args.source, args.flags) as (process, errors, port):
+        lines = asyncio.run(measure(args, port, wait_until_ready(process, errors)))
         alive = process.poll() is None
     if args.results:
         facts = results.facts("cpu")

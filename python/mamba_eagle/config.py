@@ -286,10 +286,12 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
         elif kind is bool:
             parser.add_argument(flag, action="store_true", help=help_text)
         else:
+            may_be_empty = spec.metadata["may_be_empty"]
             parser.add_argument(
                 flag,
-                type=kind if spec.metadata["may_be_empty"] else _not_empty,
-                default=spec.default,
+                type=kind if may_be_empty else _not_empty,
+                # A default text would be taken for one that was given.
+                default=spec.default if may_be_empty else argparse.SUPPRESS,
                 choices=spec.metadata["choices"],
                 help=help_text,
             )
