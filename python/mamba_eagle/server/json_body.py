@@ -78,10 +78,10 @@ def _decode_field(name: str, text: bytes) -> Any:
 
 def decode_token_ids(text: bytes) -> list[Any]:
     """A valid JSON array of numbers, or of arrays of numbers, however long."""
-    if text.find(b"[", 1) < 0:
+    at = text.index(b"[") + 1
+    if text.find(b"[", at) < 0:
         return _decode_flat(text)
     found: list[Any] = []
-    at = text.index(b"[") + 1
     end = text.rindex(b"]")
     while at < end:
         # A piece of whole inner arrays; one that is longer than a piece is decoded by itself.
