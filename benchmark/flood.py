@@ -26,98 +26,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from mamba_eagle.bench.attacks import ATTACKS, MIB
 from mamba_eagle.eval import results
 
 HERE = Path(__file__).resolve()
 PYTHON = HERE.parents[1] / "python"
 TOKENS = 400  # of one stream's request
 HEALTH_INTERVAL = 0.02  # seconds
-MIB = 2**20
-
-
-# ── the attacks ──────────────────────────────────────────────────────────────────────────────
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _generate(**values: Any) -> bytes:
-    return _json({"text": "a", **values})
-
-
-def _sampling(**values: Any) -> bytes:
-    return _generate(sampling_params=values)
-
-
-def _nested(inner: str, count: int) -> bytes:
-    return b'{"x":[' + b",".join([inner.encode()] * count) + b"]}"
-
-
-# name -> path and body. Those of the list in issue 11 first, then what else might hurt.
-ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "a million texts": ("/generate", lambda: _json({"text": ["a"] * 10**6})),
-    "a million lists to detokenize": ("/detokenize", lambda: _json({"tokens": [[1]] * 10**6})),
-    "700k chat messages": (
-        "/v1/chat/completions",
-        lambda: _json({"messages": [{"role": "user", "content": ""}] * 700_000}),
-    ),
-    "100k stop strings, n 256": (
-        "/generate",
-        lambda: _sampling(stop=[f"zz{i}" for i in range(10**5)], n=256, max_new_tokens=1),
-    ),
-    "a token of 32 MiB": ("/generate", lambda: _json({"input_ids": [1, "x" * (32 * MIB)]})),
-    "logit_bias of a million": (
-        "/generate",
-        lambda: _sampling(logit_bias={str(i): 1 for i in range(10**6)}),
-    ),
-    "rid of 1 MB, streamed": (
-        "/generate",
-        lambda: _generate(
-            rid="r" * 10**6,
-            stream=True,
-            sampling_params={"max_new_tokens": 200, "ignore_eos": True},
-        ),
-    ),
-    "rid of 100 kB, n 1024": (
-        "/generate",
-        lambda: _generate(rid="r" * 10**5, sampling_params={"n": 1024, "max_new_tokens": 0}),
-    ),
-    "model of 1 MB, streamed": (
-        "/v1/completions",
-        lambda: _json({"prompt": "a", "model": "m" * 10**6, "stream": True, "max_tokens": 200}),
-    ),
-    "a million texts to tokenize": ("/tokenize", lambda: _json({"prompt": ["a"] * 10**6})),
-    "8 MiB of text to tokenize": ("/tokenize", lambda: _json({"prompt": "a word " * 1_190_000})),
-    "500 kB of text to tokenize": ("/tokenize", lambda: _json({"prompt": "a word " * 70_000})),
-    "a text of 250 kB": ("/generate", lambda: _json({"text": "a word " * 36_000})),
-    "1.3 million token ids": ("/generate", lambda: _json({"input_ids": [12345] * 1_300_000})),
-    "2.7 million empty lists": ("/generate", lambda: _nested("[]", 2_700_000)),
-    "700k keys": ("/generate", lambda: _json({str(i): 1 for i in range(700_000)})),
-    "230k long numbers": ("/generate", lambda: _nested("1.23456789012345678901234e-300", 230_000)),
-    "8 MiB of escapes": ("/generate", lambda: b'{"text":"' + b"\\u00e9" * 1_390_000 + b'"}'),
-    "an array 8 million deep": ("/generate", lambda: b'{"text":' + b"[" * (8 * MIB - 16)),
-    "60 MiB of spaces": ("/generate", lambda: b" " * (60 * MIB)),
-    "4,000 chat messages": (
-        "/v1/chat/completions",
-        lambda: _json({"messages": [{"role": "user", "content": "hi"}] * 4000}),
-    ),
-    "4,000 texts, prefill only": (
-        "/generate",
-        lambda: _json({"text": ["a"] * 4000, "sampling_params": {"max_new_tokens": 0}}),
-    ),
-}
 
 
 def attack(name: str, port: int) -> None:
     """Sends the body again and again until killed; prints a status a line."""
-    path, make = ATTACKS[name]
-    body = make()
+    path, body = ATTACKS[name].path, ATTACKS[name].body()
     os.nice(10)  # a client is on another machine: what it computes is not to slow this one
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -237,6 +162,10 @@ class Streams:
         now = time.monotonic()
         self.window.gaps += [now - last for last in self.last_event.values()]
         return self.window
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 def _request(method: str, path: str, body: bytes) -> bytes:

@@ -82,6 +82,7 @@ class Recorder:
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
         self.log_prompts = log_prompts
+        self.tokenizer: TextTokenizer | None = None  # set when loaded; for prompts in the log
         self._model = model
         self._scheduler = _OfScheduler(model)
         self.registry.register(self._scheduler)
@@ -133,7 +134,7 @@ class Recorder:
         """Output tokens a verify step, over finished requests; None without speculation."""
         return self._tokens / self._verify_steps if self._verify_steps else None
 
-    def started(self, live: LiveRequest, tokenizer: TextTokenizer | None) -> None:
+    def started(self, live: LiveRequest) -> None:
         if self.log_requests:
             for sample in live.samples:
                 request_log.info(
@@ -141,10 +142,10 @@ class Recorder:
                     shown(sample.rid),
                     len(sample.prompt.token_ids),
                     sample.seed,
-                    self._described(sample.prompt, tokenizer),
+                    self._described(sample.prompt),
                 )
 
-    def _described(self, prompt: PromptRequest, tokenizer: TextTokenizer | None) -> str:
+    def _described(self, prompt: PromptRequest) -> str:
         """Sampling parameters other than defaults. Texts of clients only if asked for, escaped
         and cut, as all that clients may choose."""
         values = {
@@ -156,8 +157,9 @@ class Recorder:
         if prompt.sampling.stop:
             text += f", {len(prompt.sampling.stop)} stop strings"
         if self.log_prompts:
-            ids: Any = prompt.token_ids[:MAX_LOGGED_PROMPT]
-            written = ids if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+            written: Any = prompt.token_ids[:MAX_LOGGED_PROMPT]
+            if self.tokenizer is not None:
+                written = self.tokenizer.decode(written, skip_special_tokens=False)
             text += f", stop={shown(prompt.sampling.stop)}"
             text += f", prompt={shown(written, MAX_LOGGED_PROMPT)}"
         return text.removeprefix(", ")

@@ -36,6 +36,7 @@ class ServerState:
     def __post_init__(self) -> None:
         """Raises: ConfigError for an API key that cannot be read."""
         self.api_keys = api_keys(self.config)
+        self.recorder.tokenizer = self.manager.tokenizer
         self.bodies = Bodies(self.config.max_body_size * 2**20)
 
     @property

@@ -126,7 +126,7 @@ class TokenizerManager:
             seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
             for i in range(prompt.n):
                 started.append(self._start(live, prompt, i, sample_seed(seed, i)))
-        self.recorder.started(live, self.tokenizer)
+        self.recorder.started(live)
         self._send_turn(started)
         if started:
             self._unsent += started
