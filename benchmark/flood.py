@@ -38,12 +38,18 @@ HERE = Path(__file__).resolve()
 PYTHON = HERE.parents[1] / "python"
 TOKENS = 400  # of one stream's request
 HEALTH_INTERVAL = 0.02  # seconds
+# What the attacking process alone costs on a machine of few cores: it computes and sends nothing.
+CONTROL = "nothing, but a busy process"
 
 
 def attack(name: str, port: int) -> None:
-    """Sends the body again and again until killed; prints a status a line."""
-    path, body = ATTACKS[name].path, ATTACKS[name].body()
+    """Sends the body again and again until killed; prints a line when it begins, then a status per
+    line."""
     os.nice(10)  # a client is on another machine: what it computes is not to slow this one
+    path, body = ("", b"") if name == CONTROL else (ATTACKS[name].path, ATTACKS[name].body())
+    print("ready", flush=True)
+    while name == CONTROL:
+        pass
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         try:
@@ -241,10 +247,12 @@ async def flood(
         async for line in output:
             answers[line.split()[0].decode()] += 1
 
+    await process.stdout.readline()
     counting = asyncio.ensure_future(count(process.stdout))
     streams.begin_window()
     begin = time.monotonic()
-    while (passed := time.monotonic() - begin) < seconds or (not answers and passed < 60):
+    unanswered = 0.0 if name == CONTROL else 60.0
+    while (passed := time.monotonic() - begin) < seconds or (not answers and passed < unanswered):
         await asyncio.sleep(0.05)
     window = streams.end_window()
     process.kill()
@@ -259,7 +267,7 @@ async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> list[
     lines = []
     try:
         await quiet(streams, 3)
-        for name in args.only or ATTACKS:
+        for name in args.only or [CONTROL, *ATTACKS]:
             before = await quiet(streams, args.seconds)
             during, answers = await flood(streams, name, port, args.seconds)
             after = await quiet(streams, args.seconds)
@@ -319,7 +327,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="goes into each result line")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
-    parser.add_argument("--only", nargs="*", choices=list(ATTACKS), help="these attacks alone")
+    parser.add_argument("--only", nargs="*", choices=[CONTROL, *ATTACKS], help="these attacks alone")
     parser.add_argument("--results", default="", help="append a line per attack to this file")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
