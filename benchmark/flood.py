@@ -327,7 +327,8 @@ def main() -> None:
     parser.add_argument("--label", default="", help="goes into each result line")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
-    parser.add_argument("--only", nargs="*", choices=[CONTROL, *ATTACKS], help="these attacks alone")
+    names = [CONTROL, *ATTACKS]
+    parser.add_argument("--only", nargs="*", choices=names, help="these attacks alone")
     parser.add_argument("--results", default="", help="append a line per attack to this file")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
