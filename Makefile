@@ -1,4 +1,4 @@
-# Each target sets up .venv by itself and sets it up again when pyproject.toml has changed.
+# Each target sets up .venv by itself and updates it when pyproject.toml has changed.
 # ARGS are passed on:  make serve ARGS="--port 31000 --speculative-algorithm NONE"
 # PYTHON picks the interpreter that makes .venv:  make serve PYTHON=/opt/python3.12/bin/python
 
@@ -7,15 +7,16 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
 
-.PHONY: help serve test lint bench eval clean
+.PHONY: help serve test lint bench eval constraints clean
 
 help:
 	@echo "make serve   start the server (needs no model: one is embedded)"
 	@echo "make test    all tests that this machine can run"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy and import-linter"
 	@echo "make bench   one batch, in this process; see benchmark/ for the others"
 	@echo "make eval    GSM8K-style accuracy of a running server"
 	@echo "make clean   remove .venv, caches and build output"
+	@echo "make constraints   write the versions in .venv to constraints.txt"
 	@echo 'ARGS="..." is passed on to the command.'
 
 serve: $(VENV)/.installed
@@ -27,18 +28,29 @@ bench: $(VENV)/.installed
 eval: $(VENV)/.installed
 	$(BIN)/python -m mamba_eagle.eval.few_shot_gsm8k $(ARGS)
 
+# slipcover counts the lines of this process, not those of servers that e2e tests start. It costs a
+# few percent; a tracer would double the time of the scheduler's tests before Python 3.12.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	@rm -f .coverage.json
+	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest $(ARGS)
+	@$(BIN)/python test/coverage_table.py .coverage.json
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+constraints: $(VENV)/.installed-test
+	{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \
+		| grep -viE '^(torch|triton|nvidia|cuda)'; } > .constraints.new
+	mv .constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find python -name '*.egg-info' -prune -exec rm -rf {} +
-	find python test benchmark -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -f .coverage.json
 
 # The first interpreter that is new enough and can make an environment (Debian keeps ensurepip in
 # python3-venv). The check runs it: a name on the PATH may be a shim with nothing behind it.

@@ -44,20 +44,16 @@ from safetensors.torch import save_file
 from server_start import GEOMETRY
 from tokenizers import Tokenizer
 
-from mamba_eagle.config import (
-    EMBEDDED_HEADS,
-    EMBEDDED_MODEL,
-    ServerConfig,
-    add_arguments,
-    from_arguments,
-)
+from mamba_eagle.config import ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k, results
 from mamba_eagle.message import Generate, SpeculationState
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import random_weights
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.model_runner import ModelRunner
 
 RESULTS = Path(__file__).parent / "results" / "adaptive.jsonl"
@@ -90,7 +86,7 @@ class Engine:
     def __init__(self, flags: list[str]) -> None:
         parser = argparse.ArgumentParser()
         add_arguments(parser, ServerConfig)
-        config = from_arguments(ServerConfig, parser.parse_args(flags)).resolved()
+        config = resolve(from_arguments(ServerConfig, parser.parse_args(flags)))
         if config.cpu_threads:
             torch.set_num_threads(config.cpu_threads)
         self.engine = OfflineEngine(config, ModelRunner(config))
@@ -193,7 +189,7 @@ def geometry_flags(shape: str) -> dict[str, list[str]]:
 
 def write_useless_head(folder: Path) -> None:
     """The embedded head's shape with random weights: what it drafts is never right."""
-    head = EagleHead(ModelConfig.from_pretrained(EMBEDDED_HEADS["EAGLE"]))
+    head = EagleHead(read_model_config(EMBEDDED_HEADS["EAGLE"]))
     random_weights(head, 1)
     shutil.copy(EMBEDDED_HEADS["EAGLE"] / "config.json", folder)
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
@@ -276,7 +272,7 @@ def shapes_used(contestant: Contestant) -> str:
     """How many steps each shape was drafted in, so far."""
     state = contestant.answering.speculation()
     steps = ", ".join(f"{name} {use.steps}" for name, use in state.shapes.items())
-    return f"{contestant.name}: {steps}" + (", given up" if state.given_up else "")
+    return f"{contestant.name}: {steps}" + (", given up" if state.disabled else "")
 
 
 def start(

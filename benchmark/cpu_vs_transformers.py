@@ -25,6 +25,7 @@ import transformers
 from mamba_eagle.bench_one_batch import make_driver, synthetic_prompts
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval import machine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
@@ -82,24 +83,26 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
     longest = args.input_len + args.output_len
     drivers = {}
     for mode, algorithm in (("plain", "NONE"), ("eagle", "auto")):
-        config = EngineConfig(
-            model_path=args.model_path,
-            device="cpu",
-            dtype="float32",
-            cpu_threads=args.threads,
-            speculative_algorithm=algorithm,
-            speculative_draft_model_path=args.speculative_draft_model_path
-            if mode == "eagle"
-            else "",
-        ).resolved()
+        config = resolve(
+            EngineConfig(
+                model_path=args.model_path,
+                device="cpu",
+                dtype="float32",
+                cpu_threads=args.threads,
+                speculative_algorithm=algorithm,
+                speculative_draft_model_path=args.speculative_draft_model_path
+                if mode == "eagle"
+                else "",
+            )
+        )
         if mode == "eagle" and config.speculative_algorithm == "NONE":
             continue  # no head at hand
         drivers[mode] = make_driver(sized_for(config, max(args.batch_size), longest))
-    model = load_transformers(base.resolved().model_path)
+    model = load_transformers(resolve(base).model_path)
     # Loading sets the number of threads; from here on it is the same for all.
     torch.set_num_threads(args.threads)
 
-    config = base.resolved()
+    config = resolve(base)
     vocab_size = drivers["plain"].runner.ready.vocab_size
     new = args.output_len
     found = []

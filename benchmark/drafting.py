@@ -26,13 +26,14 @@ from mamba_eagle.bench_one_batch import make_driver
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.eval import gsm8k, machine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
 
 RESULTS = Path(__file__).parent / "results" / "drafting.jsonl"
-MOST_TOKENS = 200  # of an answer
+MAX_TOKENS = 200  # of an answer
 SHAPES = {
-    "tree": TreeShape(topk=4, steps=5, nodes=16),
-    "chain": TreeShape(topk=1, steps=5, nodes=6),
+    "tree": TreeShape(topk=4, depth=5, nodes=16),
+    "chain": TreeShape(topk=1, depth=5, nodes=6),
 }
 
 
@@ -85,16 +86,18 @@ def settings(args: argparse.Namespace, drafter: str, shape: str) -> EngineConfig
     """``drafter`` is a name, or NAME=FOLDER. Raises: ConfigError."""
     name, _, folder = drafter.partition("=")
     tree = SHAPES.get(shape, TreeShape())
-    return EngineConfig(
-        model_path=args.model_path,
-        device=args.device,
-        cpu_threads=args.threads,
-        speculative_algorithm=name,
-        speculative_draft_model_path=folder,
-        speculative_eagle_topk=tree.topk,
-        speculative_num_steps=tree.steps,
-        speculative_num_draft_tokens=tree.nodes,
-    ).resolved()
+    return resolve(
+        EngineConfig(
+            model_path=args.model_path,
+            device=args.device,
+            cpu_threads=args.threads,
+            speculative_algorithm=name,
+            speculative_draft_model_path=folder,
+            speculative_eagle_topk=tree.topk,
+            speculative_num_steps=tree.steps,
+            speculative_num_draft_tokens=tree.nodes,
+        )
+    )
 
 
 def contestants(args: argparse.Namespace, batch: int, longest: int) -> Iterator[Contestant]:
@@ -102,7 +105,7 @@ def contestants(args: argparse.Namespace, batch: int, longest: int) -> Iterator[
     pairs = [("NONE", "plain")]
     pairs += [(drafter, shape) for drafter in args.drafter for shape in SHAPES]
     for drafter, shape in pairs:
-        config = sized_for(settings(args, drafter, shape), batch, longest + MOST_TOKENS)
+        config = sized_for(settings(args, drafter, shape), batch, longest + MAX_TOKENS)
         yield Contestant(drafter.partition("=")[0], shape, make_driver(config))
 
 
@@ -111,7 +114,7 @@ def run_round(
 ) -> None:
     made = Round()
     for first in range(0, count, batch):
-        sampling = SamplingParams(max_new_tokens=MOST_TOKENS, temperature=temperature, seed=first)
+        sampling = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=temperature, seed=first)
         answered = contestant.driver.generate(problems.prompts[first : first + batch], sampling)
         made.add(answered)
         made.right += problems.count_right(first, answered.tokens)
@@ -176,7 +179,7 @@ def report(
     record = {
         "drafter": each.drafter,
         "shape": each.shape,
-        "steps": each.driver.shape.steps,
+        "steps": each.driver.shape.depth,
         "topk": each.driver.shape.topk,
         "nodes": each.driver.shape.nodes,
         "temperature": temperature,

@@ -18,6 +18,7 @@ from mamba_eagle.bench_one_batch import make_parser, synthetic_prompts
 from mamba_eagle.config import EngineConfig, from_arguments
 from mamba_eagle.core import PLAIN, SamplingParams
 from mamba_eagle.eval import results
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver, greedy, sized_for
 
 CUT = 0.2  # of the trace, at either end
@@ -63,7 +64,7 @@ class TracedDriver(InProcessDriver):
 def main(argv: list[str] | None = None) -> None:
     parser: argparse.ArgumentParser = make_parser()
     args = parser.parse_args(argv)
-    config = from_arguments(EngineConfig, args).resolved()
+    config = resolve(from_arguments(EngineConfig, args))
     if config.device == "cpu":
         sys.exit("error: --device cpu: only a GPU's work can be traced apart from the host's")
     import torch

@@ -51,7 +51,7 @@ async def answer_all(base_url: str, requests: int, prompt: int, new_tokens: int)
 
 def state_megabytes(info: dict[str, Any]) -> float:
     """Of a running request: its checkpoint, and its rows or node states."""
-    state = info["checkpoint_bytes"] / info["max_checkpoints"]
+    state = info["checkpoint_bytes"] / info["max_state_slots"]
     return (state + info["verify_bytes"] / info["max_running_requests"]) / 1e6
 
 

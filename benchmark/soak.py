@@ -5,7 +5,7 @@
 Clients stream greedy answers to a few prompts. Some requests are left to finish, some are dropped
 by closing the connection, some are ended by /abort_request. A finished text must equal the first
 one for its prompt (with --allow-different-texts it may part, as bfloat16 can at a near-tie). In the
-end no request may be left and every KV slot and checkpoint must be free or cached. Exits with 1 if
+end no request may be left and every KV slot and state slot must be free or cached. Exits with 1 if
 anything is wrong.
 """
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=python python benchmark/kernels/bench_nodes.py --output FILE.jsonl
 
-Rows and folds (16 chain rows; without a fold, and with one of every request) read the state once,
+Rows and folds (16 journal rows; without a fold, and with one of every request) read the state once,
 whatever the tree; a state a node is written as often as there are nodes. Measured as
 bench_tree_verify.py and bench_snapshot.py do.
 """
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 from bench_snapshot import SnapshotInputs
-from bench_tree_verify import CHAIN, NANO_9B, Inputs, Mode, bytes_moved
+from bench_tree_verify import JOURNAL, NANO_9B, Inputs, Mode, bytes_moved
 from measure import Report, compile_all, graph_us
 
 from mamba_eagle.kernels.tree_verify.triton import choose_config
 
-MOST_SNAPSHOT_BYTES = 30e9  # of all node states; two layers at least are gone round
+MAX_SNAPSHOT_BYTES = 30e9  # of all node states; two layers at least are gone round
 
 
 class Job(NamedTuple):
@@ -38,16 +38,16 @@ def compile_share(share: list[Job]) -> None:
         SnapshotInputs(1, job.nodes).snapshot()[0]()
         for mode in job.modes:
             config = choose_config(
-                job.batch, job.nodes, CHAIN, NANO_9B, torch.bfloat16, bool(mode.fold)
+                job.batch, job.nodes, JOURNAL, NANO_9B, torch.bfloat16, bool(mode.fold)
             )
-            Inputs(1, mode, layers=1, rows=CHAIN + job.nodes).verify(config)[0]()
+            Inputs(1, mode, layers=1, rows=JOURNAL + job.nodes).verify(config)[0]()
 
 
 def measure_rows(found: Report, job: Job) -> None:
     for mode, suffix in zip(job.modes, ("", "_fold")):
         kind = ("decode" if job.nodes == 1 else "tree") + suffix
-        fields = {"mode": kind, "batch": job.batch, "nodes": job.nodes, "rows": CHAIN}
-        us = graph_us(Inputs(job.batch, mode, rows=CHAIN + job.nodes).verify())
+        fields = {"mode": kind, "batch": job.batch, "nodes": job.nodes, "rows": JOURNAL}
+        us = graph_us(Inputs(job.batch, mode, rows=JOURNAL + job.nodes).verify())
         label = f"{kind} {job.nodes} nodes {job.batch}"
         found.add(label, f"kernel_{kind}_us", us, bytes_moved(job.batch, mode), **fields)
 
@@ -74,7 +74,7 @@ def main() -> None:
     state_bytes = 4 * NANO_9B.heads * NANO_9B.head_dim * NANO_9B.state_size
     for job in jobs:
         measure_rows(found, job)
-        if 2 * job.batch * job.nodes * state_bytes <= MOST_SNAPSHOT_BYTES:
+        if 2 * job.batch * job.nodes * state_bytes <= MAX_SNAPSHOT_BYTES:
             measure_snapshot(found, job)
         torch.cuda.empty_cache()
 

@@ -25,7 +25,7 @@ from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import ScanInputs, prefill_conv
 from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Prompt, prefill_plan
 from mamba_eagle.kernels.ssd.triton import Config, choose_config, scan
-from mamba_eagle.kernels.tree_verify.triton import Sizes
+from mamba_eagle.kernels.tree_verify.layout import Sizes
 
 GOALS_US = {"32x256": 600}  # of the scan: with 27 layers a twentieth of 0.26 s
 BATCHES = {
@@ -79,7 +79,7 @@ class Inputs:
         for slot, length in enumerate(self.lengths):
             prompts.append(Prompt(first, length, slot, ((length, slot),)))
             first += length
-        return prefill_plan(prompts, torch.device("cuda"), block)
+        return prefill_plan(prompts, partial(torch.tensor, device="cuda"), block)
 
     def convolved(
         self, layer: int, plan: PrefillPlan, block: int = 256, warps: int = 4

@@ -33,12 +33,12 @@ CONFIGS = [
 
 
 class SnapshotInputs(Inputs):
-    """A tree without a chain, and a state for each node and layer."""
+    """A tree without a journal, and a state for each node and layer."""
 
     def __init__(self, batch: int, nodes: int) -> None:
         state_bytes = batch * math.prod((NANO_9B.heads, NANO_9B.head_dim, NANO_9B.state_size)) * 4
         layers = max(2, math.ceil(ROTATED_BYTES / (state_bytes * nodes)))
-        super().__init__(batch, Mode(nodes, None), layers=layers, chain=0, rows=nodes)
+        super().__init__(batch, Mode(nodes, None), layers=layers, journal=0, rows=nodes)
         self.node_states = self.state.new_empty(layers, batch, nodes, *self.state.shape[2:])
         self.nodes, self.state_bytes = nodes, state_bytes
 
@@ -61,7 +61,7 @@ class SnapshotInputs(Inputs):
     def commit(self) -> list[Launch]:
         """All layers in one launch."""
         count = torch.ones_like(self.step.slots)
-        at = (self.step.slots, self.step.checkpoints, self.step.rows[:, -1].contiguous(), count)
+        at = (self.step.slots, self.step.state_slots, self.step.rows[:, -1].contiguous(), count)
         return [lambda: commit_snapshots(self.node_states, self.state, *at)]
 
     @property

@@ -26,16 +26,12 @@ import torch
 from measure import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from torch import Tensor
 
-from mamba_eagle.kernels import gpu
-from mamba_eagle.kernels.tree_attention.triton import (
-    Config,
-    choose_config,
-    paged_tree_attention,
-    path_masks,
-)
-from mamba_eagle.models.config import AttentionConfig
-from mamba_eagle.runner.contexts import PagedAttention
-from mamba_eagle.runner.pools import KVPool
+from mamba_eagle.backend.choose import flashinfer_usable
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.backend.torch.attention import PagedAttention
+from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
+from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
+from mamba_eagle.model_config import AttentionConfig
 
 NANO_9B = AttentionConfig(num_heads=40, num_kv_heads=8, head_dim=128)
 DRAFTER = AttentionConfig(num_heads=16, num_kv_heads=8, head_dim=64)
@@ -83,7 +79,7 @@ class Inputs:
         for i, parent in enumerate(parents):
             seen[i] |= seen[parent]
         self.ancestors = seen[mode.old :].cuda().expand(batch, -1, -1)  # [b, T, E]
-        self.masks = path_masks(self.ancestors)
+        self.masks = pack_ancestors(self.ancestors)
         heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
         packed = torch.randn(batch * T, sum(heads), model.head_dim, device="cuda").bfloat16()
         self.q, self.k, self.v = packed.split(heads, dim=1)
@@ -111,7 +107,7 @@ class Inputs:
         return self.through(PagedAttention(self.pool, new, read, bias))
 
     def flashinfer(self) -> list[Launch]:
-        from mamba_eagle.runner.flashinfer_attention import FlashInferTrees
+        from mamba_eagle.backend.triton.flashinfer import FlashInferTrees
 
         slots, lengths = list(range(self.batch)), [self.prefix] * self.batch
         where = (self.table, slots, lengths, self.own, self.ancestors)
@@ -119,7 +115,7 @@ class Inputs:
 
     def paths(self, config: Config | None) -> Iterator[tuple[str, list[Launch]]]:
         yield "triton", self.triton(config)
-        if not self.mode.old and gpu.flashinfer_usable(self.q.device, self.q.dtype):
+        if not self.mode.old and flashinfer_usable(self.q.dtype):
             yield "flashinfer", self.flashinfer()
         yield "torch", self.torch()
 

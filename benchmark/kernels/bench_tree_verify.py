@@ -25,20 +25,13 @@ from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.triton import (
-    Config,
-    RowBuffers,
-    Sizes,
-    TreeStep,
-    ancestor_bits,
-    choose_config,
-    tree_verify,
-)
-from mamba_eagle.kernels.tree_verify.triton_fold import fold_chains
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.triton import Config, choose_config, tree_verify
+from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 NANO_9B = Sizes(heads=128, head_dim=80, groups=8, state_size=128)
 CONV_KERNEL = 4
-CHAIN = 16
+JOURNAL = 16
 ROWS = 32
 LAYERS = 27  # of Nemotron-Nano-9B-v2 are Mamba2
 
@@ -75,7 +68,7 @@ class Inputs:
         mode: Mode,
         sizes: Sizes = NANO_9B,
         layers: int = 0,
-        chain: int = CHAIN,
+        journal: int = JOURNAL,
         rows: int = ROWS,
     ) -> None:
         H, P, G, N = self.sizes = sizes
@@ -108,20 +101,20 @@ class Inputs:
             ancestors[:, i] |= ancestors[:, int(parents[0, i])]
         order = torch.stack([torch.randperm(rows) for _ in range(batch)])
         history = torch.arange(CONV_KERNEL - 1).expand(batch, -1)
-        path = torch.cat([history, order[:, :chain] + CONV_KERNEL - 1], dim=1)
-        step = TreeStep(
+        path = torch.cat([history, order[:, :journal] + CONV_KERNEL - 1], dim=1)
+        step = TreeLayout(
             slots=torch.arange(batch),
-            checkpoints=torch.randperm(batch),
-            chain=order[:, :chain],
-            chain_len=torch.full((batch,), chain),
-            rows=order[:, chain : chain + T],
+            state_slots=torch.randperm(batch),
+            journal=order[:, :journal],
+            journal_len=torch.full((batch,), journal),
+            rows=order[:, journal : journal + T],
             parents=parents,
-            ancestors=ancestor_bits(ancestors),
+            ancestors=pack_ancestors(ancestors)[..., 0],
             tail=path[:, -(CONV_KERNEL - 1) :],
             fold=None if mode.fold is None else torch.full((batch,), mode.fold),
         )
         parts = (part if part is None else part.contiguous().cuda() for part in step)
-        self.step = TreeStep(*parts)
+        self.step = TreeLayout(*parts)
 
     def verify(self, config: Config | None = None) -> list[Callable[[], object]]:
         def launch(layer: int) -> Tensor:
@@ -153,7 +146,7 @@ def bytes_moved(batch: int, mode: Mode, sizes: Sizes = NANO_9B) -> int:
     H, P, G, N = sizes
     T = mode.nodes
     state = H * P * N * 4 * (2 if mode.fold else 1)
-    rows = (CHAIN + T) * (2 * (H * P + G * N) + 8 * H)
+    rows = (JOURNAL + T) * (2 * (H * P + G * N) + 8 * H)
     return batch * (state + rows + 2 * T * (G * N + H * P))
 
 
@@ -161,11 +154,11 @@ def measure_mode(
     found: Report, mode_name: str, batch: int, best: dict[tuple[str, int], Config]
 ) -> None:
     mode = MODES[mode_name]
-    fields = {"mode": mode_name, "batch": batch, "nodes": mode.nodes, "rows": CHAIN}
+    fields = {"mode": mode_name, "batch": batch, "nodes": mode.nodes, "rows": JOURNAL}
     inputs = Inputs(batch, mode)
     config = best.get((mode_name.removesuffix("_unused"), batch))
     working = bool(mode.fold)  # of two launches, the one that has requests
-    usual = choose_config(batch, mode.nodes, CHAIN, inputs.sizes, torch.bfloat16, working)
+    usual = choose_config(batch, mode.nodes, JOURNAL, inputs.sizes, torch.bfloat16, working)
     verify = inputs.verify(config)
     found.add(
         f"verify {mode_name} {batch}",
@@ -190,23 +183,23 @@ def measure_mode(
 
 
 def measure_fold(found: Report, batch: int) -> None:
-    """Chains of all layers, outside of a step."""
+    """Journals of all layers, outside of a step."""
     H, P, G, N = NANO_9B
     row = H * P + G * N
     xB = torch.randn(LAYERS, batch, ROWS, row, device="cuda").bfloat16()
     dt = torch.rand(LAYERS, batch, ROWS, H, device="cuda") * 0.1
     state = torch.randn(LAYERS, batch, H, P, N, device="cuda")
     slots = torch.arange(batch, device="cuda")
-    chain = torch.arange(CHAIN, device="cuda").repeat(batch, 1)
-    length = torch.full_like(slots, CHAIN)
-    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, slots, slots, chain, length, NANO_9B)
+    journal = torch.arange(JOURNAL, device="cuda").repeat(batch, 1)
+    length = torch.full_like(slots, JOURNAL)
+    args = (RowBuffers(xB, dt, -dt.cumsum(2)), state, slots, slots, journal, length, NANO_9B)
     found.add(
         f"fold of {LAYERS} layers {batch}",
         "kernel_fold_us",
-        graph_us([partial(fold_chains, *args)]),
-        LAYERS * batch * (2 * H * P * N * 4 + CHAIN * (2 * row + 8 * H)),
+        graph_us([partial(fold_journals, *args)]),
+        LAYERS * batch * (2 * H * P * N * 4 + JOURNAL * (2 * row + 8 * H)),
         batch=batch,
-        rows=CHAIN,
+        rows=JOURNAL,
         layers=LAYERS,
     )
 

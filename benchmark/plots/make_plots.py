@@ -77,7 +77,7 @@ def doubling_axis(ax: Axes, series: list[Series]) -> None:
 
 
 def throughput(lines: Lines) -> Figure | None:
-    """Tokens a second against the batch."""
+    """Tokens per second against the batch size."""
     rate = "tokens_per_s"
     peer = {"engine": "sglang"}
     wanted = {
@@ -93,14 +93,14 @@ def throughput(lines: Lines) -> Figure | None:
         return None
     doubling_axis(ax, drawn)
     logarithmic_values(ax)
-    ax.set(xlabel="requests in the batch", ylabel="tokens a second")
-    ax.set_title("Decoding, tree of 8 nodes, 3 tokens accepted a step", loc="left", fontsize=12)
+    ax.set(xlabel="requests in the batch", ylabel="tokens per second")
+    ax.set_title("Decoding, tree of 8 nodes, 3 tokens accepted per step", loc="left", fontsize=12)
     ax.legend()
     return figure
 
 
 def verify_time(lines: Lines) -> Figure | None:
-    """Microseconds a layer against the nodes of a tree, a panel a batch size."""
+    """Microseconds per layer against the nodes of a tree, one panel per batch size."""
 
     def trees(label: str, kind: str, batch: int) -> Series:
         """One node has a kernel, and so a name, of its own."""
@@ -116,9 +116,9 @@ def verify_time(lines: Lines) -> Figure | None:
         one = lines.series("", "nodes", "kernel_decode_us", **peer).points
         more = lines.series("", "nodes", "kernel_snapshot_us", **peer).points
         wanted = {
-            "peer": Series("SGLang, a state a node", one | more),
+            "peer": Series("SGLang, a state per node", one | more),
             "snapshot": lines.series(
-                "snapshot, a state a node", "nodes", "kernel_snapshot_us", batch=batch
+                "snapshot, a state per node", "nodes", "kernel_snapshot_us", batch=batch
             ),
             "fold": trees("deferred, step that folds", "_fold", batch),
             "deferred": trees("deferred, step that does not", "", batch),
@@ -132,7 +132,7 @@ def verify_time(lines: Lines) -> Figure | None:
         drawn += here
     if not drawn:
         return None
-    panels[0].set_ylabel("µs a layer")
+    panels[0].set_ylabel("µs per layer")
     handles, labels = panels[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure
@@ -146,7 +146,7 @@ def state_memory(lines: Lines) -> Figure | None:
         "peer": (
             "SGLang, computed",
             {"engine": "sglang"},
-        ),  # last, dashed: both keep a state a node
+        ),  # last, dashed: both keep a state per node
     }
     requests = [1, 16, 32, 48, 64]
     figure, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -156,7 +156,7 @@ def state_memory(lines: Lines) -> Figure | None:
         trees = {nodes: size for nodes, size in by_nodes.items() if nodes > 1}
         for (nodes, size), fill in zip(trees.items(), (None, "white", "white")):
             points = {n: n * size / 1e3 for n in requests}
-            name = f"{label}, {nodes} nodes: {size:.0f} MB a request"
+            name = f"{label}, {nodes} nodes: {size:.0f} MB per request"
             drawn |= draw(ax, style, Series(name, points), markerfacecolor=fill)
     if not drawn:
         return None

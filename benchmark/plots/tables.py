@@ -88,7 +88,7 @@ def kernel_questions(lines: Lines) -> list[Question]:
         return lines.series("", "batch", name, nodes=nodes, engine="sglang")
 
     tree, decode = peers("kernel_snapshot_us", 16), peers("kernel_decode_us", 1)
-    nobody = Series("", {})
+    no_peer = Series("", {})
     return [
         Question(
             "tree of 16 nodes, no fold",
@@ -100,7 +100,7 @@ def kernel_questions(lines: Lines) -> list[Question]:
         Question(
             "tree of 16 nodes, with a fold",
             ours("kernel_tree_fold_us", 16),
-            nobody,
+            no_peer,
             {1: 9, 8: 40, 32: 140},
             "µs",
         ),
@@ -168,12 +168,12 @@ def bold(text: str, wanted: bool) -> str:
 
 def memory_table(lines: Lines) -> str:
     rows = [
-        "| | nodes | MB a running request | of it the checkpoint |",
+        "| | nodes | MB per running request | of which the state slot |",
         "|---|---|---|---|",
     ]
     for label, wanted in (
         ("deferred (rows)", {"mode": "deferred"}),
-        ("snapshot (a state a node)", {"mode": "snapshot"}),
+        ("snapshot (a state per node)", {"mode": "snapshot"}),
         ("SGLang 0.5.17, computed", {"engine": "sglang"}),
     ):
         for line in last_of_each(lines.find("state_mb_per_request", **wanted), "nodes"):

@@ -33,6 +33,7 @@ from mamba_eagle.eval.batch_report import (
     speed_of,
 )
 from mamba_eagle.message import RunnerReady
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver, greedy, sized_for
 
 WARMUP_TOKENS = 8
@@ -258,7 +259,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     """Why --simulate-acc-len cannot work; empty: it can, or is not used."""
-    wanted, most = args.simulate_acc_len, config.tree_shape.steps + 1
+    wanted, most = args.simulate_acc_len, config.tree_shape.depth + 1
     if wanted is None:
         return ""
     flag = f"--simulate-acc-len {wanted}"
@@ -269,7 +270,7 @@ def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     if not 1 <= wanted <= most:
         return (
             f"{flag}: must be between 1 and {most}, the most that a tree of "
-            f"--speculative-num-steps {config.tree_shape.steps} can gain a step"
+            f"--speculative-num-steps {config.tree_shape.depth} can gain a step"
         )
     return ""
 
@@ -284,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
         if min(getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')}: each value must be 1 or more")
     try:
-        config = from_arguments(EngineConfig, args).resolved()
+        config = resolve(from_arguments(EngineConfig, args))
     except ConfigError as error:
         sys.exit(f"error: {error}")
     if problem := simulation_problem(args, config):

@@ -1,4 +1,4 @@
-"""``mamba-eagle serve | bench | eval | explain | train-drafter | train``.
+"""``mamba-eagle serve | bench | eval | explain | train-drafter``.
 
 Each also runs by ``python -m``.
 """
@@ -17,16 +17,19 @@ COMMANDS = {
     "bench": ("mamba_eagle.bench_one_batch", "time one batch, without a server"),
     "eval": ("mamba_eagle.eval.few_shot_gsm8k", "few-shot GSM8K against a running server"),
     "explain": ("mamba_eagle.explain", "print the draft trees of one request"),
-    "train-drafter": ("mamba_eagle.train.drafter.command", "train a draft head for a model"),
+    "train-drafter": ("mamba_eagle.train.command", "train a draft head for a model"),
 }
-TRAIN = "mamba_eagle.train"
+RECIPE_HINT = """\
+no command 'train'. How the embedded model was made is not part of the package; in a checkout of
+the repository recipes/mamba2_math/README.md has the commands. They begin with
+  PYTHONPATH=recipes python -m mamba2_math.
+To train a draft head: mamba-eagle train-drafter"""
 
 
 def usage() -> str:
     lines = ["usage: mamba-eagle COMMAND [options]", ""]
     lines += [f"  {name:<14} {text}" for name, (_, text) in COMMANDS.items()]
-    lines += [f"  {'train RECIPE':<14} run {TRAIN}.RECIPE", ""]
-    lines += ["mamba-eagle COMMAND --help lists the options of a command."]
+    lines += ["", "mamba-eagle COMMAND --help lists the options of a command."]
     return "\n".join(lines)
 
 
@@ -39,24 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     command, rest = arguments[0], arguments[1:]
-    if command == "train":
-        if not rest or not rest[0].replace("_", "").isalnum():
-            print("usage: mamba-eagle train RECIPE [options]", file=sys.stderr)
-            return 2
-        module, rest = f"{TRAIN}.{rest[0]}", rest[1:]
-    elif command in COMMANDS:
-        module = COMMANDS[command][0]
-    else:
-        print(f"mamba-eagle: no command {command!r}\n\n{usage()}", file=sys.stderr)
+    if command not in COMMANDS:
+        message = RECIPE_HINT if command == "train" else f"no command {command!r}\n\n{usage()}"
+        print(f"mamba-eagle: {message}", file=sys.stderr)
         return 2
-    try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        print(f"mamba-eagle: there is no {module}", file=sys.stderr)
-        return 2
-    sys.argv[0] = " ".join(["mamba-eagle", *arguments[: len(arguments) - len(rest)]])  # in --help
+    loaded = importlib.import_module(COMMANDS[command][0])
+    sys.argv[0] = f"mamba-eagle {command}"  # in --help
     return loaded.main(rest) or 0
 
 

@@ -1,29 +1,18 @@
-"""The server's settings: one frozen dataclass, from which the command line is made."""
+"""Every setting, once: two frozen dataclasses, from which the command line is made. Plain data;
+resolve.py fills in what takes a look at files."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from mamba_eagle.core import PLAIN, TreeShape, candidates
-from mamba_eagle.models.heads import draft_algorithm, head_in
-from mamba_eagle.spec.drafters import DRAFTERS, draft_source
-
-ASSETS = Path(__file__).parent / "assets"
-EMBEDDED_MODEL = ASSETS / "mamba2-math-6m"
-EMBEDDED_HEADS = {  # by the drafter that they are for
-    "EAGLE": ASSETS / "mamba2-math-6m-eagle",
-    "EAGLE3": ASSETS / "mamba2-math-6m-eagle3",
-    "MTP": ASSETS / "mamba2-math-6m-mtp",
-    "NEXTN": ASSETS / "mamba2-math-6m-mtp",
-}
-EMBEDDED_DRAFTERS = {**EMBEDDED_HEADS, "STANDALONE": ASSETS / "mamba2-math-1m"}
+from mamba_eagle.core import TreeShape
+from mamba_eagle.drafters import DRAFTERS
+from mamba_eagle.limits import MAX_BODY_SIZE
 
 
 class ConfigError(ValueError):
@@ -35,12 +24,35 @@ class ConfigError(ValueError):
 
 
 def setting(
-    default: Any, help: str, choices: tuple[str, ...] | None = None, may_be_empty: bool = True
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    minimum: int | None = None,
+    group: str = "",
+    may_be_empty: bool = True,
 ) -> Any:
-    """may_be_empty: whether a text that is given on the command line may be "" (an unset variable
-    of a shell)."""
-    metadata = {"help": help, "choices": choices, "may_be_empty": may_be_empty}
+    """A field that becomes a flag.
+
+    Args:
+        default: None means ``auto``: the runner decides when it knows the model and the machine.
+        help: one phrase; the default is added to it.
+        minimum: the smallest value that works.
+        group: the heading in ``--help`` that begins with this setting.
+        may_be_empty: whether a text on the command line may be "", as an unset variable gives.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "group": group,
+        "may_be_empty": may_be_empty,
+    }
     return field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -48,176 +60,147 @@ class EngineConfig:
     """What the scheduler and the runner need to know."""
 
     model_path: str = setting(
-        "", "checkpoint folder or Hugging Face name; empty: the embedded model"
+        "", "checkpoint folder or Hugging Face name (default: the embedded model)", group="model"
     )
-    revision: str = setting("", "branch, tag or commit of a Hugging Face name")
-    tokenizer_path: str = setting("", "tokenizer folder; empty: the model's")
+    revision: str = setting("", "branch, tag or commit, if --model-path is a Hugging Face name")
+    tokenizer_path: str = setting(
+        "", "tokenizer folder or Hugging Face name (default: --model-path)"
+    )
     load_format: str = setting(
-        "auto", "where weights come from; dummy: random ones", ("auto", "safetensors", "dummy")
+        "auto",
+        "source of the weights; dummy: random ones of the right shapes",
+        ("auto", "safetensors", "dummy"),
     )
-    device: str = setting("auto", "where the model runs", ("auto", "cpu", "cuda"))
+    random_seed: int = setting(0, "seed for --load-format dummy")
+    device: str = setting(
+        "auto", "where the model runs; auto: on a GPU if there is one", ("auto", "cpu", "cuda")
+    )
     dtype: str = setting(
         "auto",
-        "weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
+        "dtype of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
         ("auto", "float32", "bfloat16", "float16"),
     )
-    context_length: int = setting(0, "longest prompt plus output; 0: the model's own limit")
-    random_seed: int = setting(0, "seeds dummy weights")
-    cpu_threads: int = setting(0, "threads of the model runner on a CPU; 0: all cores but one")
-
-    max_running_requests: int = setting(32, "requests decoded at the same time")
-    max_total_tokens: int = setting(0, "KV slots; 0: from the memory there is")
-    max_mamba_cache_size: int = setting(
-        0, "checkpoint slots, running and cached; 0: from the memory there is"
+    cpu_threads: int | None = setting(
+        None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
     )
-    mem_fraction_static: float = setting(0.85, "share of GPU memory for weights and pools")
-    chunked_prefill_size: int = setting(
-        0, "most prompt tokens in one step; 0: 1024 on a CPU, 8192 on a GPU"
+    context_length: int | None = setting(
+        None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
+    )
+
+    max_running_requests: int = setting(
+        32,
+        "maximum number of requests decoded at the same time",
+        minimum=1,
+        group="memory and scheduling",
+    )
+    max_total_tokens: int | None = setting(
+        None, "number of KV slots, one per token; auto: what fits into memory", minimum=1
+    )
+    max_mamba_cache_size: int | None = setting(
+        None,
+        "number of state slots, for running requests and the prefix cache; auto: what fits into "
+        "memory",
+        minimum=1,
+    )
+    mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
+    chunked_prefill_size: int | None = setting(
+        None,
+        "maximum number of prompt tokens per step; auto: 1024 on a CPU, 8192 on a GPU",
+        minimum=1,
     )
     schedule_policy: str = setting(
-        "fcfs", "order of waiting requests: arrival, or longest cached prefix", ("fcfs", "lpm")
+        "fcfs",
+        "order of waiting requests; fcfs: first come, first served; lpm: longest cached prefix "
+        "first",
+        ("fcfs", "lpm"),
     )
-    disable_radix_cache: bool = setting(False, "do not reuse prefixes")
-    disable_overlap_schedule: bool = setting(False, "wait for each step before planning the next")
-    disable_cuda_graph: bool = setting(False, "on a GPU: launch each operation of a step by itself")
-    mamba_ssm_dtype: str = setting("float32", "dtype of checkpoints", ("float32", "bfloat16"))
+    disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
+    disable_overlap_schedule: bool = setting(
+        False, "wait for the result of each step before planning the next"
+    )
+    disable_cuda_graph: bool = setting(
+        False, "on a GPU, launch the operations of a step one by one"
+    )
+
+    mamba_ssm_dtype: str = setting(
+        "float32",
+        "dtype of the recurrent states in state slots",
+        ("float32", "bfloat16"),
+        group="Mamba2 layers",
+    )
     mamba_verify_mode: str = setting(
         "deferred",
-        "deferred: rows and folds; snapshot: one state a tree node",
+        "how trees are verified; deferred: one row per node, folded into the state later; "
+        "snapshot: one state per node",
         ("deferred", "snapshot"),
     )
-    mamba_rows: int = setting(0, "row buffer of a request, in tokens; 0: from the tree")
+    mamba_rows: int | None = setting(
+        None, "rows buffered per request, one per token; auto: derived from the tree", minimum=1
+    )
     mamba_checkpoint_interval: int = setting(
-        64, "tokens between checkpoints inside a prompt, where slots are free; 0: none"
+        64,
+        "tokens between the states kept inside a prompt, while state slots are free; 0: keep none",
+        minimum=0,
     )
 
     speculative_algorithm: str = setting(
         "auto",
-        "drafter; auto: what the drafter's folder is made for; without one NONE, for the embedded "
-        "model EAGLE",
+        "draft algorithm; auto: inferred from the drafter's config.json, NONE without a drafter "
+        "(EAGLE for the embedded model)",
         ("auto", *DRAFTERS, "NONE"),
+        group="drafting",
     )
     speculative_draft_model_path: str = setting(
-        "", "the drafter's folder; the embedded model has one for every drafter that needs one"
+        "",
+        "folder or Hugging Face name of the drafter (default: for the embedded model, the drafter "
+        "that comes with it)",
     )
     speculative_num_steps: int = setting(5, "depth of the draft tree")
-    speculative_eagle_topk: int = setting(2, "lanes of the draft tree; 1: a chain")
-    speculative_num_draft_tokens: int = setting(8, "nodes verified in a step, the root included")
+    speculative_eagle_topk: int = setting(2, "branching factor of the draft tree; 1: a chain")
+    speculative_num_draft_tokens: int = setting(
+        8, "number of nodes verified per step, including the root"
+    )
     speculative_adaptive: bool = setting(
-        True, "draft in each step what is fastest: this tree, a smaller one, a chain, or nothing"
+        True, "use the fastest draft for each step: this tree, a smaller one, a chain, or none"
     )
     speculative_ngram_max_trie_depth: int = setting(
-        12, "NGRAM: tokens of the longest n-gram, those matched and the one behind them"
+        12, "NGRAM: maximum length of an n-gram, including the token it predicts"
     )
     speculative_ngram_capacity: int = setting(
-        2_000_000, "NGRAM: n-grams remembered at the same time, 40 bytes of host memory each"
+        2_000_000, "NGRAM: maximum number of n-grams kept, 40 bytes of host memory each"
     )
 
-    log_level: str = setting("info", "what is logged", ("debug", "info", "warning", "error"))
-
-    def resolved(self) -> EngineConfig:
-        """The same settings with model, drafter and defaults that depend on others filled in.
-
-        Raises: ConfigError with every problem found.
-        """
-        values: dict[str, Any] = {}
-        embedded = self.model_path in ("", "embedded", str(EMBEDDED_MODEL))
-        values["model_path"] = str(EMBEDDED_MODEL) if embedded else self.model_path
-        values["tokenizer_path"] = self.tokenizer_path or values["model_path"]
-        draft = self.speculative_draft_model_path
-        problems = self._find_folders(values)
-        algorithm = self.speculative_algorithm
-        if embedded and not draft:
-            draft = str(EMBEDDED_DRAFTERS.get("EAGLE" if algorithm == "auto" else algorithm, ""))
-        folder = values.setdefault("speculative_draft_model_path", draft)
-        if algorithm == "auto":
-            algorithm = draft_algorithm(folder) if folder else "NONE"
-        values["speculative_algorithm"] = algorithm
-        config = dataclasses.replace(self, **values)
-        problems += config.problems()
-        if problems:
-            raise ConfigError(problems + config.drafter_problems())
-        return config
-
-    def drafter_problems(self) -> list[str]:
-        """Why the drafter's folder does not fit the target, where both can be read. The runner
-        looks at that as it starts; here it is for those who fail before, since it takes torch."""
-        drafter = DRAFTERS.get(self.speculative_algorithm)
-        if drafter is None or self._folder_problems():
-            return []
-        folders = (self.model_path, self.speculative_draft_model_path or self.model_path)
-        if not all(map(os.path.isdir, folders)):
-            return []
-        from mamba_eagle.models.config import ModelConfig, UnsupportedModel
-
-        try:
-            target = ModelConfig.from_pretrained(self.model_path)
-            return draft_source(self.speculative_algorithm)(self, target).problems()
-        except (OSError, UnsupportedModel) as error:
-            return [str(error)]
-
-    def _find_folders(self, values: dict[str, Any]) -> list[str]:
-        """Turns Hugging Face names in ``values`` into folders. Returns what could not be found."""
-        from mamba_eagle.models.hub import NotFound, checkpoint_folder
-
-        problems = []
-        weights = self.load_format != "dummy"
-        name, tokenizer = values["model_path"], values["tokenizer_path"]
-        draft = self.speculative_draft_model_path
-        wanted = [("model_path", name, self.revision, weights)]
-        if tokenizer != name:
-            wanted.append(("tokenizer_path", tokenizer, "", False))
-        if draft and self.speculative_algorithm != "NONE":
-            wanted.append(("speculative_draft_model_path", draft, "", weights))
-        for field_name, path, revision, with_weights in wanted:
-            try:
-                values[field_name] = str(checkpoint_folder(path, revision, with_weights))
-            except NotFound as error:
-                problems.append(f"--{field_name.replace('_', '-')} {path}: {error}")
-        if tokenizer == name:
-            values["tokenizer_path"] = values["model_path"]
-        return problems
+    log_level: str = setting(
+        "info",
+        "least severe messages that are logged",
+        ("debug", "info", "warning", "error"),
+        group="logging",
+    )
 
     def problems(self) -> list[str]:
-        """Every setting that cannot work, with its value and what to change."""
-        wrong = []
-        if self.max_running_requests < 1:
-            wrong.append(f"--max-running-requests {self.max_running_requests}: must be 1 or more")
-        for name in (
-            "chunked_prefill_size",
-            "max_total_tokens",
-            "max_mamba_cache_size",
-            "context_length",
-            "mamba_rows",
-            "mamba_checkpoint_interval",
-            "cpu_threads",
-        ):
-            if getattr(self, name) < 0:
-                wrong.append(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
+        """Every setting that cannot work, with its value and what to change. Looks at no file."""
+        wrong = [
+            f"{flag_of(spec.name)} {value}: must be {minimum} or more"
+            + (", or auto" if spec.default is None else "")
+            for spec in dataclasses.fields(self)
+            if (minimum := spec.metadata["minimum"]) is not None
+            and (value := getattr(self, spec.name)) is not None
+            and value < minimum
+        ]
         if not 0 < self.mem_fraction_static <= 1:
-            wrong.append(f"--mem-fraction-static {self.mem_fraction_static}: must be in (0, 1]")
-        if self.speculative_algorithm in DRAFTERS:
+            wrong.append(
+                f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
+            )
+        drafter = DRAFTERS.get(self.speculative_algorithm)
+        if drafter is not None:
             wrong += self.tree_shape.problems()
-        return wrong + self._folder_problems()
-
-    def _folder_problems(self) -> list[str]:
-        """Whether the drafter's folder is there and of its kind."""
-        name, folder = self.speculative_algorithm, self.speculative_draft_model_path
-        drafter = DRAFTERS.get(name)
-        if drafter is None:
-            return []
-        if drafter.needs_folder and not folder:
-            return [
-                f"--speculative-algorithm {name} needs --speculative-draft-model-path, the folder "
-                f"of a drafter made for {self.model_path}"
-            ]
-        made_for = head_in(folder) if folder else None
-        if made_for is not None and DRAFTERS[made_for] != drafter:
-            return [
-                f"--speculative-algorithm {name}: {folder} has a head for {made_for}; leave the "
-                "flag out, or name the folder of another drafter"
-            ]
-        return []
+            if drafter.needs_folder and not self.speculative_draft_model_path:
+                wrong.append(
+                    f"--speculative-algorithm {self.speculative_algorithm} needs "
+                    "--speculative-draft-model-path, the folder of a drafter made for "
+                    f"{self.model_path}"
+                )
+        return wrong
 
     @property
     def tree_shape(self) -> TreeShape:
@@ -226,75 +209,85 @@ class EngineConfig:
             return TreeShape()
         return TreeShape(
             topk=self.speculative_eagle_topk,
-            steps=self.speculative_num_steps,
+            depth=self.speculative_num_steps,
             nodes=self.speculative_num_draft_tokens,
         )
-
-    @property
-    def step_shapes(self) -> list[TreeShape]:
-        """Those that decode steps may have."""
-        adaptive = self.speculative_adaptive and self.tree_shape != PLAIN
-        return candidates(self.tree_shape) if adaptive else [self.tree_shape]
 
 
 @dataclass(frozen=True)
 class ServerConfig(EngineConfig):
     """The engine's settings and those of the HTTP side."""
 
-    host: str = setting("127.0.0.1", "address to listen on")
+    host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
-    served_model_name: str = setting("", "name in replies; empty: the model path")
+    served_model_name: str = setting("", "model name in replies (default: --model-path)")
     api_key: str = setting(
         "",
-        "clients must send it, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; others can read "
-        "it in the list of processes: see --api-key-file, and MAMBA_EAGLE_API_KEY in the "
-        "environment",
+        "key that clients must send, as 'Authorization: Bearer KEY' or 'x-api-key: KEY' (default: "
+        "none); the list of processes shows it: prefer --api-key-file, or the variable "
+        "MAMBA_EAGLE_API_KEY",
         may_be_empty=False,
     )
     api_key_file: str = setting(
-        "", "file of keys, one per line, any of which clients may send", may_be_empty=False
+        "", "file of keys, one per line; clients must send any of them", may_be_empty=False
     )
-    skip_tokenizer_init: bool = setting(False, "serve token ids only")
-    max_queued_requests: int = setting(4096, "requests waiting before 503 is answered")
-    max_body_size: int = setting(8, "MiB of a request's body, at most")
-    stream_interval: int = setting(1, "tokens between two streamed pieces, at least")
-    log_requests: bool = setting(False, "log each request's metadata, without its prompt")
-    log_prompts: bool = setting(False, "with --log-requests: log prompts and stop strings, too")
+    skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
+    max_queued_requests: int = setting(
+        4096, "maximum number of waiting requests; further ones get status 503", minimum=0
+    )
+    max_body_size: int = setting(8, "maximum size of a request's body, in MiB", minimum=1)
+    stream_interval: int = setting(
+        1, "minimum number of tokens between two chunks of a stream", minimum=1
+    )
+    log_requests: bool = setting(False, "log the metadata of each request, without its prompt")
+    log_prompts: bool = setting(False, "with --log-requests, also log prompts and stop strings")
 
-    def resolved(self) -> ServerConfig:
-        config = super().resolved()
-        assert isinstance(config, ServerConfig)
-        if self.model_path and not self.served_model_name:
-            # a Hugging Face name has become a folder of the cache: clients know the name
-            return dataclasses.replace(config, served_model_name=self.model_path)
-        return config
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        if not 1 <= self.port <= 65535:
+            wrong.append(f"--port {self.port}: must be between 1 and 65535")
+        if self.max_body_size > MAX_BODY_SIZE:
+            wrong.append(f"--max-body-size {self.max_body_size}: must be {MAX_BODY_SIZE} or less")
+        return wrong
+
+
+# ── the command line ──
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
-    """One ``--flag`` a field; the field's default and help are the flag's."""
+    """One flag per field, with the field's default and help. A setting whose default is None also
+    takes ``auto``, and 0, which meant ``auto`` up to version 0.1."""
     hints = typing.get_type_hints(config)
+    place: argparse._ActionsContainer = parser
     for spec in dataclasses.fields(config):
-        flag = "--" + spec.name.replace("_", "-")
-        help_text = spec.metadata["help"]
-        if spec.default != "":
-            help_text += f" (default: {spec.default})"
-        kind = hints[spec.name]
-        assert not isinstance(kind, types.UnionType)
+        if group := spec.metadata["group"]:
+            place = parser.add_argument_group(group)
+        flag, kind, help_text = flag_of(spec.name), hints[spec.name], spec.metadata["help"]
         if kind is bool and spec.default:
             pair = argparse.BooleanOptionalAction  # --flag and --no-flag
-            parser.add_argument(flag, action=pair, default=True, help=help_text)
+            place.add_argument(flag, action=pair, default=True, help=help_text)
         elif kind is bool:
-            parser.add_argument(flag, action="store_true", help=help_text)
+            place.add_argument(flag, action="store_true", help=help_text)
         else:
+            default = "auto" if spec.default is None else spec.default
             may_be_empty = spec.metadata["may_be_empty"]
-            parser.add_argument(
+            place.add_argument(
                 flag,
-                type=kind if may_be_empty else _not_empty,
-                # A default text would be taken for one that was given.
+                type=_reader(kind, may_be_empty),
+                # argparse reads a default text as if it had been given.
                 default=spec.default if may_be_empty else argparse.SUPPRESS,
                 choices=spec.metadata["choices"],
-                help=help_text,
+                metavar=None if spec.metadata["choices"] else _metavar(spec.name, kind),
+                help=help_text if default == "" else f"{help_text} (default: {default})",
             )
+
+
+def _reader(kind: Any, may_be_empty: bool) -> Callable[[str], Any]:
+    """Reads the value of a flag."""
+    if kind == int | None:
+        return _number_or_auto
+    reader: Callable[[str], Any] = kind if may_be_empty else _not_empty
+    return reader
 
 
 def _not_empty(value: str) -> str:
@@ -305,7 +298,22 @@ def _not_empty(value: str) -> str:
     return value
 
 
+def _number_or_auto(text: str) -> int | None:
+    """None for ``auto``, and for 0."""
+    if text == "auto":
+        return None
+    try:
+        return int(text) or None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is neither a number nor auto") from None
+
+
+def _metavar(name: str, kind: Any) -> str:
+    """PATH for model_path, N for a number."""
+    return name.rpartition("_")[2].upper() if kind is str else "N" if kind is not float else "F"
+
+
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
-    """The dataclass from parsed flags; other flags of the parser are left alone."""
+    """The dataclass from parsed flags; other flags of the parser are ignored."""
     names = {spec.name for spec in dataclasses.fields(config)}
     return config(**{name: value for name, value in vars(arguments).items() if name in names})

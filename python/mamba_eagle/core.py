@@ -253,54 +253,44 @@ def prompt_problem(token_ids: Sequence[Any], vocab_size: int, context_length: in
 
 # ── draft trees ──────────────────────────────────────────────────────────────────────────────
 
-MOST_NODES = 64  # of a tree: a node's ancestors are the bits of an integer
+MAX_TREE_NODES = 64  # of a tree: a node's ancestors are the bits of an integer
 
 
 class TreeShape(msgspec.Struct, frozen=True, array_like=True):
-    """A draft tree: ``topk`` lanes, ``steps`` deep, ``nodes`` verified, the root among them.
+    """A draft tree: ``topk`` lanes, ``depth`` levels deep, ``nodes`` verified, the root among them.
 
     One node is plain decoding; topk 1 is a chain.
     """
 
     topk: int = 1
-    steps: int = 0
+    depth: int = 0
     nodes: int = 1
 
     @property
     def name(self) -> str:
         """As /metrics and /server_info call it."""
-        return f"{self.topk}x{self.steps}x{self.nodes}" if self.nodes > 1 else "plain"
+        return f"{self.topk}x{self.depth}x{self.nodes}" if self.nodes > 1 else "plain"
 
     def problems(self) -> list[str]:
         """Why no such tree can be formed; [] if it can."""
         wrong = []
-        for flag, value in (("num-steps", self.steps), ("eagle-topk", self.topk)):
-            if not 1 <= value < MOST_NODES:
+        for flag, value in (("num-steps", self.depth), ("eagle-topk", self.topk)):
+            if not 1 <= value < MAX_TREE_NODES:
                 wrong.append(
-                    f"--speculative-{flag} {value}: must be between 1 and {MOST_NODES - 1}"
+                    f"--speculative-{flag} {value}: must be between 1 and {MAX_TREE_NODES - 1}"
                 )
-        if not 2 <= self.nodes <= MOST_NODES:
+        if not 2 <= self.nodes <= MAX_TREE_NODES:
             wrong.append(
-                f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and {MOST_NODES}, "
-                "the root included"
+                f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and "
+                f"{MAX_TREE_NODES}, the root included"
             )
-        most = 1 + self.topk + (self.steps - 1) * self.topk**2
+        most = 1 + self.topk + (self.depth - 1) * self.topk**2
         if not wrong and self.nodes > most:
             wrong.append(
                 f"--speculative-num-draft-tokens {self.nodes}: must be at most {most}, "
-                f"the root and the candidates of {self.steps} steps with top-k {self.topk}"
+                f"the root and the candidates of {self.depth} steps with top-k {self.topk}"
             )
         return wrong
 
 
 PLAIN = TreeShape()  # the root alone
-
-
-def candidates(configured: TreeShape) -> list[TreeShape]:
-    """Plain decoding, chains, and trees up to the configured one; smaller ones first."""
-    topk, steps, nodes = configured.topk, configured.steps, configured.nodes
-    half = (steps + 1) // 2
-    shapes = [PLAIN, *(TreeShape(1, depth, depth + 1) for depth in (1, half, steps))]
-    shapes += [TreeShape(topk, half, 1 + round((nodes - 1) * half / steps)), configured]
-    possible = [shape for shape in shapes if shape.nodes <= nodes and not shape.problems()]
-    return [PLAIN, *dict.fromkeys(possible)]

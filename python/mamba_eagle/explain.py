@@ -26,6 +26,7 @@ from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_ar
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
+from mamba_eagle.resolve import resolve
 from mamba_eagle.server.fields import as_text
 from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
@@ -182,7 +183,7 @@ def show(reply: dict[str, Any], console: Console) -> None:
         f"{made} of them in {len(steps)} steps (the first came with the prompt)",
     ]
     if steps:
-        summary.append(f"acceptance length: {made / len(steps):.2f} tokens a step")
+        summary.append(f"acceptance length: {made / len(steps):.2f} tokens per step")
         summary += ["steps by accepted drafts:", *histogram_lines(steps)]
     console.print(Text("\n".join(summary)), soft_wrap=True)
 
@@ -229,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.url:
             reply = ask_server(args.url, args.text, sampling, args.api_key)
         else:
-            reply = ask_engine(config.resolved(), args.text, SamplingParams(**sampling))
+            reply = ask_engine(resolve(config), args.text, SamplingParams(**sampling))
     except (ExplainError, ConfigError) as error:
         sys.exit(f"error: {error}")
     if args.json:

@@ -13,18 +13,20 @@ from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_ar
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> None:
-    # Nothing was started yet, and an import may be under way: leave without a traceback.
+    # Nothing has been started, and an import may be under way: exit without a traceback.
     os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until told to stop; gives the exit code."""
-    parser = argparse.ArgumentParser(description="Serve a model over HTTP.")
+    """Serves until it is stopped. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [-h] [options]", description="Serve a model over HTTP."
+    )
     add_arguments(parser, ServerConfig)
     config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(argv))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_before_start)
-    from mamba_eagle.server.launch import launch  # slow to import, and --help is not to wait
+    from mamba_eagle.server.launch import launch  # slow to import: --help does not wait for it
 
     try:
         code = launch(config)
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is tidied. Threads may still be importing, which must not delay a stop during the start.
+    # Everything is closed. Threads may still be importing, which must not delay the exit.
     os._exit(code)
 
 

@@ -36,7 +36,7 @@ class OfflineEngine:
         """config: what ``runner`` was made from."""
         self.runner = runner
         self.scheduler = Scheduler(config, runner.ready)
-        self.most_in_flight = 2 if runner.overlaps else 1
+        self.max_in_flight = 2 if runner.overlaps else 1
         self.launched: deque[LaunchedStep] = deque()
 
     def add(self, message: Generate) -> list[RequestOutput]:
@@ -49,7 +49,7 @@ class OfflineEngine:
 
     def step(self) -> list[RequestOutput]:
         """What the next step makes; nothing when all is done, or where it ends no prompt."""
-        while len(self.launched) < self.most_in_flight:
+        while len(self.launched) < self.max_in_flight:
             plan = self.scheduler.plan()
             if plan is None:
                 break

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
 
 Logits = Callable[[list[int]], Tensor]  # tokens [n] -> float32 [n, V], row i about token i + 1

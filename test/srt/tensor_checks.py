@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.choose import choose_backend
+from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels import numba_math
 
 
@@ -21,6 +24,16 @@ def torch_path(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         numba_math.numba = numba
+
+
+def host_backend(dtype: torch.dtype = torch.float32) -> Backend:
+    """What a CPU takes here: with Numba's kernels if they fit."""
+    return choose_backend(torch.device("cpu"), dtype)
+
+
+def torch_backend() -> Backend:
+    """The reference of all others, in float32 on a CPU."""
+    return TorchBackend(host_backend().place, torch.float32)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

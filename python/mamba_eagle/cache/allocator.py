@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 
 class SlotError(RuntimeError):
-    """A slot was given back that is not out: a double free, or no slot of this pool."""
+    """A slot was given back that was not handed out: a double free, or not a slot of this pool."""
 
 
 class SlotAllocator:
     """Hands out the ids 0 … total - 1 of one pool, each to one owner at a time.
 
-    The owner of a slot is whoever holds its id: the allocator knows only free or not.
+    The allocator knows which slots are free, not who owns the others.
     """
 
     def __init__(self, total: int, name: str = "slot") -> None:
@@ -26,7 +26,7 @@ class SlotAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` ids, now the caller's; None, and nothing is taken, if there are not enough."""
+        """``count`` ids, now the caller's. None, and nothing is taken, if fewer are free."""
         if count > len(self._free):
             return None
         if count <= 0:
@@ -38,10 +38,10 @@ class SlotAllocator:
         return slots
 
     def free(self, slots: Iterable[int]) -> None:
-        """Takes the ids back. Raises: SlotError at the first that is not out."""
+        """Takes the ids back. Raises: SlotError at the first that is free already or unknown."""
         for slot in slots:
             if not 0 <= slot < self.total:
-                raise SlotError(f"{self.name} {slot} is not one of the {self.total} there are")
+                raise SlotError(f"{self.name} {slot} does not exist: there are {self.total}")
             if self._is_free[slot]:
                 raise SlotError(f"{self.name} {slot} is given back but is free already")
             self._is_free[slot] = 1

@@ -1,4 +1,4 @@
-"""What a prefix cache is to the scheduler; and the one that caches nothing."""
+"""The contract between the scheduler and a prefix cache; and the cache that stores nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_tokens(token_ids: list[int]) -> Tokens:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many first tokens are the same."""
+    """Length of the longest common prefix."""
     size = min(len(a), len(b))
     if size == 0 or a[0] != b[0]:
         return 0
@@ -27,21 +27,24 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class Node:
-    """Tokens [start, end) of a prefix. The object stands for position ``end``: when its edge is
-    split it keeps the lower part, so a handle to it stays right."""
+    """Tokens [start, end) of a prefix.
+
+    The object stands for position ``end``: when its edge is split it keeps the lower part, so that
+    references to it remain valid.
+    """
 
     __slots__ = (
-        "checkpoint",
+        "state_slot",
         "children",
         "end",
-        "hit_at",
+        "inflation",
         "kv_slots",
         "locks",
         "parent",
         "spare",
+        "state_used_at",
         "tokens",
         "used_at",
-        "worth",
     )
 
     def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: list[int], end: int) -> None:
@@ -51,18 +54,19 @@ class Node:
         self.kv_slots = kv_slots
         self.end = end
         self.locks = 0  # requests whose prefix runs through here
-        self.used_at = 0  # the cache's clock when last on a matched path
-        self.checkpoint = -1
-        self.spare = False  # placed on the way, and not hit so far
-        self.hit_at = 0  # the clock when the checkpoint was placed or last hit …
-        self.worth = 0  # … and the cache's ``inflation`` then
+        self.used_at = 0  # the cache's clock when the node was last on a matched path
+        self.state_slot = -1  # of the state after the node's last token; -1: none
+        # of that state:
+        self.spare = False  # stored although no request is known to ask for it, and not hit so far
+        self.state_used_at = 0  # the cache's clock when it was stored or last hit
+        self.inflation = 0  # the cache's inflation at that time (RadixCache says what it is for)
 
     @property
     def start(self) -> int:
         return self.end - len(self.kv_slots)
 
     def ancestors(self) -> Iterator[Node]:
-        """This node and those above it, without the root."""
+        """This node and those above it, except the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -73,83 +77,88 @@ class Match(NamedTuple):
     """What the cache has of a prompt."""
 
     length: int  # tokens whose KV is cached
-    position: int  # tokens a request need not run: a checkpoint is there; 0 if there is none
-    checkpoint: int  # its slot; -1 if position is 0
-    kv_slots: list[int]  # of [0, position); they stay the cache's
-    node: Node  # ends at ``position``; lock it for as long as these slots are used
+    position: int  # tokens that need not be processed: the deepest cached state; 0 if there is none
+    state_slot: int  # of that state; -1 if position is 0
+    kv_slots: list[int]  # of tokens [0, position); the cache keeps them
+    node: Node  # ends at ``position``; to be locked for as long as these slots are used
 
 
 class Inserted(NamedTuple):
-    """What became of the slots given."""
+    """What became of the slots that ``insert`` was given."""
 
     taken: int  # the cache now owns the last ``taken`` of them; the others stay the caller's
-    node: Node  # ends after the last token given
+    node: Node  # ends after the last token inserted
 
 
 class PrefixCache(ABC):
-    """The contract between the scheduler and what it reuses.
+    """What the scheduler reuses.
 
     The cache owns the slots of its nodes and gives them back to the allocators when it evicts.
-    Plans run in order, so a slot may be evicted as soon as the plan that last uses it is sent;
-    only KV slots which a *running* request reads need a lock.
+    Plans run in order, so a slot may be evicted as soon as the plan that last uses it is sent.
+    Only the KV slots that a running request reads need a lock.
     """
 
-    stores: bool  # whether anything inserted is ever found again
+    stores: bool  # whether anything that is inserted can be found again
     root: Node
 
     @abstractmethod
     def match(self, tokens: Tokens, limit: int) -> Match:
-        """The deepest checkpoint at a position <= ``limit``. Renews recency; owns nothing."""
+        """The deepest state at a position <= ``limit``, and how far the KV goes. Counts as a use of
+        both; locks nothing."""
 
     @abstractmethod
     def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
-        """Adds ``tokens``, which follow the prefix of ``after`` (locked by the caller, or the
-        root), with one KV slot each. The cache takes the slots of tokens that it lacks."""
+        """Adds ``tokens`` with one KV slot each, after the prefix that ends at ``after``, which is
+        locked by the caller or the root. The cache takes the slots of tokens that it lacks."""
 
     @abstractmethod
-    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
-        """Gives the cache the state after ``position`` tokens of the prefix of ``node``; edges
-        are split where needed. False: there is one already, the slot stays the caller's.
-        ``spare``: nobody is known to ask for it, so evict it before others until it is hit."""
+    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+        """Gives the cache the state after the first ``position`` tokens of the prefix that ends at
+        ``node``; splits an edge where needed. Returns False if there is a state already: then the
+        slot stays the caller's.
+
+        spare: no request is known to ask for this state, so it is evicted before all others until
+        it is hit for the first time."""
 
     @abstractmethod
     def lock(self, node: Node) -> None:
-        """Keeps the KV of the node's prefix from eviction. Checkpoints may still be evicted."""
+        """Protects the KV of the node's prefix from eviction. Its states may still be evicted."""
 
     @abstractmethod
     def unlock(self, node: Node) -> None:
-        """Takes one ``lock`` back."""
+        """Undoes one ``lock``."""
 
     @abstractmethod
     def evict_kv(self, count: int) -> int:
-        """Frees at least ``count`` KV slots, or all unlocked; returns how many. A leaf goes as a
-        whole, with its checkpoint."""
+        """Frees at least ``count`` KV slots, or all that are unlocked; returns how many. A leaf is
+        evicted as a whole, together with its state."""
 
     @abstractmethod
-    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
-        """Frees up to ``count`` checkpoint slots not in ``keep``; returns how many. KV stays."""
+    def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
+        """Frees up to ``count`` state slots that are not in ``keep``; returns how many. The KV of
+        their prefixes stays."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Forgets everything; nothing may be locked."""
+        """Evicts everything. Raises: RuntimeError if something is locked."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raises: RuntimeError with numbers if the books do not balance."""
+        """Raises: RuntimeError with numbers if the counters disagree with the tree."""
 
     num_kv: int  # KV slots owned
-    evictable_kv: int  # of which unlocked
-    num_checkpoints: int  # checkpoint slots owned
+    evictable_kv: int  # KV slots owned and not locked
+    num_states: int  # state slots owned
 
 
 class NoCache(PrefixCache):
-    """Reuses nothing (--disable-radix-cache): every slot stays the caller's."""
+    """Stores nothing (--disable-radix-cache): every slot stays the caller's."""
 
     stores = False
 
     def __init__(self) -> None:
         self.root = Node(None, as_tokens([]), [], 0)
-        self.num_kv = self.evictable_kv = self.num_checkpoints = 0
+        self.num_kv = self.evictable_kv = self.num_states = 0
 
     def match(self, tokens: Tokens, limit: int) -> Match:
         return Match(0, 0, -1, [], self.root)
@@ -157,7 +166,7 @@ class NoCache(PrefixCache):
     def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
         return Inserted(0, self.root)
 
-    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
         return False
 
     def lock(self, node: Node) -> None:
@@ -169,7 +178,7 @@ class NoCache(PrefixCache):
     def evict_kv(self, count: int) -> int:
         return 0
 
-    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
+    def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
         return 0
 
     def flush(self) -> None:

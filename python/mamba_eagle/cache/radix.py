@@ -1,12 +1,13 @@
-"""Which token prefixes are cached: their KV slots, and the recurrent states along the way.
+"""Which token prefixes are cached: their KV slots, and recurrent states at some positions.
 
-A node's edge is a run of tokens, and owns one KV slot for each. A node may also own a *checkpoint*
-slot, the whole recurrent state after its last token. Attention can go on from any token, a
-recurrence only from a checkpoint, so a hit is the deepest checkpoint on the matched path:
+A node's edge is a sequence of tokens and owns one KV slot per token. A node may also own a *state
+slot* with the whole recurrent state after its last token. Attention can continue after any token, a
+recurrence only from a state. So a hit is the deepest state on the matched path:
 
-    prompt   0 ─────────── position ────── length ───────── len(prompt)
-             KV and state   KV matches, but the     not in the tree
-             are reused     state must be rerun
+    prompt   0 ──────────── position ──────────── length ──────────── len(prompt)
+               KV and state           KV is cached, but     not in the tree
+               are reused             is computed again
+                                      for the state's sake
 """
 
 from __future__ import annotations
@@ -29,35 +30,46 @@ from mamba_eagle.cache.base import (
 class RadixCache(PrefixCache):
     """One tree over token ids, page size 1.
 
-    KV is evicted leaf by leaf: first leaves without a checkpoint, which no hit can use, then the
-    least recently used.
+    KV is evicted leaf by leaf. Leaves without a state go first, since no hit can end there; then
+    the least recently used.
 
-    Checkpoints are evicted by GreedyDual (Young, 1994): the least ``worth + saved`` goes, where
-    ``saved`` is how many tokens a hit there spares over the next shallower checkpoint, and
-    ``worth`` the score of the last one evicted when this one was placed or last hit. So equals
-    leave in order of use, cheap ones earlier, and dear but unused ones in the end as well. Spare
-    ones go before all others.
+    States differ in what a hit on them saves: the tokens between this state and the next shallower
+    one, from which prefill would start otherwise. GreedyDual evicts by recency and by value at the
+    same time (N. Young, "The k-server dual and loose competitiveness for paging", Algorithmica 11,
+    1994):
+
+    - A state's score is ``inflation + saved``, where ``saved`` is that number of tokens, and
+      ``inflation`` is the cache's at the time when the state was stored or last hit.
+    - The state with the lowest score is evicted, and the cache's inflation becomes that score.
+
+    Because the inflation only grows, a state that is used now starts higher than one of the same
+    value used earlier. So states of equal value are evicted in LRU order, cheap ones first, and a
+    valuable one that nobody uses is evicted as well once the inflation has passed its score.
+
+    *Spare* states, which were stored in case a later prompt branches off there, have shown no value
+    so far: they are evicted before all others, least recent first, and do not count as the next
+    shallower state. With its first hit a spare state becomes an ordinary one.
     """
 
     stores = True
 
-    def __init__(self, kv: SlotAllocator, checkpoints: SlotAllocator) -> None:
+    def __init__(self, kv: SlotAllocator, state_slots: SlotAllocator) -> None:
         self.kv = kv
-        self.checkpoints = checkpoints
+        self.state_slots = state_slots
         self._reset()
 
     def _reset(self) -> None:
         self.root = Node(None, as_tokens([]), [], 0)
         self.num_kv = 0
         self.evictable_kv = 0
-        self.clock = 0
-        self.inflation = 0
+        self.clock = 0  # counts matches, inserts and stored states
+        self.inflation = 0  # score of the last state evicted: tokens
         self._leaves: set[Node] = set()
-        self._with_checkpoint: set[Node] = set()
+        self._with_state: set[Node] = set()
 
     @property
-    def num_checkpoints(self) -> int:  # type: ignore[override]
-        return len(self._with_checkpoint)
+    def num_states(self) -> int:  # type: ignore[override]
+        return len(self._with_state)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
@@ -74,7 +86,7 @@ class RadixCache(PrefixCache):
             if shared < len(child.tokens):
                 break
             node = child
-            if node.checkpoint >= 0 and node.end <= limit:
+            if node.state_slot >= 0 and node.end <= limit:
                 hit = node
         kv_slots: list[int] = []
         for part in reversed(list(hit.ancestors())):
@@ -82,11 +94,11 @@ class RadixCache(PrefixCache):
         if hit is not self.root:
             self._renew(hit)
             hit.spare = False
-        return Match(length, hit.end, hit.checkpoint, kv_slots, hit)
+        return Match(length, hit.end, hit.state_slot, kv_slots, hit)
 
     def _renew(self, node: Node) -> None:
-        node.hit_at = self.clock
-        node.worth = self.inflation
+        node.state_used_at = self.clock
+        node.inflation = self.inflation
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────
 
@@ -105,21 +117,21 @@ class RadixCache(PrefixCache):
             node = child if shared == len(child.tokens) else self._split(child, shared)
         return Inserted(0, node)
 
-    def attach_checkpoint(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
         assert 0 < position <= node.end
         while node.start >= position:
             assert node.parent is not None
             node = node.parent
         if node.end > position:
             node = self._split(node, position - node.start)
-        if node.checkpoint >= 0:
+        if node.state_slot >= 0:
             node.spare = node.spare and spare
             return False
         self.clock += 1
-        node.checkpoint = slot
+        node.state_slot = slot
         node.spare = spare
         self._renew(node)
-        self._with_checkpoint.add(node)
+        self._with_state.add(node)
         return True
 
     def lock(self, node: Node) -> None:
@@ -131,7 +143,7 @@ class RadixCache(PrefixCache):
     def unlock(self, node: Node) -> None:
         for part in node.ancestors():
             if part.locks == 0:
-                raise RuntimeError(f"prefix of {node.end} tokens is unlocked but was not locked")
+                raise RuntimeError(f"a prefix of {node.end} tokens is unlocked but was not locked")
             part.locks -= 1
             if part.locks == 0:
                 self.evictable_kv += len(part.kv_slots)
@@ -147,7 +159,7 @@ class RadixCache(PrefixCache):
         return leaf
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts the edge after ``at`` tokens. ``node`` stays the lower part; returns the upper."""
+        """Cuts the edge after ``at`` tokens. ``node`` keeps the lower part; returns the upper."""
         assert node.parent is not None and 0 < at < len(node.tokens)
         upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
         upper.locks = node.locks
@@ -163,7 +175,7 @@ class RadixCache(PrefixCache):
 
     def evict_kv(self, count: int) -> int:
         def rank(leaf: Node) -> tuple[bool, int, int]:
-            return leaf.checkpoint >= 0, leaf.used_at, leaf.kv_slots[0]
+            return leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
 
         heap = [(rank(leaf), leaf) for leaf in self._leaves if leaf.locks == 0]
         heapq.heapify(heap)
@@ -178,39 +190,40 @@ class RadixCache(PrefixCache):
                 heapq.heappush(heap, (rank(parent), parent))
         return freed
 
-    def evict_checkpoints(self, count: int, keep: Collection[int] = ()) -> int:
+    def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
         for freed in range(count):
-            nodes = [node for node in self._with_checkpoint if node.checkpoint not in keep]
+            nodes = [node for node in self._with_state if node.state_slot not in keep]
             if not nodes:
                 return freed
-            node = min(nodes, key=self._checkpoint_rank)
+            node = min(nodes, key=self._state_rank)
             if not node.spare:
-                self.inflation = max(self.inflation, node.worth + self._saved(node))
-            self._drop_checkpoint(node)
+                self.inflation = max(self.inflation, self._score(node))
+            self._drop_state(node)
         return max(count, 0)
 
-    def _checkpoint_rank(self, node: Node) -> tuple[bool, int, int, int]:
-        score = node.hit_at if node.spare else node.worth + self._saved(node)
-        return not node.spare, score, node.hit_at, node.end
+    def _state_rank(self, node: Node) -> tuple[bool, int, int, int]:
+        """The lowest is evicted first."""
+        score = 0 if node.spare else self._score(node)
+        return not node.spare, score, node.state_used_at, node.end
 
     @staticmethod
-    def _saved(node: Node) -> int:
-        """Tokens a hit here spares over the next shallower checkpoint."""
+    def _score(node: Node) -> int:
+        """Inflation plus the tokens that a hit here saves over the next shallower state."""
         for part in node.ancestors():
-            if part is not node and part.checkpoint >= 0 and not part.spare:
-                return node.end - part.end
-        return node.end
+            if part is not node and part.state_slot >= 0 and not part.spare:
+                return node.inflation + node.end - part.end
+        return node.inflation + node.end
 
-    def _drop_checkpoint(self, node: Node) -> None:
-        self.checkpoints.free([node.checkpoint])
-        node.checkpoint = -1
+    def _drop_state(self, node: Node) -> None:
+        self.state_slots.free([node.state_slot])
+        node.state_slot = -1
         node.spare = False
-        self._with_checkpoint.remove(node)
+        self._with_state.remove(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
         assert leaf.parent is not None and not leaf.children and leaf.locks == 0
-        if leaf.checkpoint >= 0:
-            self._drop_checkpoint(leaf)
+        if leaf.state_slot >= 0:
+            self._drop_state(leaf)
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
@@ -225,8 +238,8 @@ class RadixCache(PrefixCache):
             raise RuntimeError(f"cannot flush: {locked} of {self.num_kv} cached tokens are in use")
         for node in list(self._nodes()):
             self.kv.free(node.kv_slots)
-            if node.checkpoint >= 0:
-                self.checkpoints.free([node.checkpoint])
+            if node.state_slot >= 0:
+                self.state_slots.free([node.state_slot])
         self._reset()
 
     # ── checking ─────────────────────────────────────────────────────────────────────────────
@@ -240,7 +253,7 @@ class RadixCache(PrefixCache):
 
     def check_integrity(self) -> None:
         num_kv = evictable = 0
-        leaves, with_checkpoint = set(), set()
+        leaves, with_state = set(), set()
         for node in self._nodes():
             assert node.parent is not None
             right = (
@@ -259,12 +272,12 @@ class RadixCache(PrefixCache):
             evictable += len(node.kv_slots) if node.locks == 0 else 0
             if not node.children:
                 leaves.add(node)
-            if node.checkpoint >= 0:
-                with_checkpoint.add(node)
-        found = (num_kv, evictable, len(leaves), len(with_checkpoint))
-        books = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._with_checkpoint))
-        if found != books or leaves != self._leaves or with_checkpoint != self._with_checkpoint:
+            if node.state_slot >= 0:
+                with_state.add(node)
+        found = (num_kv, evictable, len(leaves), len(with_state))
+        counted = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._with_state))
+        if found != counted or leaves != self._leaves or with_state != self._with_state:
             raise RuntimeError(
-                "radix cache: (KV slots, of them evictable, leaves, checkpoints) are "
-                f"{found} in the tree but {books} in the books"
+                "radix cache: (KV slots, evictable KV slots, leaves, state slots) are "
+                f"{found} in the tree but {counted} by its counters"
             )

@@ -13,7 +13,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.eval.traffic import StepBytes, StepSize, step_bytes
 from mamba_eagle.message import RunnerReady
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.driver import Generation
 
 SHOWN_STEPS = 5
@@ -93,7 +93,7 @@ def speed_of(
         config.tree_shape.nodes,
         position=(made.prompt_tokens + made.output_tokens / 2) / batch,
     )
-    model = ModelConfig.from_pretrained(config.model_path)
+    model = read_model_config(config.model_path)
     least = step_bytes(model, size, ready.details["dtype"], config.mamba_ssm_dtype)
     return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
 
@@ -109,7 +109,7 @@ class StateMemory:
     def of(cls, ready: RunnerReady) -> StateMemory:
         spare = int(str(ready.details["device"]).startswith("cuda"))  # a slot that pads batches
         return cls(
-            ready.details["checkpoint_bytes"] / (ready.max_checkpoints + spare),
+            ready.details["checkpoint_bytes"] / (ready.max_state_slots + spare),
             ready.details["verify_bytes"] / (ready.max_running_requests + spare),
         )
 

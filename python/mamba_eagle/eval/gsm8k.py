@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mamba_eagle.config import ASSETS
+from mamba_eagle.embedded import ASSETS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EMBEDDED_PROBLEMS = ASSETS / "gsm8k_style_test.jsonl"
-EMBEDDED_SHOTS = ASSETS / "gsm8k_style_shots.jsonl"
 STOP = ["Question", "Assistant:", "<|separator|>"]
+MAX_DIGITS = 1000  # a model that repeats itself can write more digits than int() accepts
 
 
 class Example(NamedTuple):
@@ -23,16 +23,16 @@ class Example(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is asked: solved examples to show first, and the questions."""
+    """Solved examples for the prompts, and the questions to ask."""
 
     shots: list[Example]
     questions: list[Example]
 
 
 def read_examples(path: str | Path) -> list[Example]:
-    """One JSON object a line, with ``question`` and ``answer``.
+    """Reads one JSON object per line, with ``question`` and ``answer``.
 
-    Raises: ValueError naming the first line that is not one.
+    Raises: ValueError naming the first line without them.
     """
     examples = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
@@ -49,26 +49,21 @@ def read_examples(path: str | Path) -> list[Example]:
 
 
 def load_task(path: str | Path, num_shots: int, num_questions: int) -> Task:
-    """Shots and questions, none of which is both.
+    """The first ``num_shots`` examples of a file are the shots, and up to ``num_questions`` of the
+    examples after them are the questions.
 
-    The embedded problems have shots in a file of their own; elsewhere the first ``num_shots`` lines
-    are the shots and the questions follow. Fewer questions than wanted are fine.
-    Raises: ValueError if there are too few lines for the shots and one question.
+    Raises: ValueError if ``num_shots`` is negative or leaves no question.
     """
-    questions = read_examples(path)
-    if Path(path) == EMBEDDED_PROBLEMS and EMBEDDED_SHOTS.is_file():
-        shots = read_examples(EMBEDDED_SHOTS)
-    else:
-        shots = questions[:num_shots]
-        questions = questions[num_shots:]
     if num_shots < 0:
         raise ValueError(f"--num-shots {num_shots}: must be 0 or more")
-    if len(shots) < num_shots or not questions:
+    examples = read_examples(path)
+    shots, questions = examples[:num_shots], examples[num_shots:]
+    if not questions:
         raise ValueError(
-            f"--num-shots {num_shots}: {path} has {len(shots) + len(questions)} problems, "
+            f"--num-shots {num_shots}: {path} has {len(examples)} problems, "
             "which leaves no question; give a longer --data-path or fewer shots"
         )
-    return Task(shots[:num_shots], questions[:num_questions])
+    return Task(shots, questions[:num_questions])
 
 
 def make_prompt(shots: list[Example], question: str) -> str:
@@ -78,13 +73,13 @@ def make_prompt(shots: list[Example], question: str) -> str:
 
 
 def prompt_ids(problems: list[Example], tokenizer: Tokenizer) -> list[list[int]]:
-    """Prompts without examples, as token ids."""
+    """Token ids of the problems' prompts, without solved examples."""
     texts = [make_prompt([], problem.question) for problem in problems]
     return [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def answer_value(text: str) -> int | None:
-    """The last integer in ``text`` (commas removed, no sign); None if there is none."""
+    """The last integer in ``text``, without sign and thousands separators; None if there is none or
+    if it has more than MAX_DIGITS digits."""
     numbers = re.findall(r"\d+", text.replace(",", ""))
-    # A model that repeats itself may write more digits than int() takes: no answer either.
-    return int(numbers[-1]) if numbers and len(numbers[-1]) <= 1000 else None
+    return int(numbers[-1]) if numbers and len(numbers[-1]) <= MAX_DIGITS else None

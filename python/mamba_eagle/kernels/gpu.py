@@ -1,49 +1,23 @@
-"""Which kernels a GPU can use: Triton's, and FlashInfer's where it is installed.
-
-``numba_math.usable`` says the same of a CPU's. Where neither says yes, callers take the torch path,
-which is the reference for all of them.
-"""
+"""What kernels ask of a GPU when they are launched."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
-_TENSOR_CORES = (8, 0)  # compute capability from which bfloat16 is multiplied on them
+TENSOR_CORES = (8, 0)  # compute capability from which bfloat16 is multiplied on them
 _DEPENDENT_LAUNCH = (9, 0)
 
 
 @cache  # asked in every step
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
-@cache
-def _is_capable(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TENSOR_CORES
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) where there is no GPU, as in Triton's interpreter."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 @cache
 def launches_overlap(device: torch.device) -> bool:
     """Whether a kernel may be started before the one ahead of it has ended, to wait on the device
     (programmatic dependent launch). Kernels ask ``triton_math.previous_done`` before they read."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
-
-
-def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether the Triton kernels take tensors of these dtypes on this device."""
-    known = all(dtype in _TRITON_DTYPES for dtype in dtypes)
-    return known and _is_capable(device) and _is_installed("triton")
-
-
-def flashinfer_usable(device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and takes tensors of these dtypes on this device.
-
-    It compiles a kernel when that is first used: minutes for prefill attention, once a machine.
-    """
-    known = all(dtype in _FLASHINFER_DTYPES for dtype in dtypes)
-    return known and _is_capable(device) and _is_installed("flashinfer")
+    return capability(device) >= _DEPENDENT_LAUNCH

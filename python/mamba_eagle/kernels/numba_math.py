@@ -1,8 +1,7 @@
 """What the fused CPU kernels share: the compiler's options, and float32 functions that vectorise.
 
 Numba compiles the ``cpu.py`` beside a ``naive.py`` to one thread's machine code, kept on disk
-next to the source (``cache=True``). Where numba is missing, or a tensor is not float32 on a CPU,
-callers take the torch path; ``usable`` tells.
+next to the source (``cache=True``). They take float32 on a CPU; backend/choose.py decides.
 
 Sums may be reordered, so that they run in vector registers, but NaN and infinity keep their
 meaning: ``nnan`` and ``ninf`` are not among the flags.
@@ -16,7 +15,6 @@ from math import log1p
 from typing import Any
 
 import numpy as np
-import torch
 
 try:
     import numba
@@ -24,15 +22,6 @@ except ImportError:  # an optional accelerator: the torch path does the same wor
     numba = None
 
 _OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
-
-
-def usable(device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether the fused kernels take tensors of these dtypes on this device."""
-    return (
-        numba is not None
-        and device.type == "cpu"
-        and all(dtype == torch.float32 for dtype in dtypes)
-    )
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

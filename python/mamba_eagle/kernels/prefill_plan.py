@@ -11,7 +11,7 @@ Made on the host, once for all layers, and sent in one piece without waiting for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ CONV_TOKENS = 16  # of one request that a program of the convolution takes
 class Prompt(NamedTuple):
     """The next ``length`` tokens of a request, [first, first + length) of the flat batch.
 
-    ``source`` is the checkpoint slot with the state before them, -1 for none: zeros. ``saves``
-    are (tokens from ``first``, checkpoint slot), increasing; one of 0 tokens is a copy, and one
+    ``source`` is the state slot with the state before them, -1 for none: zeros. ``saves``
+    are (tokens from ``first``, state slot), increasing; one of 0 tokens is a copy, and one
     position may be saved to several slots. The last save may overwrite the request's own source.
     """
 
@@ -45,9 +45,12 @@ class PrefillPlan(NamedTuple):
 
 
 def prefill_plan(
-    prompts: Sequence[Prompt], device: torch.device, block: int = CONV_TOKENS
+    prompts: Sequence[Prompt],
+    to_device: Callable[..., Tensor] = torch.tensor,
+    block: int = CONV_TOKENS,
 ) -> PrefillPlan:
-    """The plan of a batch whose prompts lie one after the other.
+    """The plan of a batch whose prompts lie one after the other. to_device: makes a
+    list and ``dtype=`` a tensor where the kernels run.
 
     Raises: ValueError if a prompt is empty, a save lies outside of its prompt, saves do not
         increase, a slot is saved to twice, or one that is saved to is read by another prompt.
@@ -64,7 +67,7 @@ def prefill_plan(
         if begin < end:
             segments.append((begin, end, -1))
         requests.append((first_segment, len(segments), prompt.source))
-    tables = _sent((requests, segments, blocks), device)
+    tables = _sent((requests, segments, blocks), to_device)
     return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block)
 
 
@@ -81,27 +84,27 @@ def _check(prompts: Sequence[Prompt]) -> None:
             )
         for i, (_, slot) in enumerate(prompt.saves):
             if slot in written:
-                raise ValueError(f"checkpoint slot {slot} is saved to twice in one batch")
+                raise ValueError(f"state slot {slot} is saved to twice in one batch")
             if slot == prompt.source and i < len(prompt.saves) - 1:
                 raise ValueError(
-                    f"checkpoint slot {slot} is read and then saved to before the last save: "
+                    f"state slot {slot} is read and then saved to before the last save: "
                     "only the last save may overwrite the source"
                 )
             written[slot] = prompt
     for prompt in prompts:
         if written.get(prompt.source, prompt) is not prompt:
             raise ValueError(
-                f"checkpoint slot {prompt.source} is read by one request of the batch and saved "
+                f"state slot {prompt.source} is read by one request of the batch and saved "
                 "to by another: put them into separate batches"
             )
 
 
-def _sent(tables: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> list[Tensor]:
+def _sent(
+    tables: Sequence[Sequence[tuple[int, ...]]],
+    to_device: Callable[..., Tensor],
+) -> list[Tensor]:
     """[rows, columns] int32 each; one copy, and the host does not wait for it."""
     shapes = [(len(table), len(table[0])) for table in tables]
-    packed = torch.tensor([n for table in tables for row in table for n in row], dtype=torch.int32)
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
+    packed = to_device([n for table in tables for row in table for n in row], dtype=torch.int32)
     parts = packed.split([rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes)]

@@ -1,4 +1,4 @@
-"""Grouped-query attention; keys and values belong to the context. For RoPE see rotary.py."""
+"""Grouped-query attention. The context stores keys and values; rotary.py adds RoPE."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch import Tensor
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.config import AttentionConfig
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.model_config import AttentionConfig
 
 
 class Attention(Layer):
-    """``index`` is its place among the attention layers, that is, in the KV pool. ``input_size``:
-    the width it reads, where that is not the width it gives (EAGLE-3's, with two inputs)."""
+    """``index`` is its place among the attention layers, that is, in the KV pool. ``input_size`` is
+    the width of its input if that is not ``hidden_size`` (EAGLE-3 has two inputs)."""
 
     def __init__(
         self, config: AttentionConfig, hidden_size: int, index: int, input_size: int = 0
@@ -26,12 +27,12 @@ class Attention(Layer):
         self.k_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.v_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
-        self._qkv: list[Linear] = []  # in a list: a module of its own would add checkpoint names
+        self._qkv: list[Linear] = []  # a list, because a submodule would add parameter names
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         # the three input products become one
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-        qkv.prepare()
+        qkv.prepare(ops)
         self._qkv = [qkv]
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
@@ -49,5 +50,5 @@ class Attention(Layer):
         return self.o_proj(ctx.attention(self, q, k, v).flatten(1))
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """What a position encoding does to queries and keys: here nothing."""
+        """Applies a position encoding to queries and keys; here there is none."""
         return q, k

@@ -1,4 +1,4 @@
-"""One residual layer: norm, mixer, add. Each mixer kind is named as in ModelConfig.blocks."""
+"""One residual layer: norm, mixer, add. Mixers are named as in ModelConfig.blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.model_config import ModelConfig
 
 
 class Block(Layer):
@@ -40,7 +41,7 @@ class Block(Layer):
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The layers of ``config.blocks``, each with its index among the layers of its kind."""
+    """The layers of ``config.blocks``, each with its index among those of its kind."""
     seen: dict[str, int] = {}
     blocks = []
     for kind in config.blocks:
@@ -50,8 +51,9 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     return nn.ModuleList(blocks)
 
 
-def prepare_for_inference(model: nn.Module) -> None:
-    """Pack weights and derive constants, once, after loading; results stay the same."""
+def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:
+    """Pack weights and derive constants, once, after loading; results stay the same. ops: those of
+    the backend that will run it."""
     for module in model.modules():
         if isinstance(module, Layer):
-            module.prepare()
+            module.prepare(ops)

@@ -1,60 +1,104 @@
-"""How a layer reaches the sequence: the part of a forward pass that is not a matrix product.
+"""How layers reach earlier tokens: the part of a forward pass that is not a matrix product.
 
-A model is the same code for training, prefill and verify. What differs is where the earlier
-tokens are: in the same batch, in a KV pool, in a checkpoint and rows. A ForwardContext is that
-difference. Mamba2 and attention layers hand it their projected inputs and get their outputs.
+A model is the same code for training, prefill and verification. What differs is where the earlier
+tokens are: in the same batch, in a KV pool, or in a state slot and rows. A ForwardContext hides
+that difference: Mamba2 and attention layers pass it their projected inputs and get their outputs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv
-from mamba_eagle.kernels.ssd.naive import ssd_chunked
+from mamba_eagle.kernels.causal_conv.torch import causal_conv
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
+from mamba_eagle.model_config import Mamba2Config
 
-if TYPE_CHECKING:
-    from mamba_eagle.layers.attention import Attention
-    from mamba_eagle.layers.mamba2 import Mamba2Mixer
-    from mamba_eagle.layers.rotary import Rotation
+
+class Rotation(NamedTuple):
+    """Rotary angles of n tokens, the same in all layers and heads."""
+
+    cos: Tensor  # [n, 1, dim / 2], float32
+    sin: Tensor
+
+
+class AttentionView(Protocol):
+    """What a context reads of an attention layer."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the attention layers, that is, in the KV pool."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+
+
+class ConvView(Protocol):
+    """A depthwise convolution: weight [C, 1, K], bias [C] or None."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class MambaView(Protocol):
+    """What a context reads of a Mamba2 layer."""
+
+    config: Mamba2Config
+    index: int  # its place among the Mamba2 layers, that is, in the state pool
+    dt_bias: nn.Parameter  # [H], float32, as D
+    D: nn.Parameter
+
+    @property
+    def conv1d(self) -> ConvView:
+        """The convolution of x, B and C."""
+
+    def decay_rate(self) -> Tensor:
+        """A [H], float32, negative."""
+
+    def step_size(self, dt: Tensor) -> Tensor:
+        """dt [..., H] raw -> float32, positive."""
+
+    def split_xbc(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., conv_dim] -> x [..., H, P], B [..., G, N], C [..., G, N]."""
 
 
 class ForwardContext(Protocol):
     """The sequence side of a forward pass over n tokens, flat."""
 
-    rotation: Rotation | None  # of positions; a model with RoPE sets it as its pass begins
+    rotation: Rotation | None  # of ``positions``; a model with RoPE sets it before its layers run
 
     @property
     def positions(self) -> Tensor:
-        """[n] int64: where each token stands in its sequence."""
+        """[n] int64: each token's position in its sequence."""
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         """xbc [n, conv_dim] before the convolution, dt [n, H] raw -> y [n, H*P] with D skip."""
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""
 
 
 class FullSequenceContext:
-    """``batch`` sequences of ``length`` tokens from the zero state: training and the oracle.
+    """``batch`` sequences of ``length`` tokens from the zero state: for training, and as reference.
 
-    Stateless and differentiable; n = batch * length, sequences one after the other.
+    Stateless and differentiable; n = batch * length, one sequence after the other.
     """
 
     rotation: Rotation | None = None
 
     def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
-        """device: of the positions; those of a GPU are best made there."""
+        """device: where positions are made; that of the model is best."""
         self.batch, self.length, self.device = batch, length, device
 
     @property
     def positions(self) -> Tensor:
         return torch.arange(self.length, device=self.device).repeat(self.batch)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         xbc = xbc.unflatten(0, (self.batch, self.length))
         dt = layer.step_size(dt).unflatten(0, (self.batch, self.length))
         convolved = causal_conv(xbc, layer.conv1d.weight[:, 0], layer.conv1d.bias)
@@ -62,7 +106,7 @@ class FullSequenceContext:
         y = ssd_chunked(x, dt, layer.decay_rate(), B, C, layer.D, layer.config.chunk_size).y
         return y.flatten(2).flatten(0, 1)
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (self.batch, self.length)).transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]

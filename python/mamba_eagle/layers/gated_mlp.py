@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.model_config import UnsupportedModel
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -22,20 +22,22 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Raises: UnsupportedModel naming those known."""
+    """Raises: UnsupportedModel naming the supported ones."""
     if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"hidden_act {name!r} is not supported; known: {list(ACTIVATIONS)}")
+        raise UnsupportedModel(
+            f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
 def gated(both: Tensor, act: Activation) -> Tensor:
-    """Gate and up projection side by side [n, 2 * size] -> [n, size]."""
+    """[n, 2 * size], gate and up projection side by side -> [n, size]."""
     gate, up = both.chunk(2, dim=-1)
     return act(gate) * up
 
 
 class Gate(Layer):
-    """``gated`` by the activation of this name, in one kernel where there is one."""
+    """``gated`` with the named activation, as one kernel where there is one."""
 
     def __init__(self, act: str) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Gate(Layer):
 
 
 class GatedMLP(Layer):
-    """Three matrices, under the names that Llama gave them."""
+    """Three matrices, under Llama's names."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu"
@@ -57,14 +59,14 @@ class GatedMLP(Layer):
         self.gate_proj = Linear(hidden_size, intermediate_size, bias)
         self.up_proj = Linear(hidden_size, intermediate_size, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
-        self._both: list[Linear] = []  # in a list: a module of its own would add checkpoint names
+        self._both: list[Linear] = []  # a list, because a submodule would add parameter names
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         # the two input products become one
         both = Linear.fused([self.gate_proj, self.up_proj])
-        both.prepare()
+        both.prepare(ops)
         self._both = [both]
-        self.gate.ops = pointwise_ops(both.weight.device, both.weight.dtype)
+        self.gate.ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._both:
@@ -73,7 +75,7 @@ class GatedMLP(Layer):
 
 
 class PackedGatedMLP(Layer):
-    """Gate and up projection in one matrix, as Granite publishes them."""
+    """Gate and up projection in one matrix, under Granite's names."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str = "silu") -> None:
         super().__init__()
@@ -81,9 +83,8 @@ class PackedGatedMLP(Layer):
         self.input_linear = Linear(hidden_size, 2 * intermediate_size)
         self.output_linear = Linear(intermediate_size, hidden_size)
 
-    def prepare(self) -> None:
-        weight = self.input_linear.weight
-        self.gate.ops = pointwise_ops(weight.device, weight.dtype)
+    def prepare(self, ops: LayerOps) -> None:
+        self.gate.ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output_linear(self.gate(self.input_linear(hidden)))

@@ -1,4 +1,4 @@
-"""How a Mamba2 mixer joins its output with the gate; families differ in it."""
+"""How a Mamba2 mixer combines its output with the gate, which differs between families."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 
 
 class NormThenGate(RMSNorm):
     """``weight * rmsnorm_group(y) * silu(gate)`` (Mamba2's ``norm_before_gate=True``).
 
-    y, gate [n, size]; groups are ``size // num_groups`` neighbouring channels.
+    y, gate [n, size]; a group is ``size // num_groups`` adjacent channels.
     """
 
     def __init__(self, size: int, num_groups: int, eps: float) -> None:
@@ -34,7 +34,7 @@ class GateOnly(Layer):
 
 
 def make_gated_norm(config: Mamba2Config, eps: float) -> nn.Module:
-    """The module for ``config.norm``; called with y and gate, both [n, inner_size]."""
+    """The module for ``config.norm``, to be called with y and gate [n, inner_size]."""
     if config.norm == "gate_only":
         return GateOnly()
     kind = {"gate_first": GatedGroupRMSNorm, "norm_first": NormThenGate}[config.norm]

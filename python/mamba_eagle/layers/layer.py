@@ -1,10 +1,12 @@
-"""The base class of all layers: a module whose call is its ``forward`` and nothing around it."""
+"""The base class of all layers: a module whose call is just its ``forward``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
+
+from mamba_eagle.layers.ops import LayerOps
 
 
 class Layer(nn.Module):
@@ -23,8 +25,9 @@ class Layer(nn.Module):
         if isinstance(value, nn.Module):
             self.__dict__[name] = value
 
-    def prepare(self) -> None:
-        """Derive what inference reads at each step, once, after the weights are in place.
+    def prepare(self, ops: LayerOps) -> None:
+        """Take a backend's operations, and derive what inference reads per step; once, after the
+        weights are in place.
 
         Results stay the same up to rounding. Afterwards the layer is not differentiable, and its
         weights must not change.

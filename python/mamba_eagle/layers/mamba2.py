@@ -1,4 +1,4 @@
-"""The Mamba2 mixer: projections and norm; convolution and recurrence belong to the context."""
+"""The Mamba2 mixer: projections and norm. The context does the convolution and the recurrence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.model_config import Mamba2Config
 
 
 class Conv1dWeight(nn.Module):
@@ -32,7 +33,7 @@ class Mamba2Mixer(Layer):
         inner, heads = config.inner_size, config.num_heads
         self.in_proj = Linear(hidden_size, inner + config.conv_dim + heads, config.in_bias)
         self.conv1d = Conv1dWeight(config.conv_dim, config.conv_kernel, config.conv_bias)
-        # a handful of numbers that act on every token: float32 whatever the model's dtype
+        # a few numbers that affect every token: float32, whatever the model's dtype
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))
@@ -41,7 +42,7 @@ class Mamba2Mixer(Layer):
         self._decay_rate: Tensor | None = None
         self._dt_bias: Tensor | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         self._decay_rate = -torch.exp(self.A_log.detach().float())
         self._dt_bias = self.dt_bias.detach().float()
 

@@ -1,4 +1,4 @@
-"""The first half of a decoder layer that has either Mamba2 or attention, and an MLP behind it."""
+"""The first half of a decoder layer with either Mamba2 or attention, followed by an MLP."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class MixerLayer(Layer):
-    """``layer`` numbers all layers; the kind and the number among its kind are the config's."""
+    """``layer`` is its number among all layers; the config gives its kind, and its number among
+    those."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -30,6 +31,6 @@ class MixerLayer(Layer):
             self.self_attn = make_attention(config.attention, size, index, eps)
 
     def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[n, hidden_size] -> what is to be added to it."""
+        """[n, hidden_size] -> the mixer's output, to be added to it."""
         mixer = self.mamba if self.is_mamba else self.self_attn
         return mixer(self.input_layernorm(hidden), ctx)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.ops import TORCH, LayerOps
 
 
 class ReluSquaredMLP(Layer):
@@ -19,9 +19,8 @@ class ReluSquaredMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
         self._ops = TORCH
 
-    def prepare(self) -> None:
-        weight = self.up_proj.weight
-        self._ops = pointwise_ops(weight.device, weight.dtype)
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return self.down_proj(self._ops.relu_squared(self.up_proj(hidden)))

@@ -14,7 +14,8 @@ from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
-from mamba_eagle.models.config import MoEConfig
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.model_config import MoEConfig
 
 
 class Routes(NamedTuple):
@@ -79,8 +80,12 @@ class Experts(Layer):
     ) -> None:
         super().__init__()
         self.act = act
+        self._ops = TORCH
         self.up_proj = nn.Parameter(torch.empty(count, inner, size))
         self.down_proj = nn.Parameter(torch.empty(count, size, width))
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
@@ -90,37 +95,12 @@ class Experts(Layer):
         ends = torch.searchsorted(
             flat[order], torch.arange(self.up_proj.shape[0], device=x.device), right=True
         )
-        made = self.act(grouped_linear(x[order // k], self.up_proj, ends))
-        made = grouped_linear(made, self.down_proj, ends)
+        made = self.act(self._ops.grouped_linear(x[order // k], self.up_proj, ends))
+        made = self._ops.grouped_linear(made, self.down_proj, ends)
         # back to the tokens' order: a sum in a fixed order, so that results do not waver
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
         weighted = made[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
         return weighted.sum(1).to(x.dtype)
-
-
-def experts_on_device(config: MoEConfig | None, dtype: torch.dtype) -> bool:
-    """Whether a GPU multiplies by experts in one kernel, and the host need not know how many tokens
-    go to each."""
-    return config is None or dtype == torch.bfloat16
-
-
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows ``[ends[e-1], ends[e])`` of x [m, in] by expert e's weight [E, out, in] -> [m, out]."""
-    # one kernel without a round trip to the CPU; it takes rows that begin at multiples of 16 bytes,
-    # as those of all published models do
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16:  # as experts_on_device says
-        inner, width = (-size % 8 for size in weight.shape[1:])
-        padded = F.pad(weight, (0, width, 0, inner)) if inner or width else weight
-        x = F.pad(x, (0, width)) if width else x
-        out = F.grouped_mm(x, padded.transpose(1, 2), offs=ends.int())
-        return out[:, : weight.shape[1]]
-    out = x.new_empty(x.shape[0], weight.shape[1])
-    begin = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > begin:
-            torch.mm(x[begin:end], weight[expert].t(), out=out[begin:end])
-        begin = end
-    return out
 
 
 def relu_squared(x: Tensor) -> Tensor:

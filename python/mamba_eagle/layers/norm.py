@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.kernels import numba_math
-from mamba_eagle.kernels.pointwise import TORCH, Normed, pointwise_ops
-from mamba_eagle.kernels.rms_norm import cpu
 from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.ops import TORCH, LayerOps, Normed
 
 
 class _Norm(Layer):
-    """``weight`` [size], and after ``prepare`` a view of it where the fused kernels can be used."""
+    """``weight`` [size]."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self._fused: np.ndarray | None = None
         self._ops = TORCH
 
-    def prepare(self) -> None:
-        self._ops = pointwise_ops(self.weight.device, self.weight.dtype)
-        if numba_math.usable(self.weight.device, self.weight.dtype):
-            self._fused = self.weight.detach().numpy()
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
 
 class RMSNorm(_Norm):
@@ -34,17 +28,10 @@ class RMSNorm(_Norm):
     def after(self, stream: Tensor, added: Tensor) -> Normed:
         """The norm of ``stream + added``, and that sum; of inputs that nobody else looks at
         afterwards, since results may take their place."""
-        if self._fused is None:
-            return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
-        stream = stream + added
-        return Normed(self.forward(stream), stream)
+        return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._fused is None:
-            return self._ops.rms_norm(x, self.weight, self.eps)
-        out = torch.empty_like(x)
-        cpu.rms_norm(x.numpy(), self._fused, self.eps, out.numpy())
-        return out
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
 
 class GatedGroupRMSNorm(_Norm):
@@ -59,15 +46,4 @@ class GatedGroupRMSNorm(_Norm):
         self.group_size = size // num_groups
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        if self._fused is None:
-            return self._ops.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)
-        out = torch.empty_like(y)
-        cpu.gated_group_rms_norm(
-            y.numpy(),
-            gate.contiguous().numpy(),
-            self._fused,
-            self.group_size,
-            self.eps,
-            out.numpy(),
-        )
-        return out
+        return self._ops.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)

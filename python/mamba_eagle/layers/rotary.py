@@ -1,18 +1,17 @@
-"""Rotary position encoding (arXiv 2104.09864), whole or of the first channels of a head."""
+"""Rotary position encoding (arXiv 2104.09864) of all or the first channels of a head."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import (
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.model_config import (
     AttentionConfig,
     LinearScaling,
     Llama3Scaling,
@@ -21,15 +20,8 @@ from mamba_eagle.models.config import (
 )
 
 
-class Rotation(NamedTuple):
-    """Angles of n tokens, the same in all layers and heads."""
-
-    cos: Tensor  # [n, 1, dim / 2], float32
-    sin: Tensor
-
-
 class Rotary:
-    """Positions to angles, once a forward pass: the model puts them into ``ctx.rotation``."""
+    """Turns positions into angles, once per forward pass; the model sets ``ctx.rotation``."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.frequencies = rope_frequencies(config)  # [dim / 2]
@@ -37,7 +29,7 @@ class Rotary:
         self.magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
 
     def __call__(self, positions: Tensor, device: torch.device) -> Rotation:
-        """positions [n], on any device -> angles on ``device``."""
+        """positions [n] on any device -> angles on ``device``."""
         if self.frequencies.device != device:
             self.frequencies = self.frequencies.to(device)
         angles = positions.to(device).float()[:, None, None] * self.frequencies
@@ -48,7 +40,7 @@ class Rotary:
 
 
 def rope_frequencies(config: RopeConfig) -> Tensor:
-    """Radians a position for each channel pair, [dim / 2] float32, scaled."""
+    """Radians per position for each channel pair after scaling, [dim / 2] float32."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -66,11 +58,12 @@ def rope_frequencies(config: RopeConfig) -> Tensor:
 
 
 def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
-    """How much each channel pair is stretched, [dim / 2]: 0 at most where it makes ``high_turns``
-    turns in the trained context, 1 at least where it makes ``low_turns``, linear in between."""
+    """How far each channel pair is slowed down, [dim / 2]: at most 0 for pairs that complete
+    ``high_turns`` turns or more in the trained context, at least 1 for pairs with ``low_turns`` or
+    fewer, and linear in between."""
 
     def pair_that_turns(turns: float) -> float:
-        wave = scaling.trained_length / turns  # in positions
+        wave = scaling.trained_length / turns  # positions per turn
         return config.dim * math.log(wave / (2 * math.pi)) / (2 * math.log(config.theta))
 
     first, last = pair_that_turns(scaling.high_turns), pair_that_turns(scaling.low_turns)
@@ -82,7 +75,7 @@ def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
 
 
 class RotaryAttention(Attention):
-    """Attention whose queries and keys are turned by position, after a norm of each head if the
+    """Attention whose queries and keys are rotated by position, after a norm of each head if the
     family has one."""
 
     def __init__(
@@ -99,10 +92,9 @@ class RotaryAttention(Attention):
             self.q_norm = RMSNorm(config.head_dim, norm_eps)
             self.k_norm = RMSNorm(config.head_dim, norm_eps)
 
-    def prepare(self) -> None:
-        weight = self.q_proj.weight
-        self._ops = pointwise_ops(weight.device, weight.dtype)
-        super().prepare()
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
+        super().prepare(ops)
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         if self.config.head_norm:
@@ -110,7 +102,7 @@ class RotaryAttention(Attention):
                 norm(x.reshape(-1, x.shape[-1])).view(x.shape)
                 for norm, x in ((self.q_norm, q), (self.k_norm, k))
             )
-        assert ctx.rotation is not None, "the model sets it as its pass begins"
+        assert ctx.rotation is not None, "the model sets it before its layers run"
         return self._ops.rotate(q, *ctx.rotation), self._ops.rotate(k, *ctx.rotation)
 
 

@@ -20,14 +20,14 @@ import msgspec
 from mamba_eagle.core import FinishReason, SamplingParams, TreeShape
 
 
-class Struct(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
+class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Base of every message; the class name travels as its tag."""
 
 
 # ── tokenizer → scheduler ────────────────────────────────────────────────────────────────────
 
 
-class Generate(Struct):
+class Generate(Message):
     """One sample of one prompt (n > 1 arrives as n messages)."""
 
     rid: str
@@ -40,13 +40,13 @@ class Generate(Struct):
     arrival_time: float = 0.0  # time.time() at the HTTP side
 
 
-class Abort(Struct):
+class Abort(Message):
     """End one request, by its exact id, or all of them (rid None)."""
 
     rid: str | None = None
 
 
-class StopAt(Struct):
+class StopAt(Message):
     """A stop string is complete: the request's output is its first ``num_tokens`` tokens."""
 
     rid: str
@@ -54,22 +54,22 @@ class StopAt(Struct):
     matched: str
 
 
-class FlushCache(Struct):
+class FlushCache(Message):
     call_id: int
 
 
-class GetState(Struct):
+class GetState(Message):
     call_id: int
 
 
 # ── scheduler → tokenizer ────────────────────────────────────────────────────────────────────
 
 
-class Ready(Struct):
+class Ready(Message):
     """The engine can take requests; what it can hold."""
 
     max_kv_slots: int
-    max_checkpoints: int
+    max_state_slots: int
     max_running_requests: int
     context_length: int
     vocab_size: int
@@ -121,11 +121,11 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     trace: StepTrace | None = None  # of the step that made token_ids, if asked for
 
 
-class Outputs(Struct):
+class Outputs(Message):
     outputs: list[RequestOutput]
 
 
-class FlushReply(Struct):
+class FlushReply(Message):
     call_id: int
     ok: bool
     message: str = ""
@@ -144,11 +144,12 @@ class SpeculationState(msgspec.Struct, kw_only=True):
 
     adaptive: bool = False
     current: str = "plain"  # the last step's
-    given_up: bool = False  # the drafter is of no use, and does not follow new requests
+    # /server_info calls it given_up: drafts are of no use, and new requests are not tracked
+    disabled: bool = msgspec.field(name="given_up", default=False)
     shapes: dict[str, ShapeUse] = {}
 
 
-class StateReply(Struct):
+class StateReply(Message):
     """Gauges and counters of the scheduler, for /server_info, /get_load and /metrics."""
 
     call_id: int
@@ -159,27 +160,27 @@ class StateReply(Struct):
 # ── scheduler → runner ───────────────────────────────────────────────────────────────────────
 
 
-class CheckpointSave(msgspec.Struct, array_like=True):
+class StateSave(msgspec.Struct, array_like=True):
     """Write the state after the first ``position`` tokens of the request into a slot."""
 
     position: int
-    checkpoint: int
+    state_slot: int
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Run prompt tokens [start, start + len(token_ids)) of the request in ``slot``."""
 
     slot: int  # request slot: row buffer, slot table, sampling state
-    checkpoint: int  # the request's own checkpoint slot, S0; holds its state at ``start`` after
+    state_slot: int  # the request's own state slot, S0; holds its state at ``start`` after
     # the first chunk
     start: int
     token_ids: list[int]
     kv_slots: list[int]  # one a token
-    saves: list[CheckpointSave] = []  # positions in (start, start + len], increasing
+    saves: list[StateSave] = []  # positions in (start, start + len], increasing
     is_first: bool = True
     is_last: bool = True  # sample the first output token after this chunk
     # of the first chunk only:
-    load_from: int = -1  # checkpoint slot with the state at ``start``; -1: start is 0
+    load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
     prefix_kv_slots: list[int] = []  # KV slots of [0, start)
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
@@ -187,7 +188,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     history: list[int] = []  # all tokens of [0, start), if sampling or the drafter needs them
     return_spec_trace: bool = False
     # of every chunk:
-    follow: bool = True  # the drafter takes it in
+    track: bool = True  # the drafter takes it in
     logprob_start: int = -1  # absolute position of the first wanted logprob in this chunk; -1: none
     top_logprobs: int = 0
     return_logprob: bool = False
@@ -202,33 +203,33 @@ class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Release(msgspec.Struct, array_like=True):
-    """The request in ``slot`` has left. ``fold_to`` >= 0: first bring its checkpoint to that
+    """The request in ``slot`` has left. ``fold_to`` >= 0: first bring its state slot to that
     position (from then on it belongs to the cache); -1: its state is not wanted."""
 
     slot: int
     fold_to: int = -1
 
 
-class Plan(Struct):
+class Plan(Message):
     """One step: releases first, then prefill, then decode."""
 
     step: int
-    unfollow: list[int] = []  # before all: slots of requests that the drafter may forget
+    untrack: list[int] = []  # before all: slots of requests that the drafter may forget
     releases: list[Release] = []
     prefill: list[PrefillItem] = []
     decode: DecodeBatch | None = None
 
 
-class Shutdown(Struct):
+class Shutdown(Message):
     pass
 
 
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
 
 
-class RunnerReady(Struct):
+class RunnerReady(Message):
     max_kv_slots: int
-    max_checkpoints: int
+    max_state_slots: int
     max_running_requests: int
     context_length: int
     vocab_size: int
@@ -255,12 +256,12 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     tokens: list[int] = []
     nodes: list[int] = []  # tree nodes on the accepted path, the root (0) first
-    folded: int = 0  # position of the request's checkpoint after this step
+    folded: int = 0  # position of the request's state slot after this step
     logprobs: list[TokenLogprob] = []
     trace: StepTrace | None = None  # if asked for
 
 
-class StepResult(Struct):
+class StepResult(Message):
     """Answers a Plan; lists are in the plan's order."""
 
     step: int

@@ -222,5 +222,5 @@ class Recorder:
         self._scheduler.values = values | {k: v for k, v in state.items() if k in GAUGES}
         if reply is not None:
             self._scheduler.shapes = reply.speculation.shapes
-            self._scheduler.values["spec_given_up"] = float(reply.speculation.given_up)
+            self._scheduler.values["spec_given_up"] = float(reply.speculation.disabled)
         return generate_latest(self.registry)

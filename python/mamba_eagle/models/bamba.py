@@ -1,4 +1,4 @@
-"""Bamba: Mamba2 with a few attention layers that turn half of each head, a gated MLP in each."""
+"""Bamba: Mamba2 with a few attention layers, which rotate half of each head; gated MLPs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.base import CausalLM, Names
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
@@ -29,7 +29,7 @@ class BambaLayer(MixerLayer):
 
 
 class BambaForCausalLM(CausalLM):
-    norm_name = "final_layernorm"
+    names = Names(norm="final_layernorm")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, [BambaLayer(config, i) for i in range(len(config.blocks))])

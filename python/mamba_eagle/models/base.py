@@ -1,9 +1,10 @@
-"""What all families share: embedding, layers, norm, lm_head, and how weights find their place."""
+"""What all families share: embedding, layers, norm, lm_head, and the places of stored tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,47 +15,56 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import Rotary
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
-class Target(NamedTuple):
-    """Where a checkpoint's tensor goes: a parameter, or one slice of a stacked one."""
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint's tensor goes: into a parameter, or into one slice of a stacked one."""
 
     name: str
     index: int | None = None
-    scale: float | Tensor = 1.0  # multiplied into it, in float32
+    scale: float | Tensor = 1.0  # factor, applied in float32
 
 
 class Parts(NamedTuple):
-    """A model's modules by what they are, whatever they are called."""
+    """A model's modules, independent of the names they have in checkpoints."""
 
     embedding: Embedding
     layers: tuple[nn.Module, ...]
     norm: RMSNorm
 
 
-class CausalLM(Layer):
-    """A decoder with a language-model head; parameters bear the names that the family publishes.
+class Names(NamedTuple):
+    """What a family calls its modules: ``model.embed_tokens.weight``, ``model.layers.0…``,
+    ``model.norm.weight`` with these defaults."""
 
-    A family gives its layers, the three names below, and ``target`` where a checkpoint's tensors
-    are laid out otherwise than ours. Multipliers and RoPE are attributes it may set.
+    backbone: str = "model"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+
+
+class CausalLM(Layer):
+    """A decoder with a language-model head; parameters have the names that the family publishes.
+
+    A family gives its layers, ``names``, and ``target`` where its checkpoints lay out tensors
+    differently. It may set ``embedding_scale`` and ``logits_scale``, and override ``run_layers``.
     """
 
-    backbone_name = "model"
-    embedding_name = "embed_tokens"
-    norm_name = "norm"
+    names = Names()
 
     def __init__(self, config: ModelConfig, layers: list[nn.Module]) -> None:
         super().__init__()
         self.config = config
-        backbone = Layer()
         embedding = Embedding(config.vocab_size, config.hidden_size)
         norm = RMSNorm(config.hidden_size, config.norm_eps)
-        setattr(backbone, self.embedding_name, embedding)
-        backbone.layers = nn.ModuleList(layers)
-        setattr(backbone, self.norm_name, norm)
-        setattr(self, self.backbone_name, backbone)
         self.parts = Parts(embedding, tuple(layers), norm)
+        # registered in this order: dummy weights are drawn parameter by parameter
+        backbone = Layer()
+        backbone.add_module(self.names.embedding, embedding)
+        backbone.add_module("layers", nn.ModuleList(layers))
+        backbone.add_module(self.names.norm, norm)
+        self.add_module(self.names.backbone, backbone)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
@@ -63,7 +73,6 @@ class CausalLM(Layer):
         self.embedding_scale = 1.0
         self.logits_scale = 1.0
         self.tap_layers: tuple[int, ...] = ()
-        self._tapped: list[Tensor] = []
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, hidden_size]."""
@@ -71,20 +80,9 @@ class CausalLM(Layer):
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """From now on ``forward`` also returns what goes into these layers (the number of layers:
-        into the final norm). Rising; once."""
+        """From now on ``forward`` also returns the input of these layers; the number of layers
+        stands for the input of the final norm. layers: ascending."""
         self.tap_layers = layers
-        places = (*self.parts.layers, self.parts.norm)
-        for layer in layers:
-            places[layer].forward = self._keeping(places[layer].forward)
-
-    def _keeping(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        # a layer has no hooks: its call is its ``forward``
-        def kept(hidden: Tensor, *others: Any) -> Tensor:
-            self._tapped.append(hidden)
-            return forward(hidden, *others)
-
-        return kept
 
     @property
     def feature_size(self) -> int:
@@ -93,41 +91,52 @@ class CausalLM(Layer):
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """input_ids [n] int64 -> features [n, feature_size]: hidden states after the final norm,
-        and beside them those that are tapped."""
-        hidden = self.embed(input_ids)
+        then the tapped ones in the order of the layers."""
+        embedded = self.embed(input_ids)
         if self.rotary is not None:
-            ctx.rotation = self.rotary(ctx.positions, hidden.device)
-        normed = self.parts.norm(self.run_layers(hidden, ctx))
-        if not self.tap_layers:
-            return normed
-        features = torch.cat([normed, *self._tapped], dim=-1)
-        self._tapped.clear()
-        return features
+            ctx.rotation = self.rotary(ctx.positions, embedded.device)
+        hidden, begin = embedded, 0
+        tapped = []
+        for end in self.tap_layers:
+            hidden = self.run_layers(self.parts.layers[begin:end], hidden, embedded, ctx)
+            tapped.append(hidden.clone())  # layers may write over their input
+            begin = end
+        hidden = self.run_layers(self.parts.layers[begin:], hidden, embedded, ctx)
+        normed = self.parts.norm(hidden)
+        return torch.cat([normed, *tapped], dim=-1) if tapped else normed
 
-    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        for layer in self.parts.layers:
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """Some layers in a row, none if ``layers`` is empty.
+
+        Args:
+            hidden: [n, hidden_size], the input of the first one; may be overwritten.
+            embedded: [n, hidden_size], the embeddings, for families whose layers read them too.
+        """
+        for layer in layers:
             hidden = layer(hidden, ctx)
         return hidden
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden_size or features] -> [n, vocab_size], float32. out: where they go, if not to
-        new memory."""
+        """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is
+        given."""
         logits = self.lm_head(hidden[..., : self.config.hidden_size])
         logits = logits.float() if out is None else out.copy_(logits)
         scale = self.logits_scale
         return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """``compute_logits`` in the dtype of ``hidden`` where that loses nothing, for who reads
-        them once."""
+        """``compute_logits`` without the conversion to float32 where that loses nothing, for
+        callers that read the logits once."""
         if self.logits_scale != 1.0:
             return self.compute_logits(hidden)
         return self.lm_head(hidden[..., : self.config.hidden_size])
 
     def target(self, name: str) -> Target | None:
-        """Where a checkpoint's tensor of this name goes; None: it is not needed."""
+        """Where a checkpoint's tensor of this name goes; None if it is not needed."""
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             return None
-        if name.endswith("rotary_emb.inv_freq"):  # older checkpoints have what config.json implies
+        if name.endswith("rotary_emb.inv_freq"):  # in older checkpoints; config.json implies it
             return None
         return Target(name)

@@ -1,4 +1,4 @@
-"""The EAGLE draft head (EAGLE-1/2: arXiv 2401.15077, 2406.16858) for any target we load."""
+"""The EAGLE draft head (EAGLE-1 and 2: arXiv 2401.15077, 2406.16858), for targets of any family."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
 
 
 class EagleHead(Layer):
     """Predicts the target's next hidden state from a token and the hidden state before it.
 
-    The entry of position p takes the embedding of token p and the target's hidden state (after
-    its final norm) at p-1, zeros for p = 0, and gives a guess of the hidden state at p; the
-    target's own lm_head turns that into logits for token p+1. With the entry of p depending on
-    tokens up to p only, the head's KV can live in the slots of the target's prefix cache.
-    Embedding and lm_head are the target's and are not stored with the head.
+    The entry of position p reads the embedding of token p and the target's hidden state at p-1,
+    after its final norm (zeros for p = 0). It predicts the hidden state at p, which the target's
+    own lm_head turns into logits for token p+1. The entry depends on tokens up to p only, so the
+    head's KV can use the KV slots of the target's prefix cache. Embedding and lm_head are the
+    target's and are not stored with the head.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,7 +1,7 @@
 """The EAGLE-3 draft head (arXiv 2503.01840), in the layout in which heads are published.
 
-Names and shapes are those of SafeAILab/EAGLE (``eagle/model/cnets.py``), which SGLang and vLLM read
-(``llama_eagle3.py`` of each); vllm-project/speculators writes the same under other names.
+Names and shapes are those of SafeAILab/EAGLE (``eagle/model/cnets.py``), which SGLang and vLLM also
+read (``llama_eagle3.py`` of each). vllm-project/speculators writes the same under other names.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import RotaryAttention
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
-# what a new head is made with; of a published one its files say which of these it has
+# optional weights that new heads have; for published heads, the files tell
 OWN_WEIGHTS = ("lm_head.weight", "d2t")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Eagle3Layer(Layer):
-    """A Llama layer that reads an embedding and a feature side by side."""
+    """A Llama layer whose attention reads an embedding and a feature side by side."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,27 +55,29 @@ class Eagle3Layer(Layer):
 
 
 class Eagle3Head(Layer):
-    """Entry p takes token p and three of the target's hidden states at p-1, and predicts token p+1.
+    """Entry p reads token p and three of the target's hidden states at p-1, and predicts token p+1.
 
-    ``fuse`` makes one feature of the three; ``forward`` gives what stands in for the feature of the
-    next entry while drafting: the layer's output before ``norm``, of some EAGLE 3.1 heads behind
-    it. Token i of the draft vocabulary is token ``target_ids[i]`` of the target.
+    ``fuse`` makes one feature of the three. ``forward`` returns what replaces the feature of the
+    next entry while drafting: the layer's output before ``norm``, or after it for some EAGLE 3.1
+    heads. Token i of the draft vocabulary is token ``target_ids[i]`` of the target.
     """
 
+    d2t: Tensor | None  # [draft_vocab_size] int64: what to add to a draft token; None: nothing
+
     def __init__(self, config: ModelConfig, stored: Container[str] = OWN_WEIGHTS) -> None:
-        """stored: the checkpoint's names (as ``published_name`` gives them); an embedding or
-        ``lm_head`` that is not among them is the target's, where sizes allow it."""
+        """stored: names in the checkpoint, as returned by ``published_name``. An embedding or
+        ``lm_head`` that is not among them is the target's, if the sizes allow it."""
         super().__init__()
         size, given = config.hidden_size, target_hidden_size(config)
         self.config = config
         self.draft_vocab_size = draft_vocab_size(config)
         taps = num_taps(config)
-        self.input_norm = self.fc_norm = None  # EAGLE 3.1: of the taps, together or each by itself
-        if told(config, "norm_before_fc"):
+        self.input_norm = self.fc_norm = None  # EAGLE 3.1: norms of the taps, joint or separate
+        if enabled(config, "norm_before_fc"):
             self.input_norm = RMSNorm(taps * given, config.norm_eps)
-        if told(config, "fc_norm"):
+        if enabled(config, "fc_norm"):
             self.fc_norm = nn.ModuleList(RMSNorm(given, config.norm_eps) for _ in range(taps))
-        self.gives_normed = gives_normed(config)
+        self.outputs_normed = outputs_normed(config)
         self.fc = Linear(taps * given, size)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.norm_eps)
@@ -89,7 +92,7 @@ class Eagle3Head(Layer):
         self.register_buffer("d2t", offsets)
         self._target_ids: Tensor | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, ops: LayerOps) -> None:
         self._target_ids = self.target_ids()
 
     def fuse(self, taps: Tensor) -> Tensor:
@@ -104,44 +107,47 @@ class Eagle3Head(Layer):
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         """embeddings, features [n, hidden_size] -> [n, hidden_size]; ``ctx.rotation`` is set."""
         hidden = self.midlayer(embeddings, features, ctx)
-        return self.norm(hidden) if self.gives_normed else hidden
+        return self.norm(hidden) if self.outputs_normed else hidden
 
     def normed(self, outputs: Tensor) -> Tensor:
-        """What ``forward`` gave, as ``lm_head`` reads it."""
-        return outputs if self.gives_normed else self.norm(outputs)
+        """The results of ``forward``, as ``lm_head`` reads them."""
+        return outputs if self.outputs_normed else self.norm(outputs)
 
     def target_ids(self) -> Tensor | None:
-        """The target's token of each draft token, [draft_vocab_size] int64; None: the same."""
+        """The target's token for each draft token, [draft_vocab_size] int64; None if they agree."""
         if self.d2t is None or self._target_ids is not None:
             return self._target_ids
         return torch.arange(self.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     @torch.no_grad()
     def choose_tokens(self, ids: Tensor) -> None:
-        """The target's tokens [draft_vocab_size] that the head shall know, rising."""
+        """Sets the target's tokens that the head can draft. ids [draft_vocab_size], ascending."""
+        assert self.d2t is not None, "a head for the whole vocabulary has no choice"
         self.d2t.copy_(ids - torch.arange(self.draft_vocab_size, device=ids.device))
 
     def check_tokens(self) -> None:
-        """Raises: CheckpointError where ``d2t`` leads out of the target's vocabulary or leads two
-        draft tokens to one of its tokens."""
+        """Raises: CheckpointError if ``d2t`` maps a draft token outside of the target's vocabulary,
+        or two of them to the same token."""
         if (ids := self.target_ids()) is None:
             return
         outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
         if len(outside):
             raise CheckpointError(
-                f"d2t gives token {int(outside[0])} of a vocabulary of {self.config.vocab_size}: "
+                f"d2t maps to token {int(outside[0])} of a vocabulary of {self.config.vocab_size}: "
                 "entry i must be the target's token minus i"
             )
         if ids.unique().numel() < ids.numel():
-            raise CheckpointError("d2t gives one token of the target to two draft tokens")
+            raise CheckpointError(
+                "d2t maps two draft tokens to one token of the target: each needs its own"
+            )
 
     def target(self, name: str) -> Target | None:
-        """t2d says nothing that d2t does not."""
+        """Where a checkpoint's tensor goes; t2d is not needed beside d2t."""
         name = published_name(name)
         return None if name == "t2d" else Target(name)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: with ``t2d`` [vocab_size] bool, the tokens it knows."""
+        """What a checkpoint holds, by name. ``t2d`` [vocab_size] bool: the tokens it can draft."""
         weights = dict(self.state_dict())
         if (ids := self.target_ids()) is not None:
             weights["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
@@ -150,7 +156,7 @@ class Eagle3Head(Layer):
 
 
 def published_name(name: str) -> str:
-    """SafeAILab's name of a weight; vLLM and speculators count the layer instead of naming it."""
+    """SafeAILab's name of a weight; vLLM and speculators write ``layers.0`` for ``midlayer``."""
     name = name.removeprefix("model.")
     return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
 
@@ -163,7 +169,7 @@ def draft_vocab_size(config: ModelConfig) -> int:
 
 
 def target_hidden_size(config: ModelConfig) -> int:
-    """Of the target the head was made for; it may differ from its own."""
+    """The hidden size of the target that the head was made for."""
     return config.raw.get("target_hidden_size") or config.hidden_size
 
 
@@ -171,26 +177,26 @@ def num_taps(config: ModelConfig) -> int:
     return len(_layer_ids(config)) or 3
 
 
-def told(config: ModelConfig, name: str) -> bool:
-    """Whether config.json asks for it, by itself or in ``eagle_config``."""
+def enabled(config: ModelConfig, name: str) -> bool:
+    """Whether config.json sets an option, at the top or in ``eagle_config``."""
     return bool((config.raw.get("eagle_config") or {}).get(name) or config.raw.get(name))
 
 
-def gives_normed(config: ModelConfig) -> bool:
-    """``norm_output``: drafts are fed back behind the norm. So speculators' heads are trained;
-    SpecForge writes the same word, by itself, and trains with what is ahead of the norm."""
+def outputs_normed(config: ModelConfig) -> bool:
+    """Whether drafts are fed back after the norm: ``norm_output``, as speculators' heads are
+    trained. SpecForge writes the same key, but trains with the output before the norm."""
     specforge = "norm_output" in config.raw and "transformer_layer_config" not in config.raw
-    return told(config, "norm_output") and not specforge
+    return enabled(config, "norm_output") and not specforge
 
 
 def tap_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
-    """The target's layers at whose input its hidden states are taken, ascending; ``layers`` stands
-    for the input of the final norm.
+    """The target's layers whose inputs the head reads, ascending; ``layers`` stands for the input
+    of the final norm.
 
-    Heads that name no layers were made from the inputs of 2, n // 2 and n - 3. Of those that name
-    some, the ones that begin with 1 mean outputs, the others inputs (sgl-project/sglang#25454).
+    Heads that name no layers read the inputs of 2, n // 2 and n - 3. A list that begins with 1
+    means outputs, any other list inputs (sgl-project/sglang#25454).
 
-    Args: layers: how many the target has.
+    Args: layers: number of layers of the target.
     """
     ids = _layer_ids(config)
     if not ids:
@@ -200,12 +206,12 @@ def tap_layers(config: ModelConfig, layers: int) -> tuple[int, ...]:
 
 
 def layer_ids(taps: tuple[int, ...]) -> list[int]:
-    """What a head's config.json has to say for ``tap_layers`` to give ``taps`` (ascending).
+    """The list in a head's config.json from which ``tap_layers`` returns ``taps`` (ascending).
 
-    Raises: ValueError for a first tap at 1, which would be read as 2.
+    Raises: ValueError if the first tap is 1, which would be read as 2.
     """
     if taps[0] == 1:
-        raise ValueError(f"taps {taps} cannot be written down: begin with 0 or with 2 or more")
+        raise ValueError(f"taps {taps} cannot be stored: the first one must be 0, or 2 or more")
     return list(taps)
 
 
@@ -215,10 +221,10 @@ def _layer_ids(config: ModelConfig) -> list[int]:
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """config.json of a head, SafeAILab's, NVIDIA's (``eagle_config``) or speculators'
+    """config.json of a head from SafeAILab, NVIDIA (``eagle_config``) or speculators
     (``transformer_layer_config``). ``vocab_size`` is the target's.
 
-    Raises: UnsupportedModel naming what is another layout.
+    Raises: UnsupportedModel naming what differs from these layouts.
     """
     layer = values.get("transformer_layer_config") or {}
     values = {**layer, **values}

@@ -1,8 +1,8 @@
 """Falcon-H1: attention and Mamba2 side by side in each layer, and MuP multipliers.
 
-The multipliers are constants next to a matrix, so they are multiplied into the weights when these
-are loaded, in float32 before the one rounding to the model's dtype. What is left of them at run
-time is the scale of the scores (the keys' multiplier), of the embedding and of the logits.
+Most multipliers are constants beside a matrix. They are multiplied into the weights on loading, in
+float32, before the weights are rounded to the model's dtype. Only those of the keys (as the scale
+of the scores), of the embedding and of the logits are applied at run time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
-from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
@@ -42,7 +42,7 @@ class FalconH1Layer(Layer):
 
 
 class FalconH1ForCausalLM(CausalLM):
-    norm_name = "final_layernorm"
+    names = Names(norm="final_layernorm")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, [FalconH1Layer(config, i) for i in range(len(config.blocks))])
@@ -59,8 +59,8 @@ class FalconH1ForCausalLM(CausalLM):
 
 
 def multipliers(config: ModelConfig) -> dict[str, float | Tensor]:
-    """End of a tensor's name -> what it is multiplied with: float32 on the CPU, as files are read,
-    whatever the model is made as."""
+    """Suffix of a tensor's name -> its factor: float32 on the CPU, where files are read, whatever
+    the model's dtype and device."""
     raw, mamba = config.raw, config.mamba
     assert mamba is not None
     gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
@@ -69,7 +69,7 @@ def multipliers(config: ModelConfig) -> dict[str, float | Tensor]:
     ssm_in, ssm_out = raw.get("ssm_in_multiplier", 1.0), raw.get("ssm_out_multiplier", 1.0)
     bc = mamba.num_groups * mamba.state_size
     sizes = (mamba.inner_size, mamba.inner_size, bc, bc, mamba.num_heads)
-    parts = raw.get("ssm_multipliers") or [1.0] * 5  # of gate, x, B, C, dt
+    parts = raw.get("ssm_multipliers") or [1.0] * 5  # for gate, x, B, C, dt
     each = [part for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
     projected = torch.tensor(each, dtype=torch.float32, device="cpu")
     return {

@@ -1,5 +1,5 @@
 """Granite 4.0 H: Mamba2 with a few attention layers, routed and shared experts in each layer, and
-four multipliers in place of MuP."""
+four multipliers instead of MuP."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mamba_eagle.layers.gated_mlp import PackedGatedMLP
 from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.model_config import ModelConfig, MoEConfig
 from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import ModelConfig, MoEConfig
 from mamba_eagle.models.parse import (
     MAMBA_NAMES,
     attention_config,

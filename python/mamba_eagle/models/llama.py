@@ -1,6 +1,6 @@
 """Llama and Qwen3: attention and a gated MLP in each layer, no recurrence.
 
-Beside the hybrids these are the plain targets to compare with, and the small draft models.
+These serve as plain targets to compare the hybrids with, and as small draft models.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import read_json, read_values
+from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.quantization import (
     FLOAT8,
     SCALE_NAMES,
@@ -26,18 +26,18 @@ from mamba_eagle.models.quantization import (
 
 log = logging.getLogger("mamba_eagle.models")
 
-PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints are there before a bar could be read
-MOST_SHOWN = 40  # names of a message
-MAPPED_BYTES = 256 << 20  # of a file that may stay in memory while it is copied
+PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints load too fast for a progress bar
+MAX_SHOWN = 40  # names in a message
+MAPPED_BYTES = 256 << 20  # how much of an open file may stay in memory
 
 
 class CheckpointError(ValueError):
-    """Files and model do not fit; the text lists every name that is wrong."""
+    """The files do not fit the model; the text lists every name that is wrong."""
 
 
 @contextlib.contextmanager
 def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Modules made inside have their parameters on ``device``, in ``dtype`` unless they choose."""
+    """Modules made inside have their parameters on ``device``, in ``dtype`` by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -48,10 +48,10 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Copy the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
+    """Copies the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
-    Files' headers are compared with the model first; then tensor by tensor is read, of those the
-    model wants: beside the parameters no more than a part of one file is in memory.
+    The headers of all files are compared with the model first. Then the tensors that the model
+    needs are read one by one, so that only part of one file is in memory beside the parameters.
 
     Raises: CheckpointError listing all names that are missing, unexpected or of another shape.
     """
@@ -83,24 +83,24 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def refuse(folder: Path, wrong: list[str]) -> None:
-    """Raises: CheckpointError, if anything is wrong."""
+    """Raises: CheckpointError if anything is wrong."""
     if wrong:
         shown = "\n  ".join(shortened(wrong))
         raise CheckpointError(f"{folder} does not fit its config.json:\n  {shown}")
 
 
 def shortened(wrong: list[str]) -> list[str]:
-    """Enough of a long list to see what is wrong: an expert layer has a thousand names."""
-    rest = len(wrong) - MOST_SHOWN
-    return wrong if rest <= 0 else [*wrong[:MOST_SHOWN], f"… {rest} more"]
+    """The beginning of a long list; a layer of experts has a thousand names."""
+    rest = len(wrong) - MAX_SHOWN
+    return wrong if rest <= 0 else [*wrong[:MAX_SHOWN], f"… {rest} more"]
 
 
 class Stored(NamedTuple):
-    """What a file's header says of a tensor."""
+    """A tensor as described in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' letters: BF16, I64, …
+    dtype: str  # as safetensors names it: BF16, I64, …
     nbytes: int
 
     @property
@@ -118,13 +118,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     broken = []
     for path in checkpoint_files(folder):
         try:
-            with safe_open(path, framework="pt"):  # sees whether the file is whole
+            with safe_open(path, framework="pt"):  # checks that the file is complete
                 found.update(read_header(path))
         except (SafetensorError, OSError) as error:
             broken.append(f"{path}: {error}")
     if broken:
         raise CheckpointError(
-            "not safetensors files, or not all of them; download them again (of a clone: "
+            "not safetensors files, or incomplete; download them again (in a git clone: "
             "git lfs pull):\n  " + "\n  ".join(broken)
         )
     return found
@@ -142,12 +142,12 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has to fill: parameters, and buffers such as a head's token map."""
+    """What a checkpoint must contain: parameters, and buffers such as a head's token map."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def place_of(model: nn.Module, name: str) -> Target | None:
-    """Where a checkpoint's tensor goes; None: it is not needed."""
+    """Where a checkpoint's tensor goes; None if it is not needed."""
     if is_scale(name):
         return None
     place: Callable[[str], Target | None] = getattr(model, "target", Target)
@@ -155,8 +155,8 @@ def place_of(model: nn.Module, name: str) -> Target | None:
 
 
 def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
-    """Every name that is missing, unexpected, or of a shape or kind that the model does not have.
-    The model may be on the meta device."""
+    """Every name that is missing, unexpected, or of the wrong shape or dtype. The model may be on
+    the meta device."""
     rooms = tensors_of(model)
     seen: dict[str, set[int | None]] = {}
     wrong: list[str] = []
@@ -176,7 +176,8 @@ def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
 
 
 def weight_problems(make: Callable[[], nn.Module], folder: str | Path) -> list[str]:
-    """``misfits`` of a model that is not made yet, naming the folder; nothing is read or kept."""
+    """``misfits`` of a model that is yet to be made, with the folder's name. Reads headers only and
+    allocates nothing."""
     try:
         with torch.device("meta"):
             model = make()
@@ -192,15 +193,15 @@ class Misfit(NamedTuple):
 
 
 def misfit(room: Tensor, target: Target, found: Stored) -> Misfit | None:
-    """What is wrong with a tensor for its place, if anything."""
+    """Why a tensor does not fit its place, if it does not."""
     if found.is_floating_point and not room.is_floating_point():
-        return Misfit("dtype", f"{found.dtype} in the file, but these are whole numbers")
+        return Misfit("dtype", f"{found.dtype} in the file, an integer dtype in the model")
     if room.is_floating_point() and not found.is_floating_point:
-        return Misfit("dtype", f"{found.dtype} is of a quantization not supported")
+        return Misfit("dtype", f"{found.dtype} in the file: quantization is not supported")
     shape = tuple(room.shape)
     if target.index is not None:
         if target.index >= shape[0]:
-            return Misfit("shape", f"number {target.index} of {shape[0]} by config.json")
+            return Misfit("shape", f"index {target.index}, but only {shape[0]} by config.json")
         shape = shape[1:]
     if found.shape != shape:
         return Misfit("shape", f"{list(found.shape)} in the file, {list(shape)} by config.json")
@@ -217,7 +218,7 @@ def copy(room: Tensor, target: Target, value: Tensor) -> None:
 
 
 def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
-    """Names of what was not in the checkpoint; of a stacked parameter, the slices."""
+    """The names that were not in the checkpoint; for a stacked parameter, its slices."""
     if not seen:
         return [name]
     if None in seen:
@@ -226,27 +227,27 @@ def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
 
 
 class Quantized:
-    """Finds the scales of float8 weights, wherever in the checkpoint they are."""
+    """Reads float8 weights with their scales, which may be in another file."""
 
     def __init__(self, folder: Path, stored: dict[str, Stored]) -> None:
         found = quantization(read_values(folder))
         if found.method:
-            log.info("%s: %s weights are widened as they are loaded", folder, found.name)
+            log.info("%s: converting %s weights to the model's dtype", folder, found.name)
         if found.kv_cache:
-            log.info("%s: KV stays in the model's dtype, not %s", folder, found.kv_cache)
+            log.info("%s: the KV cache uses the model's dtype, not %s", folder, found.kv_cache)
         self.stored, self.block = stored, found.block
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        """Raises: ValueError when there is no scale, or one that does not fit."""
+        """Raises: ValueError if there is no scale, or one that does not fit."""
         for end in SCALE_NAMES:
             if scale := self.stored.get(name + end):
                 with safe_open(scale.file, framework="pt") as file:
                     return dequantize(value, file.get_tensor(name + end), self.block)
-        raise ValueError(f"the weight is {value.dtype}, and no {name}{SCALE_NAMES[0]} is there")
+        raise ValueError(f"the weight is {value.dtype}, but there is no {name}{SCALE_NAMES[0]}")
 
 
 class Opened(NamedTuple):
-    """A tensor of a file and what it is called."""
+    """A tensor of a file, with its name."""
 
     name: str
     value: Tensor
@@ -255,8 +256,8 @@ class Opened(NamedTuple):
 def checkpoint_tensors(
     stored: dict[str, Stored], names: list[str], mapped_bytes: int
 ) -> Iterator[Opened]:
-    """The named tensors, on the CPU. A file is opened anew when much of it has been read: what was
-    looked at stays in memory until the file is closed."""
+    """The named tensors, on the CPU. Files are closed and opened again after ``mapped_bytes``: what
+    was read stays in memory until then."""
     limit = max(1 << 20, min(MAPPED_BYTES, mapped_bytes))
     at = 0
     while at < len(names):
@@ -277,40 +278,43 @@ def checkpoint_files(folder: Path) -> list[Path]:
         names = sorted(set(read_json(index)["weight_map"].values()))
         files = [folder / name for name in names]
     elif whole.is_file():
-        files = [whole]  # beside it there may be the same in another layout
+        files = [whole]  # other files may hold the same weights again
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [str(path) for path in files if not path.is_file()]
     if missing or not files:
+        pickled = sorted(path.name for path in folder.glob("*.bin"))[:3]
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing) or 'safetensors files'}; pickled weights ("
-            f"{', '.join(sorted(path.name for path in folder.glob('*.bin'))[:3]) or '*.bin'}) can "
-            "run code and are not read: convert them once with torch.load(path, weights_only=True) "
-            "and safetensors.torch.save_file({n: t.clone() for n, t in weights.items()}, "
-            "'model.safetensors'). --load-format dummy makes random weights"
+            f"{folder} lacks {', '.join(missing) or 'safetensors files'}. Pickled weights "
+            f"({', '.join(pickled) or '*.bin'}) can run code and are never read; convert them once "
+            "with torch.load(path, weights_only=True) and safetensors.torch.save_file("
+            "{n: t.clone() for n, t in weights.items()}, 'model.safetensors'). "
+            "--load-format dummy makes random weights"
         )
     return files
 
 
 def random_weights(model: nn.Module, seed: int) -> None:
-    """Weights for ``--load-format dummy``: small, finite, the same for the same seed.
-
-    They are made where the parameters are.
-    """
+    """Weights for ``--load-format dummy``: small, finite, and reproducible for a seed. They are
+    made on the parameters' device."""
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             device, leaf = parameter.device, name.rsplit(".", 1)[-1]
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            made = {"generator": generators[device], "device": device}
+            generator = generators[device]
             if leaf in ("A_log", "dt_bias"):
                 low, high = (0.0, 2.5) if leaf == "A_log" else (-6.0, -2.0)
-                values = torch.rand(parameter.shape, **made) * (high - low) + low
+                values = torch.rand(parameter.shape, generator=generator, device=device)
+                values = values * (high - low) + low
             elif leaf == "D" or "norm" in name:
                 values = torch.ones((), device=device)
             elif leaf.endswith("bias"):
                 values = torch.zeros((), device=device)
             else:
-                values = torch.randn(parameter.shape, dtype=parameter.dtype, **made) * 0.05
+                values = torch.randn(
+                    parameter.shape, generator=generator, dtype=parameter.dtype, device=device
+                )
+                values = values * 0.05
             parameter.copy_(values)

@@ -1,21 +1,20 @@
-"""Mamba2 alone: state-spaces' models and Codestral-Mamba, as either side publishes them."""
+"""Mamba2 without other layers: the models of state-spaces, and Codestral-Mamba, in their own format
+and in that of transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mamba_eagle.layers.block import make_blocks
-from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import Mamba2Config, ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, UnsupportedModel
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import model_config, only, time_step_limit
 
 
 class Mamba2ForCausalLM(CausalLM):
     """transformers writes ``backbone.embeddings``, state-spaces ``backbone.embedding``."""
 
-    backbone_name = "backbone"
-    embedding_name = "embeddings"
-    norm_name = "norm_f"
+    names = Names("backbone", "embeddings", "norm_f")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))
@@ -50,7 +49,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
 
 def from_state_spaces(values: dict[str, Any]) -> dict[str, Any]:
-    """mamba_ssm's config.json in transformers' words.
+    """mamba_ssm's config.json under the keys of transformers.
 
     Raises: UnsupportedModel for Mamba1 layers, attention or MLP layers.
     """
@@ -76,6 +75,6 @@ def from_state_spaces(values: dict[str, Any]) -> dict[str, Any]:
         "use_conv_bias": ssm.get("conv_bias", True),
         "use_bias": ssm.get("bias", False),
         "tie_word_embeddings": values.get("tie_embeddings", True),
-        "eos_token_id": values.get("eos_token_id", 0),  # of GPT-NeoX's tokenizer
+        "eos_token_id": values.get("eos_token_id", 0),  # that of GPT-NeoX's tokenizer
         "torch_dtype": values.get("torch_dtype", "float16"),
     }

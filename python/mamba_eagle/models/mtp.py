@@ -1,9 +1,9 @@
-"""Multi-token prediction (arXiv 2404.19737; as modules in a row: arXiv 2412.19437) for any target.
+"""Multi-token prediction (arXiv 2404.19737; with modules in sequence: arXiv 2412.19437).
 
-One module, run again on its own output for each further token (what Nemotron 3 publishes), or K
-modules, one for each token ahead. A module is a few Nemotron-H blocks. Arithmetic and order are
-those of Megatron-LM (``core/transformer/multi_token_prediction.py``), names those of NVIDIA's
-checkpoints as vLLM and SGLang read them (``nemotron_h_mtp.py`` of each).
+There is either one module, which is run on its own output for each further token (Nemotron 3), or
+one module for each of K tokens. A module consists of a few Nemotron-H blocks. The arithmetic and
+its order follow Megatron-LM (``core/transformer/multi_token_prediction.py``), the names NVIDIA's
+checkpoints as read by vLLM and SGLang (``nemotron_h_mtp.py`` of each).
 """
 
 from __future__ import annotations
@@ -20,21 +20,29 @@ from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models import nemotron_h
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
 
-DEFAULT_BLOCKS = ("attention", "moe")  # of a config.json that names modules and no blocks
+DEFAULT_BLOCKS = ("attention", "moe")  # if config.json names modules but no blocks
+
+
+class MtpBlock(Block):
+    """A block of a module; the first and the last one of a module have a few layers more."""
+
+    enorm: RMSNorm  # first: norm of the embedding
+    hnorm: RMSNorm  # first: norm of the hidden state
+    eh_proj: Linear  # first: both, side by side, to hidden_size
+    final_layernorm: RMSNorm  # last: norm of the module's output
 
 
 class MtpHead(Layer):
-    """Module j's entry p takes token p and what module j-1 made of token p-1, and predicts token
-    p+1. Module 0 takes the target's hidden state at p-1, after its final norm; so what module j
-    knows of the target ends j tokens earlier.
+    """Entry p of module j reads token p and the output of module j-1 at p-1, and predicts token
+    p+1. Module 0 reads the target's hidden state at p-1, after its final norm instead; what module
+    j sees of the target therefore ends j tokens earlier.
 
-    The blocks of all modules stand in one list, and attention and Mamba2 layers are numbered
-    through all of it. A module's first block has the norms and the projection of its two inputs,
-    its last one the norm of its output; embedding and ``lm_head`` are the target's.
+    The blocks of all modules are in one list, and attention and Mamba2 layers are numbered
+    consecutively through it. Embedding and ``lm_head`` are the target's.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -43,7 +51,7 @@ class MtpHead(Layer):
         self.num_modules = num_modules(config)
         size, eps = config.hidden_size, config.norm_eps
         blocks = [
-            Block(kind, config, config.blocks[:i].count(kind))
+            MtpBlock(kind, config, config.blocks[:i].count(kind))
             for i, kind in enumerate(config.blocks)
         ]
         self.length = len(blocks) // self.num_modules
@@ -62,8 +70,9 @@ class MtpHead(Layer):
     def forward(
         self, module: int, embeddings: Tensor, hidden: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """embeddings, hidden [n, hidden_size] -> the module's output [n, hidden_size]: for the
-        target's ``lm_head``, for the next module, or, of a single one, for itself."""
+        """embeddings, hidden [n, hidden_size] -> the module's output [n, hidden_size], which the
+        target's ``lm_head`` reads and the next module, or the module itself if it is the only
+        one."""
         blocks = self._modules_of_blocks[module]
         first, last = blocks[0], blocks[-1]
         hidden = first.eh_proj(torch.cat([first.enorm(embeddings), first.hnorm(hidden)], dim=-1))
@@ -72,13 +81,13 @@ class MtpHead(Layer):
         return last.final_layernorm(hidden)
 
     def target(self, name: str) -> Target | None:
-        """The target's own weights may lie in the same folder."""
+        """Where a checkpoint's tensor goes; None for the target's, often in the same folder."""
         if not name.startswith("mtp."):
             return None
         return nemotron_h.expert_place(name) or Target(name)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: each expert by itself."""
+        """What a checkpoint holds, by name; each expert is stored separately."""
         weights = {}
         for name, value in self.state_dict().items():
             if name.endswith((".experts.up_proj", ".experts.down_proj")):
@@ -98,10 +107,11 @@ def num_modules(config: ModelConfig) -> int:
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """The modules' blocks, from the target's config.json or from one of their own with the same
-    names. ``num_nextn_predict_layers`` modules, each with the blocks of
-    ``mtp_hybrid_override_pattern`` or ``mtp_layers_block_type``; with ``mtp_use_repeated_layer``
-    it counts the uses of a single one.
+    """The modules' blocks, from the target's config.json or from one with the same keys.
+
+    There are ``num_nextn_predict_layers`` modules with the blocks of
+    ``mtp_hybrid_override_pattern`` or ``mtp_layers_block_type``. With ``mtp_use_repeated_layer``
+    that number counts the uses of a single module.
 
     Raises: UnsupportedModel
     """
@@ -109,7 +119,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     if count < 1:
         raise UnsupportedModel(
             f"num_nextn_predict_layers is {values.get('num_nextn_predict_layers')}: "
-            "config.json names no multi-token-prediction modules"
+            "the model has no multi-token-prediction modules"
         )
     if values.get("mtp_use_repeated_layer"):
         count = 1
@@ -118,7 +128,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         or values.get("mtp_layers_block_type")
         or DEFAULT_BLOCKS
     )
-    # a pattern's letters and a list's names are read alike
+    # letters of a pattern, or names of a list
     names = [nemotron_h.BLOCK_OF_LETTER.get(block, block) for block in blocks]
     return nemotron_h.parse_config(
         {
@@ -131,9 +141,9 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
 
 def stored_modules(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
-    """``config``, or that of its first module where a checkpoint's ``names`` have no other.
+    """``config``, or the config of its first module if a checkpoint's ``names`` contain no other.
 
-    Exporters have counted the uses of a repeated module as modules, and written no
+    Some exporters counted the uses of a repeated module as modules and wrote no
     ``mtp_use_repeated_layer`` (NVIDIA-NeMo/Megatron-Bridge#5946).
     """
     length = len(config.blocks) // num_modules(config)

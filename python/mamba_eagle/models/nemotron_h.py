@@ -1,21 +1,21 @@
 """Nemotron-H: Mamba2, attention without position encoding, relu² MLP and expert layers, mixed.
 
-Serves Nemotron-H, Nemotron Nano v2, and Nemotron 3 (Nano and Super, whose experts work in a latent
-width). The multi-token-prediction layers that Super publishes beside the model are a drafter's
-(mtp.py); the model leaves them out.
+For Nemotron-H, Nemotron Nano v2, and Nemotron 3 Nano and Super (whose experts have a latent width).
+The multi-token-prediction layers that come with Super belong to a drafter (mtp.py).
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.block import Block, make_blocks
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
 
 BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -31,20 +31,20 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 
 
 class NemotronHForCausalLM(CausalLM):
-    """Parameter names are those of the published checkpoints (``backbone.layers.N.mixer…``)."""
+    """Parameters have their published names (``backbone.layers.N.mixer…``)."""
 
-    backbone_name = "backbone"
-    embedding_name = "embeddings"
-    norm_name = "norm_f"
+    names = Names("backbone", "embeddings", "norm_f")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, list(make_blocks(config)))
 
-    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Each block's sum is left to the norm of the next, which may have a kernel for both."""
-        if self.tap_layers:  # what is tapped must stay as it is
-            return super().run_layers(hidden, ctx)
-        first, *others = self.parts.layers
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """Leaves each block's sum to the norm of the next one, which may have a kernel for both."""
+        if not layers:
+            return hidden
+        first, *others = cast(Sequence[Block], layers)
         made = first.mixer(first.norm(hidden), ctx)
         for block in others:
             normed, hidden = block.norm.after(hidden, made)
@@ -58,13 +58,13 @@ class NemotronHForCausalLM(CausalLM):
 
 
 def expert_place(name: str) -> Target | None:
-    """Each expert is published by itself; ours are stacked."""
+    """Experts are published one by one; ours are stacked."""
     found = EXPERT.fullmatch(name)
     return Target(f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """Pattern string or list form. EAGLE heads of this repository are described alike."""
+    """Layers as a pattern or a list. Also reads the EAGLE heads of this project."""
     blocks = blocks_of(values)
     only(values, mamba_hidden_act="silu", mlp_hidden_act="relu2")
     mamba = attention = moe = None
@@ -109,17 +109,17 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
 
 def blocks_of(values: dict[str, Any]) -> tuple[str, ...]:
     names = values.get("layers_block_type") or values.get("layer_types")
-    pattern = values.get("hybrid_override_pattern")
     known = BLOCK_OF_NAME if names else BLOCK_OF_LETTER
-    if not names and not pattern:
+    blocks = names or values.get("hybrid_override_pattern")
+    if not blocks:
         raise UnsupportedModel(
             "config.json has neither layers_block_type nor hybrid_override_pattern, "
             "so the order of Mamba2, attention and MLP layers is unknown"
         )
-    unknown = sorted({name for name in names or pattern if name not in known})
+    unknown = sorted({block for block in blocks if block not in known})
     if unknown:
         raise UnsupportedModel(
             f"layer kinds {unknown} are not supported; known: {sorted(BLOCK_OF_NAME)} "
             f"and the letters {sorted(BLOCK_OF_LETTER)}"
         )
-    return tuple(known[name] for name in names or pattern)
+    return tuple(known[block] for block in blocks)

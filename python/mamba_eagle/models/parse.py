@@ -1,25 +1,17 @@
-"""What several families' config.json say in the same words."""
+"""Readers of config.json keys that several families share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.models.config import (
-    AttentionConfig,
-    Mamba2Config,
-    ModelConfig,
-    UnsupportedModel,
-    dtype_name,
-    eos_tokens,
-    number,
-)
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, UnsupportedModel
 from mamba_eagle.models.rope import longest_context
 
 MAMBA_NAMES = ("mamba", "linear_attention", "mamba2")
 
 
 def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) -> ModelConfig:
-    """A ModelConfig of what nearly all families name alike; ``known`` overrides and adds."""
+    """A ModelConfig from the keys that nearly all families use; ``known`` overrides and adds."""
     defaults: dict[str, Any] = {
         "architecture": (values.get("architectures") or ["?"])[0],
         "model_type": values.get("model_type", "?"),
@@ -41,7 +33,7 @@ def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) 
 
 
 def mamba_config(values: dict[str, Any], **others: Any) -> Mamba2Config:
-    """Bamba's names (mamba_n_heads, …), which Granite and Falcon-H1 took over."""
+    """From Bamba's keys (mamba_n_heads, …), which Granite and Falcon-H1 use too."""
     heads = values["mamba_n_heads"]
     head_dim = values.get("mamba_d_head", "auto")
     if head_dim in ("auto", None):
@@ -68,7 +60,7 @@ def time_step_limit(values: dict[str, Any]) -> tuple[float, float]:
 
 
 def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
-    """Llama's names. ``rope`` is given by the family: not all that name a theta use it."""
+    """From Llama's keys. The family passes ``rope``: some give a theta and do not use it."""
     heads = values["num_attention_heads"]
     known: dict[str, Any] = {
         "num_heads": heads,
@@ -80,8 +72,24 @@ def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
 
 
 def only(values: dict[str, Any], **wanted: Any) -> None:
-    """Raises: UnsupportedModel where config.json asks for something else than ``wanted``."""
+    """Raises: UnsupportedModel if config.json gives one of the keys another value."""
     for name, known in wanted.items():
         value = values.get(name)
         if value is not None and value != known:
-            raise UnsupportedModel(f"{name} {value!r} is not supported; known: {known!r}")
+            raise UnsupportedModel(f"{name} {value!r:.200} is not supported; known: {known!r}")
+
+
+def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
+    """The model's stop tokens; config.json has one, a list, or none."""
+    eos = values.get("eos_token_id")
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def dtype_name(values: dict[str, Any]) -> str:
+    name = str(values.get("torch_dtype") or values.get("dtype") or "float32")
+    return name.removeprefix("torch.")
+
+
+def number(value: Any) -> float:
+    """A number, or ``{"__float__": "Infinity"}``, which transformers writes for infinity."""
+    return float(value["__float__"] if isinstance(value, dict) else value)

@@ -1,8 +1,9 @@
-"""FP8 checkpoints: weights become the model's dtype as they are loaded; other schemes are refused.
+"""FP8 checkpoints: weights are converted to the model's dtype as they are loaded; other schemes are
+refused.
 
-Known: one scale a tensor, a channel or a block, as fp8 (DeepSeek's ``weight_scale_inv``),
-compressed-tensors and ModelOpt write them. What is said about activations and about the KV cache
-is not followed: both stay in the model's dtype.
+Supported are one scale per tensor, channel or block, as written by fp8 (DeepSeek's
+``weight_scale_inv``), compressed-tensors and ModelOpt. Schemes for activations and for the KV cache
+are ignored: both stay in the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.models.config import UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SCALE_NAMES = ("_scale", "_scale_inv")  # behind the weight's name
+SCALE_NAMES = ("_scale", "_scale_inv")  # appended to the weight's name
 OTHER_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
 STRATEGIES = ("tensor", "channel", "block")
 KNOWN = (
-    "fp8, compressed-tensors with 8-bit floats and a scale a tensor, channel or block, modelopt "
-    f"with {', '.join(MODELOPT_FP8)}"
+    "fp8, compressed-tensors with 8-bit floats and one scale per tensor, channel or block, "
+    f"modelopt with {', '.join(MODELOPT_FP8)}"
 )
 
 
 class Quantization(NamedTuple):
-    """What config.json or hf_quant_config.json says about the weights."""
+    """How the weights are stored, from config.json or hf_quant_config.json."""
 
-    method: str = ""  # who wrote it; empty: not quantized
-    scheme: str = ""  # in that writer's words
-    block: tuple[int, int] = (128, 128)  # rows and columns of a scale, if there is one a block
-    kv_cache: str = ""  # scheme of the KV cache, if one is asked for
+    method: str = ""  # the tool that wrote them; empty: not quantized
+    scheme: str = ""  # under that tool's name
+    block: tuple[int, int] = (128, 128)  # rows and columns per scale, if there is one per block
+    kv_cache: str = ""  # the scheme for the KV cache, if there is one
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Quantization(NamedTuple):
 
 
 def quantization(values: dict[str, Any]) -> Quantization:
-    """Raises: UnsupportedModel naming the scheme, unless it is known."""
+    """What a config.json says. Raises: UnsupportedModel naming an unsupported scheme."""
     given = values.get("quantization_config") or values.get("compression_config")
     if not given:
         return Quantization()
@@ -59,7 +60,7 @@ def quantization(values: dict[str, Any]) -> Quantization:
         block = block or next(
             (w["block_structure"] for w in groups if "block_structure" in w), None
         )
-        scheme = ", ".join(sorted({f"{float_name(w)} a {w.get('strategy')}" for w in groups}))
+        scheme = ", ".join(sorted({f"{float_name(w)} per {w.get('strategy')}" for w in groups}))
         known = all(float_name(w) == "8-bit float" for w in groups)
         known = known and all(w.get("strategy", "tensor") in STRATEGIES for w in groups)
     else:
@@ -75,7 +76,7 @@ def quantization(values: dict[str, Any]) -> Quantization:
 
 
 def modelopt_algorithms(given: dict[str, Any]) -> list[str]:
-    """One for all layers, several for MIXED_PRECISION, none where only the KV cache is meant."""
+    """One for all layers, several for MIXED_PRECISION, none if only the KV cache is quantized."""
     algorithm = given.get("quant_algo")
     if algorithm != "MIXED_PRECISION":
         return [algorithm.upper()] if algorithm else []
@@ -88,7 +89,7 @@ def float_name(given: dict[str, Any]) -> str:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor only says how to read another one."""
+    """Whether a tensor holds scales of another one."""
     return name.endswith(OTHER_SCALES) or any(name.endswith("weight" + end) for end in SCALE_NAMES)
 
 
@@ -96,10 +97,10 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     """weight [..., out, in] float8 -> float32 of the same shape.
 
     Args:
-        scale: one number; [out] or [..., out, 1] for one a channel; one a block as
-            [..., out blocks, in blocks], or as ModelOpt has it [out blocks, 1, in blocks, 1].
+        scale: a single one; [out] or [..., out, 1] for one per channel; for one per block
+            [..., out blocks, in blocks], or ModelOpt's [out blocks, 1, in blocks, 1].
 
-    Raises: ValueError when the scales do not fit the weight.
+    Raises: ValueError if the scales do not fit the weight.
     """
     value, scale = weight.float(), scale.float()
     if scale.numel() == 1:

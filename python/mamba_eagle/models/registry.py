@@ -7,14 +7,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mamba_eagle.drafters import head_algorithm
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, naming, read_values
-from mamba_eagle.models.heads import head_algorithm
+from mamba_eagle.models.config_json import naming, read_values
 from mamba_eagle.models.quantization import quantization
 
 
 class Family(NamedTuple):
-    """A file of this folder: it has ``parse_config`` and the model class."""
+    """A file of this folder, with a ``parse_config``, and the model class in it."""
 
     module: str
     model: str
@@ -33,9 +34,9 @@ MODELS = {
 }
 
 
-# algorithm of a draft head -> the file with its ``parse_config``
+# draft algorithm -> the file whose ``parse_config`` reads its heads
 HEAD_MODULES = {
-    "EAGLE": "nemotron_h",  # described as Nemotron-H is
+    "EAGLE": "nemotron_h",  # its config.json has the keys of Nemotron-H
     "EAGLE3": "eagle3",
     "MTP": "mtp",
 }
@@ -45,9 +46,9 @@ SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_head
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """config.json of a model or of a draft head, in the names our layers use.
+    """The config of a model or draft head. values: its config.json.
 
-    Raises: UnsupportedModel naming what is not known.
+    Raises: UnsupportedModel naming what is not supported.
     """
     architecture = (values.get("architectures") or ["?"])[0]
     if "ssm_cfg" in values:  # state-spaces writes no architectures
@@ -59,8 +60,18 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     return parse_as(_family(architecture).module, values)
 
 
+def read_model_config(folder: str | Path) -> ModelConfig:
+    """The config of the model or draft head in a folder.
+
+    Raises: FileNotFoundError, UnsupportedModel, which name the folder.
+    """
+    values = read_values(folder)
+    with naming(folder):
+        return parse_config(values)
+
+
 def read_as(module: str, folder: str | Path) -> ModelConfig:
-    """A folder's config.json as one file of this package reads it, whatever it calls itself.
+    """A folder's config.json as read by one file of this package, whatever its architecture.
 
     Raises: FileNotFoundError, UnsupportedModel, which name the folder.
     """
@@ -70,14 +81,14 @@ def read_as(module: str, folder: str | Path) -> ModelConfig:
 
 
 def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
-    """``values`` is config.json.
+    """config.json as read by one file of this package.
 
-    Raises: UnsupportedModel naming what is not known.
+    Raises: UnsupportedModel naming what is not supported.
     """
-    quantization(values)  # refused before any file is read
+    quantization(values)  # refuses unsupported schemes before any weight is read
     for name in SIZES:
         if not isinstance(values.get(name), int | None):
-            raise UnsupportedModel(f"{name} {values[name]!r}: must be a whole number")
+            raise UnsupportedModel(f"{name} {values[name]!r:.200}: must be a whole number")
     parse: Callable[[dict[str, Any]], ModelConfig]
     parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:
@@ -88,7 +99,7 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
 
 
 def model_class(config: ModelConfig) -> Callable[[ModelConfig], CausalLM]:
-    """Raises: UnsupportedModel naming the architecture and those known."""
+    """Raises: UnsupportedModel naming the architecture and the supported ones."""
     family = _family(config.architecture)
     module = import_module(f"mamba_eagle.models.{family.module}")
     model: Callable[[ModelConfig], CausalLM] = getattr(module, family.model)

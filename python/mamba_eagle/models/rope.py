@@ -1,11 +1,11 @@
-"""What config.json says about rotary position encoding, in all the forms it was published in."""
+"""Rotary position encoding in config.json, in every form that was published."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from mamba_eagle.models.config import (
+from mamba_eagle.model_config import (
     LinearScaling,
     Llama3Scaling,
     RopeConfig,
@@ -18,23 +18,24 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def rope_config(values: dict[str, Any], head_dim: int, part: float = 1.0) -> RopeConfig:
-    """``rope_parameters`` as transformers 5 writes them, or ``rope_theta`` and ``rope_scaling`` as
-    they were published. ``part``: the share of a head that turns, unless the config says.
+    """From ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling``.
 
-    Raises: UnsupportedModel for a scaling that is not known.
+    Args: part: the fraction of a head that is rotated, if config.json gives none.
+
+    Raises: UnsupportedModel for an unsupported scaling.
     """
     given = _given(values)
     part = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or part
     dim = int(head_dim * part)
     if dim % 2:
-        raise UnsupportedModel(f"RoPE of {dim} channels of a head: must be an even number")
+        raise UnsupportedModel(f"RoPE on {dim} channels of a head: must be an even number")
     theta = float(given.get("rope_theta") or values.get("rope_theta") or 10000.0)
     return RopeConfig(dim, theta, _scaling(values, given))
 
 
 def longest_context(values: dict[str, Any]) -> int:
-    """Tokens that config.json says the model is good for, 0 if it does not: of YaRN often only the
-    factor is added to a published config, and ``max_position_embeddings`` left as it was."""
+    """The context length that config.json gives, 0 if none. With YaRN it is computed: often only
+    the factor was added to a published config and ``max_position_embeddings`` left alone."""
     limit = int(values.get("max_position_embeddings") or 0)
     given = _given(values)
     if _rope_type(given) != "yarn":
@@ -58,7 +59,7 @@ def _trained_length(values: dict[str, Any], given: dict[str, Any]) -> int:
 
 
 def _factor(values: dict[str, Any], given: dict[str, Any]) -> float:
-    """Left out, it is how many times longer the context is than that trained on."""
+    """By default the ratio of the context length to the trained one."""
     if factor := given.get("factor"):
         return float(factor)
     return float(values["max_position_embeddings"]) / _trained_length(values, given)
@@ -87,11 +88,11 @@ def _scaling(values: dict[str, Any], given: dict[str, Any]) -> RopeScaling | Non
             magnitude=_yarn_magnitude(given, factor),
             whole_channels=bool(given.get("truncate", True)),
         )
-    return None  # dynamic: it changes nothing up to max_position_embeddings, where requests end
+    return None  # dynamic: no effect up to max_position_embeddings, the limit for requests
 
 
 def _yarn_magnitude(given: dict[str, Any], factor: float) -> float:
-    """The paper's ``0.1 ln(factor) + 1``; with both ``mscale`` given, the quotient of two such."""
+    """The paper's ``0.1 ln(factor) + 1``; if both ``mscale`` are given, a ratio of two of these."""
     if (stated := given.get("attention_factor")) is not None:
         return float(stated)
 

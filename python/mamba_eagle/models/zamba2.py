@@ -1,41 +1,42 @@
-"""Zamba2: Mamba2 layers, some of which hear a transformer block as well. There are one or two such
-blocks, shared by all these layers; low-rank adapters tell the uses of a block apart."""
+"""Zamba2: Mamba2 layers, some of which also receive the output of a transformer block. One or two
+such blocks are shared by all these layers; each use of a block has its own low-rank adapters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.pointwise import TORCH, pointwise_ops
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.models.base import CausalLM, Target
-from mamba_eagle.models.config import AttentionConfig, Mamba2Config, ModelConfig
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
+from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
 from mamba_eagle.models.rope import rope_config
 
 SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
-MIXER_EPS = 1e-5  # of the Mamba2 norm, whatever config.json says
+MIXER_EPS = 1e-5  # epsilon of the Mamba2 norm, whatever config.json says
 
 
-class Place(NamedTuple):
-    """What a context reads of an attention layer: each use of a shared one has KV of its own."""
+@dataclass(frozen=True)
+class SharedUse:
+    """One use of a shared attention layer, as a context sees it: each use has KV of its own."""
 
     index: int
     scale: float
-    config: AttentionConfig
 
 
 def adapters(uses: Iterable[int], size: int, rank: int, out: int) -> nn.ModuleDict:
-    """A low-rank product for each use, by its number among all hybrid layers."""
+    """A low-rank product for each use, by the number of its hybrid layer."""
     pair = {str(use): nn.Sequential(Linear(size, rank), Linear(rank, out)) for use in uses}
     return nn.ModuleDict(pair)
 
@@ -57,9 +58,8 @@ class SharedAttention(Layer):
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
         self._ops = TORCH
 
-    def prepare(self) -> None:
-        weight = self.o_proj.weight
-        self._ops = pointwise_ops(weight.device, weight.dtype)
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
 
     def forward(self, hidden: Tensor, ctx: ForwardContext, use: int) -> Tensor:
         made = []
@@ -72,7 +72,7 @@ class SharedAttention(Layer):
         q, k, v = made
         if ctx.rotation is not None:
             q, k = (self._ops.rotate(x, *ctx.rotation) for x in (q, k))
-        place: Any = Place(use, self.config.scale, self.config)
+        place = SharedUse(use, self.config.scale)
         return self.o_proj(ctx.attention(place, q, k, v).flatten(1))
 
 
@@ -93,7 +93,7 @@ class SharedMLP(Layer):
 
 
 class SharedTransformer(Layer):
-    """Reads the hidden states beside the word embeddings; its result is not a residual."""
+    """Reads hidden states and embeddings side by side. Its result is not added to them."""
 
     def __init__(self, config: ModelConfig, uses: list[int]) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ class SharedTransformer(Layer):
         self.input_layernorm = RMSNorm(2 * config.hidden_size, config.norm_eps)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, hidden: Tensor, words: Tensor, ctx: ForwardContext, use: int) -> Tensor:
-        both = self.input_layernorm(torch.cat([hidden, words], dim=-1))
+    def forward(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext, use: int) -> Tensor:
+        both = self.input_layernorm(torch.cat([hidden, embedded], dim=-1))
         return self.feed_forward(self.pre_ff_layernorm(self.self_attn(both, ctx, use)), use)
 
 
@@ -115,14 +115,18 @@ class MambaLayer(Layer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, hidden: Tensor, words: Tensor, ctx: ForwardContext, heard: Tensor | None = None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        ctx: ForwardContext,
+        shared_output: Tensor | None = None,
     ) -> Tensor:
-        given = hidden if heard is None else hidden + heard
+        given = hidden if shared_output is None else hidden + shared_output
         return hidden + self.mamba(self.input_layernorm(given), ctx)
 
 
 class HybridLayer(Layer):
-    """``use`` numbers the hybrid layers; the shared block is the same module in several."""
+    """A Mamba2 layer and a use of a shared block. ``use`` is its number among the hybrid layers."""
 
     def __init__(
         self, config: ModelConfig, index: int, use: int, shared: SharedTransformer
@@ -133,13 +137,13 @@ class HybridLayer(Layer):
         self.linear = Linear(config.hidden_size, config.hidden_size)
         self.mamba_decoder = MambaLayer(config, index)
 
-    def forward(self, hidden: Tensor, words: Tensor, ctx: ForwardContext) -> Tensor:
-        heard = self.linear(self.shared_transformer(hidden, words, ctx, self.use))
-        return self.mamba_decoder(hidden, words, ctx, heard)
+    def forward(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+        shared_output = self.linear(self.shared_transformer(hidden, embedded, ctx, self.use))
+        return self.mamba_decoder(hidden, embedded, ctx, shared_output)
 
 
 class Zamba2ForCausalLM(CausalLM):
-    norm_name = "final_layernorm"
+    names = Names(norm="final_layernorm")
 
     def __init__(self, config: ModelConfig) -> None:
         hybrids = [i for i, kind in enumerate(config.blocks) if kind == "hybrid"]
@@ -156,13 +160,14 @@ class Zamba2ForCausalLM(CausalLM):
             else:
                 layers.append(MambaLayer(config, i))
         super().__init__(config, layers)
-        # a shared block bears the name of the first layer that uses it
+        # a shared block is stored under the first layer that uses it
         self.first_user = {layer: hybrids[use % count] for use, layer in enumerate(hybrids)}
 
-    def run_layers(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        words = hidden
-        for layer in self.parts.layers:
-            hidden = layer(hidden, words, ctx)
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        for layer in layers:
+            hidden = layer(hidden, embedded, ctx)
         return hidden
 
     def target(self, name: str) -> Target | None:

@@ -1,7 +1,7 @@
 """Drives a model runner in this process, without a scheduler: one batch, from prompts to tokens.
 
 For benchmarks and tests. Slots are given out in the plainest way that keeps the protocol: request
-i has request slot i and checkpoint slot i, and KV slots come from a free list.
+i has request slot i and state slot i, and KV slots come from a free list.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class InProcessDriver:
         self.shape = config.tree_shape
         self.chunk_size = config.chunked_prefill_size or runner.ready.chunked_prefill_size
         # as the scheduler does: the next step is launched before the last result is read
-        self.most_in_flight = 2 if runner.overlaps else 1
+        self.max_in_flight = 2 if runner.overlaps else 1
         self._step = 0
         self._free_kv: list[int] = []
 
@@ -144,7 +144,7 @@ class InProcessDriver:
 
     def _check_fit(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         ready = self.runner.ready
-        most = min(ready.max_running_requests, ready.max_checkpoints)
+        most = min(ready.max_running_requests, ready.max_state_slots)
         if len(prompts) > most:
             raise ValueError(f"{len(prompts)} prompts: the runner holds {most} requests")
         if sampling.max_new_tokens < 1:
@@ -156,7 +156,7 @@ class InProcessDriver:
             raise ValueError(
                 f"prompt and output of {longest} tokens: the model takes {ready.context_length}"
             )
-        drafts = self.most_in_flight * self.shape.nodes
+        drafts = self.max_in_flight * self.shape.nodes
         slots = sum(len(prompt) + sampling.max_new_tokens + drafts for prompt in prompts)
         if slots > ready.max_kv_slots:
             raise ValueError(
@@ -202,7 +202,7 @@ class InProcessDriver:
                 plans[-1].append(
                     PrefillItem(
                         slot=slot,
-                        checkpoint=slot,
+                        state_slot=slot,
                         start=start,
                         token_ids=chunk,
                         kv_slots=[self._free_kv.pop() for _ in chunk],
@@ -222,7 +222,7 @@ class InProcessDriver:
         in_flight: deque[DecodeStep] = deque()
         before = time.perf_counter()
         while running or in_flight:
-            while running and len(in_flight) < self.most_in_flight:
+            while running and len(in_flight) < self.max_in_flight:
                 in_flight.append(self._launch(list(running)))
             step = in_flight.popleft()
             made = step.launched.result().decode

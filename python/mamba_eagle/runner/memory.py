@@ -1,4 +1,4 @@
-"""How many slots fit: the sizes of a token, a checkpoint and a running request."""
+"""How many slots fit: the sizes of a token, a state slot and a running request."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ from typing import NamedTuple
 
 import torch
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.models.config import Mamba2Config, ModelConfig
-from mamba_eagle.spec.drafters.model_drafter import draft_rows
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
-CPU_KV_SLOTS = 65536
-CPU_CACHED_CHECKPOINTS = 192
-GPU_KV_SLOTS = 2_000_000
-WIDEST_HISTORY = 3
-GRAPHS_AT_LEAST = 250_000_000
-# Beside a tree's: longer chains cost a step more, folds less. On a GPU 3 of them are history and 14
-# the chain's: with 8 nodes that is a quarter of a 9B model's state, and with 16 nodes the kernel's
-# products are 32 wide, where a chain of more than 16 would make them 64.
-CHAIN_ROWS = 17
+MIN_GRAPH_BYTES = 250_000_000
+# Rows beyond the tree's own: longer journals make each step slower but folds rarer. On a GPU 3 of
+# them are history and 14 the journal's. With 8 nodes that is a quarter of a 9B model's state; with
+# 16 nodes the kernel's products are 32 wide, where a journal of more than 16 would make them 64.
+JOURNAL_ROWS = 17
 
 
 class MemoryPlan(NamedTuple):
     kv_slots: int
-    checkpoints: int
-    rows: int  # rows of a request's buffer
+    state_slots: int
+    rows: int  # per request
     kv_slot_bytes: int
-    checkpoint_bytes: int
-    request_bytes: int = 0  # rows, or a state a node, of a running request
+    checkpoint_bytes: int  # of a state slot
+    request_bytes: int = 0  # rows, or one state per node, of a running request
     graph_bytes: int = 0  # logits of the largest step, and what CUDA graphs keep for themselves
+
+
+class DraftSize(NamedTuple):
+    """What a drafter's layers need."""
+
+    config: ModelConfig
+    rows: int  # per request
 
 
 class Available(NamedTuple):
@@ -42,80 +45,93 @@ def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
     feature_size: int,
-    draft: ModelConfig | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    draft: DraftSize | None,
+    backend: Backend,
 ) -> MemoryPlan:
-    """Sizes of the pools: what the flags say, else what fits. feature_size: numbers that a
-    checkpoint keeps of its last token.
+    """Sizes of the pools: what the flags say, else what fits. feature_size: numbers that a state
+    slot keeps of its last token.
 
     Raises: ConfigError when a flag is too small to serve one request, or nothing fits.
     """
-    nodes, least = config.tree_shape.nodes, least_rows(config, device)
-    rows = config.mamba_rows or default_rows(config, device)
-    problems = []
+    place, problems = backend.place, []
+    rows, least = config.mamba_rows or default_rows(config, backend), min_rows(config, backend)
     if config.mamba_verify_mode == "deferred" and rows < least:
         problems.append(
-            f"--mamba-rows {rows}: must be at least {least} with a tree of {nodes} nodes"
+            f"--mamba-rows {rows}: must be at least {least} with a tree of "
+            f"{config.tree_shape.nodes} nodes"
         )
     if config.mamba_verify_mode == "snapshot":
         rows = config.tree_shape.nodes
-    size = dtype.itemsize
-    ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
-    kv_bytes = kv_slot_bytes(model, size)
-    checkpoint_bytes = state_bytes(model, ssm_size, size) + feature_size * size
-    request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
-    if draft is not None:
-        kv_bytes += kv_slot_bytes(draft, size)
-        checkpoint_bytes += state_bytes(draft, ssm_size, size)
-        request_bytes += row_bytes(draft, "deferred", draft_rows(config), 0, size)
-    available = available_memory(config, device)
-    running, padding = config.max_running_requests, padding_slots(device)
-    graphs = 0
-    if device.type == "cuda" and not config.disable_cuda_graph:
-        graphs = graph_bytes(running * nodes, model)
-    cached, most_slots = CPU_CACHED_CHECKPOINTS, CPU_KV_SLOTS
-    if device.type == "cuda":
-        cached, most_slots = available.budget // checkpoint_bytes, GPU_KV_SLOTS
-    left = available.budget - graphs - (running + padding) * request_bytes
-    left -= padding * checkpoint_bytes
-    checkpoints = config.max_mamba_cache_size
-    if not checkpoints:
-        checkpoints = max(running, min(running + cached, left // 2 // checkpoint_bytes))
-    left -= checkpoints * checkpoint_bytes
+    plan = _sizes(config, model, feature_size, draft, rows, backend)
+    available = available_memory(config, backend)
+    running, padding = config.max_running_requests, place.padding_slots
+    left = available.budget - plan.graph_bytes - (running + padding) * plan.request_bytes
+    left -= padding * plan.checkpoint_bytes
+    state_slots = config.max_mamba_cache_size
+    if not state_slots:
+        cached = place.max_cached_states
+        if cached is None:
+            cached = available.budget // plan.checkpoint_bytes
+        state_slots = max(running, min(running + cached, left // 2 // plan.checkpoint_bytes))
+    left -= state_slots * plan.checkpoint_bytes
     kv_slots = config.max_total_tokens
     if not kv_slots:
-        kv_slots = max(0, min(most_slots, left // max(kv_bytes, 64)))
-    least = 2 * config.tree_shape.nodes + 2
-    plan = MemoryPlan(
-        kv_slots, checkpoints, rows, kv_bytes, checkpoint_bytes, request_bytes, graphs
-    )
-    needed = left - max(kv_slots, least) * kv_bytes
-    if needed < 0:
-        problems.append(
-            f"{memory_table(plan, config, available.text)}\n"
-            f"that is {gigabytes(-needed)} too much: lower --max-running-requests, "
-            "--max-mamba-cache-size or --max-total-tokens, or use --mamba-ssm-dtype bfloat16"
-        )
-    elif kv_slots < least:
-        problems.append(
-            f"--max-total-tokens {kv_slots}: one request needs {least} slots for two trees of "
-            f"{config.tree_shape.nodes} nodes; raise it or lower --speculative-num-draft-tokens"
-        )
+        kv_slots = max(0, min(place.max_kv_slots, left // max(plan.kv_slot_bytes, 64)))
+    plan = plan._replace(kv_slots=kv_slots, state_slots=state_slots)
+    problems += _shortage(plan, config, left, available.text)
     if problems:
         raise ConfigError(problems)
     return plan
 
 
-def padding_slots(device: torch.device) -> int:
-    """Request slots and checkpoints that nobody owns: what fills up a batch on a GPU."""
-    return int(device.type == "cuda")
+def _sizes(
+    config: EngineConfig,
+    model: ModelConfig,
+    feature_size: int,
+    draft: DraftSize | None,
+    rows: int,
+    backend: Backend,
+) -> MemoryPlan:
+    """Bytes of everything that is counted in slots; how many slots is still open."""
+    size = backend.dtype.itemsize
+    ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
+    kv_bytes = kv_slot_bytes(model, size)
+    checkpoint_bytes = state_bytes(model, ssm_size, size) + feature_size * size
+    request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
+    if draft is not None:
+        kv_bytes += kv_slot_bytes(draft.config, size)
+        checkpoint_bytes += state_bytes(draft.config, ssm_size, size)
+        request_bytes += row_bytes(draft.config, "deferred", draft.rows, 0, size)
+    graphs = 0
+    if backend.captures_graphs and not config.disable_cuda_graph:
+        graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
+    return MemoryPlan(0, 0, rows, kv_bytes, checkpoint_bytes, request_bytes, graphs)
+
+
+def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str) -> list[str]:
+    """What is wrong if the plan does not fit, or serves not even one request. left: bytes for
+    KV slots."""
+    nodes = config.tree_shape.nodes
+    least = 2 * nodes + 2
+    excess = max(plan.kv_slots, least) * plan.kv_slot_bytes - left
+    if excess > 0:
+        return [
+            f"{memory_table(plan, config, available)}\n"
+            f"exceeds available memory by {gigabytes(excess)}: lower --max-running-requests, "
+            "--max-mamba-cache-size or --max-total-tokens, or use --mamba-ssm-dtype bfloat16"
+        ]
+    if plan.kv_slots < least:
+        return [
+            f"--max-total-tokens {plan.kv_slots}: one request needs {least} slots for two trees of "
+            f"{nodes} nodes; raise it or lower --speculative-num-draft-tokens"
+        ]
+    return []
 
 
 def graph_bytes(tokens: int, model: ModelConfig) -> int:
     """Of steps with up to ``tokens`` nodes: their logits in float32 once, and as much again for
     activations, for what a drafter says of its lanes, and for the graphs."""
-    return 2 * tokens * model.vocab_size * 4 + GRAPHS_AT_LEAST
+    return 2 * tokens * model.vocab_size * 4 + MIN_GRAPH_BYTES
 
 
 def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -138,7 +154,7 @@ def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:
 
 
 def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, itemsize: int) -> int:
-    """What a running request takes beside its checkpoint."""
+    """What a running request takes beside its state slot."""
     m = model.mamba
     if m is None:
         return 0
@@ -147,16 +163,14 @@ def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, items
     return places + rows * feature_size * itemsize
 
 
-def least_rows(config: EngineConfig, device: torch.device) -> int:
-    """A tree's nodes; on a GPU, which folds a step ahead, also an accepted path and the history of
-    the widest convolution that models have."""
+def min_rows(config: EngineConfig, backend: Backend) -> int:
+    """A tree's nodes, and what the backend's scheme needs to accept some of them."""
     shape = config.tree_shape
-    ahead = shape.steps + 1 + WIDEST_HISTORY if device.type == "cuda" else 0
-    return shape.nodes + ahead
+    return shape.nodes + backend.rows_ahead(shape.depth + 1)
 
 
-def default_rows(config: EngineConfig, device: torch.device) -> int:
-    return max(config.tree_shape.nodes + CHAIN_ROWS, least_rows(config, device))
+def default_rows(config: EngineConfig, backend: Backend) -> int:
+    return max(config.tree_shape.nodes + JOURNAL_ROWS, min_rows(config, backend))
 
 
 def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
@@ -168,31 +182,19 @@ def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
     return inputs + xB + 2 * mamba.num_heads * 4  # and dt and its sum
 
 
-def available_memory(config: EngineConfig, device: torch.device) -> Available:
+def available_memory(config: EngineConfig, backend: Backend) -> Available:
     """What is free now, less what --mem-fraction-static leaves to others."""
-    share = config.mem_fraction_static
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - share) * total)
-        return Available(
-            budget,
-            f"of {gigabytes(total)} GPU memory {gigabytes(free)} are free beside the weights; "
-            f"--mem-fraction-static {share} leaves {gigabytes(budget)}",
-        )
-    free = free_main_memory()
-    budget = int(share * free)
-    text = f"{gigabytes(free)} memory are free beside the weights; "
-    return Available(budget, text + f"--mem-fraction-static {share} leaves {gigabytes(budget)}")
-
-
-def free_main_memory() -> int:
-    """What programs can still have; where the system does not say, no limit."""
-    try:
-        with open("/proc/meminfo") as file:
-            sizes = dict(line.split(":", 1) for line in file)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 1 << 62
+    share, memory = config.mem_fraction_static, backend.place.memory()
+    if memory.total is None:
+        budget, of_total = int(share * memory.free), ""
+    else:
+        budget = int(memory.free - (1 - share) * memory.total)
+        of_total = f"of {gigabytes(memory.total)} {memory.name} "
+    return Available(
+        budget,
+        f"{of_total}{gigabytes(memory.free)} {'' if of_total else memory.name + ' '}are free "
+        f"beside the weights; --mem-fraction-static {share} leaves {gigabytes(budget)}",
+    )
 
 
 def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
@@ -201,7 +203,7 @@ def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
     what = "rows" if config.mamba_verify_mode == "deferred" else "node states"
     lines = [
         ("KV", plan.kv_slots, "tokens", plan.kv_slot_bytes),
-        ("checkpoints", plan.checkpoints, "states", plan.checkpoint_bytes),
+        ("state slots", plan.state_slots, "states", plan.checkpoint_bytes),
         (what, running, "requests", plan.request_bytes),
     ]
     table = [

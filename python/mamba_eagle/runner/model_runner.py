@@ -10,47 +10,41 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.choose import choose_backend, reason, resolve_device, resolve_dtype
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels import gpu
-from mamba_eagle.kernels.pointwise import pointwise_ops
+from mamba_eagle.drafting import draft_source
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.block import prepare_for_inference
-from mamba_eagle.layers.moe import experts_on_device
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
     load_weights,
     random_weights,
 )
-from mamba_eagle.models.registry import model_class
-from mamba_eagle.runner.decode_step import DecodeStep, EagerRun, EagerSteps
-from mamba_eagle.runner.graphs import GraphedRun, GraphedSteps
-from mamba_eagle.runner.launched import Launched, Moment, Times, TreesMade
-from mamba_eagle.runner.memory import memory_table, padding_slots, plan_memory, size_text
-from mamba_eagle.runner.pools import CheckpointPool, KVPool, RequestTable
-from mamba_eagle.runner.prompts import PromptRunner
+from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState, sample
-from mamba_eagle.runner.stateless_verify import StatelessVerify
-from mamba_eagle.runner.transfer import to_device
-from mamba_eagle.runner.verify import VERIFY_SCHEMES, SchemeSize, VerifyScheme
-from mamba_eagle.spec.drafters import draft_source
-from mamba_eagle.spec.drafters.base import Drafter, DraftParts, DraftSource, NoDrafter
+from mamba_eagle.runner.steps.decode_step import DecodeStep, EagerRun, EagerSteps
+from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
+from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
+from mamba_eagle.runner.steps.prompts import PromptRunner
+from mamba_eagle.tree.shapes import step_shapes
 
 log = logging.getLogger("mamba_eagle.runner")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Prompt tokens of a step, by device: as many as keep it busy, and no more, since running requests
-# wait for them
-CHUNK_SIZES = {"cpu": 1024, "cuda": 8192}
-
-UNLIMITED_CONTEXT = 32768  # of a model whose config.json names no limit, unless a flag says more
+UNLIMITED_CONTEXT = 32768  # tokens, for a model whose config.json names no limit
 
 
 class ModelRunner:
-    """Owns every tensor. Slots, rows and checkpoints are the scheduler's numbers.
+    """Owns every tensor. Request slots, KV slots and state slots are the scheduler's numbers.
 
     A step: releases, then prompt chunks, then one tree for each decoding request: draft, verify,
     accept. Results are Python lists; on the CPU reading them costs nothing.
@@ -59,9 +53,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig) -> None:
         """Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError."""
         self.config = config
-        self.device = resolve_device(config.device)
-        self.model_config = ModelConfig.from_pretrained(config.model_path)
-        self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        self.model_config = read_model_config(config.model_path)
+        self.backend = _choose_backend(config, self.model_config.dtype)
         self.context_length = self._context_length()
         self.shape = config.tree_shape
 
@@ -74,9 +67,8 @@ class ModelRunner:
             config,
             self.model_config,
             self.model.feature_size,
-            source.config if source else None,
-            self.dtype,
-            self.device,
+            DraftSize(source.config, source.rows) if source and source.config else None,
+            self.backend,
         )
         weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
@@ -86,21 +78,26 @@ class ModelRunner:
             self.drafter = source.make(
                 DraftParts(
                     config=config,
+                    backend=self.backend,
                     target=self.model,
                     table=self.table,
                     kv_slots=self.memory.kv_slots,
-                    checkpoints=self.pool.feature.shape[0],
-                    dtype=self.dtype,
-                    device=self.device,
+                    state_slots=self.pool.feature.shape[0],
                     load=self._load,
                 )
             )
         self.step = DecodeStep(
-            self.model, self.kv, self.table, self.scheme, self.drafter, self.sampling
+            self.backend,
+            self.model,
+            self.kv,
+            self.table,
+            self.scheme,
+            self.drafter,
+            self.sampling,
         )
         self.prompts = PromptRunner(self.step, self.pool, self.model_config.eos_token_ids)
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
-        self._ended = Moment(self.device)  # the last step
+        self._ended = self.backend.place.timestamp()  # the last step
         self.warm_up()
         self.ready = self._describe()
 
@@ -109,7 +106,7 @@ class ModelRunner:
     @property
     def overlaps(self) -> bool:
         """Whether ``launch`` returns before the device is done."""
-        return self.device.type == "cuda"
+        return self.backend.place.overlaps
 
     def execute(self, plan: Plan) -> StepResult:
         """Run a plan and wait for its result."""
@@ -119,35 +116,37 @@ class ModelRunner:
     def launch(self, plan: Plan) -> Launched:
         """Run a plan. On a GPU all of it is under way when this returns, and the next plan may be
         launched before the result is read; results come in the order of the plans."""
-        began = Moment(self.device)
-        if plan.unfollow:
-            self.drafter.unfollow(plan.unfollow)
+        now = self.backend.place.timestamp
+        began = now()
+        if plan.untrack:
+            self.drafter.untrack(plan.untrack)
         if plan.releases:
             self._release(plan.releases)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
         trees, decode_began = None, began
         if plan.decode is not None:
             run = self.steps.prepare(plan.decode)
-            decode_began = Moment(self.device)
+            decode_began = now()
             trees = self._decode(plan.decode, run)
-        before, self._ended = self._ended, Moment(self.device)
+        before, self._ended = self._ended, now()
         return Launched(plan.step, prompts, trees, Times(before, began, decode_began, self._ended))
 
-    def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> TreesMade:
+    def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
         verified = run.verify()
         after = verified.positions + 1
         target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
-        return TreesMade(self.table, batch, verified, run.commit(target))
+        outcome = run.commit(target)
+        return PendingDecode(self.backend.place, self.table, batch, verified, outcome)
 
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]
         self.drafter.release(slots, [release.fold_to for release in releases])
         kept = [(each.slot, each.fold_to) for each in releases if each.fold_to >= 0]
         if kept:
-            rows, ends = to_device(list(zip(*kept)), device=self.device)
-            keep = ends - self.scheme.folded(rows)
-            self.scheme.finish(rows, self.table.checkpoint[rows], keep)
-        self.table.remaining[to_device(slots, device=self.device)] = 0
+            used, ends = self.backend.place.to_device(list(zip(*kept)))
+            keep = ends - self.scheme.folded(used)
+            self.scheme.finish(used, self.table.state_slot[used], keep)
+        self.table.remaining[self.backend.place.to_device(slots)] = 0
         for slot in slots:
             self.sampling.release(slot)
 
@@ -162,12 +161,12 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Serve two tokens, so that no request waits for a kernel to be compiled.
 
-        What it leaves in slot 0 and checkpoint 0 goes when a request takes them.
+        What it leaves in slot 0 and state slot 0 goes when a request takes them.
         """
         nodes = self.shape.nodes
         prompt = PrefillItem(
             slot=0,
-            checkpoint=0,
+            state_slot=0,
             start=0,
             token_ids=[0],
             kv_slots=[0],
@@ -187,35 +186,35 @@ class ModelRunner:
             return EagerSteps(self.step)
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
         steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
-        steps.warm_up(self.config.step_shapes)
+        steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
 
     def _capturable(self) -> bool:
-        if self.device.type != "cuda" or self.config.disable_cuda_graph:
+        if self.config.disable_cuda_graph or not self.backend.captures_graphs:
             return False
         model = self.model_config
-        if model.attention is not None and not gpu.usable(self.device, self.dtype):
+        if model.attention is not None and not self.backend.attention_on_device:
             return False
-        return self.scheme.on_device and experts_on_device(model.moe, self.dtype)
+        return self.scheme.on_device and self.backend.experts_on_device(model.moe)
 
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings
         wanted = self.config.context_length
-        if limit and wanted > limit:
+        if limit and wanted is not None and wanted > limit:
             raise ConfigError(
                 [f"--context-length {wanted}: the model was made for {limit} tokens at most"]
             )
         return wanted or limit or UNLIMITED_CONTEXT
 
     def _load(self, make: Callable[[], Model], path: str) -> Model:
-        with created_as(self.dtype, self.device):
+        with created_as(self.backend.dtype, self.backend.device):
             model = make()
         if self.config.load_format == "dummy":
             random_weights(model, self.config.random_seed)
         else:
             load_weights(model, path)
         model.eval().requires_grad_(False)
-        prepare_for_inference(model)
+        prepare_for_inference(model, self.backend.layer_ops)
         return model
 
     def _draft_source(self) -> DraftSource | None:
@@ -229,52 +228,54 @@ class ModelRunner:
         return source
 
     def _make_pools(self) -> None:
-        config, model, memory = self.config, self.model_config, self.memory
-        padding = padding_slots(self.device)
+        config, model, memory, backend = self.config, self.model_config, self.memory, self.backend
+        padding = backend.place.padding_slots
         running = config.max_running_requests + padding
-        self.table = RequestTable(running, self.context_length, self.device)
-        self.table.checkpoint[config.max_running_requests :] = memory.checkpoints
+        self.table = RequestTable(running, self.context_length, backend.device)
+        self.table.state_slot[config.max_running_requests :] = memory.state_slots
         self.kv = KVPool(
-            model.num_attention_layers, memory.kv_slots, model.attention, self.dtype, self.device
+            model.num_attention_layers,
+            memory.kv_slots,
+            model.attention,
+            backend.dtype,
+            backend.device,
         )
-        self.pool = CheckpointPool(
+        self.pool = StatePool(
             model.num_mamba_layers,
-            memory.checkpoints + padding,
+            memory.state_slots + padding,
             model.mamba,
             self.model.feature_size,
             getattr(torch, config.mamba_ssm_dtype),
-            self.dtype,
-            self.device,
+            backend.dtype,
+            backend.device,
         )
-        self.scheme: VerifyScheme = StatelessVerify(self.table, self.pool)
-        if model.mamba is not None:
-            size = SchemeSize(
-                layers=model.num_mamba_layers,
-                features=self.model.feature_size,
-                rows=memory.rows,
-                nodes=self.shape.nodes,
-                accepts=self.shape.steps + 1,
-            )
-            make_scheme = VERIFY_SCHEMES[config.mamba_verify_mode]
-            self.scheme = make_scheme(model.mamba, size, self.table, self.pool)
-        self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, self.device)
+        size = SchemeSize(
+            layers=model.num_mamba_layers,
+            features=self.model.feature_size,
+            rows=memory.rows,
+            nodes=self.shape.nodes,
+            accepts=self.shape.depth + 1,
+        )
+        mode = config.mamba_verify_mode
+        self.scheme = backend.state_scheme(mode, model.mamba, size, self.table, self.pool)
+        self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, backend)
 
     def _describe(self) -> RunnerReady:
         memory, weights = self.memory, sum(p.nbytes for p in self.model.parameters())
         return RunnerReady(
             max_kv_slots=memory.kv_slots,
-            max_checkpoints=memory.checkpoints,
+            max_state_slots=memory.state_slots,
             max_running_requests=self.config.max_running_requests,
             context_length=self.context_length,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=list(self.model_config.eos_token_ids),
             pid=os.getpid(),
-            chunked_prefill_size=CHUNK_SIZES[self.device.type],
+            chunked_prefill_size=self.backend.place.prompt_tokens,
             details={
                 "architecture": self.model_config.architecture,
                 "model_type": self.model_config.model_type,
-                "device": str(self.device),
-                "dtype": str(self.dtype).removeprefix("torch."),
+                "device": str(self.backend.device),
+                "dtype": str(self.backend.dtype).removeprefix("torch."),
                 "weight_bytes": weights,
                 "kv_bytes": self.kv.num_bytes,
                 "checkpoint_bytes": self.pool.num_bytes,
@@ -282,25 +283,16 @@ class ModelRunner:
                 "draft_bytes": self.drafter.num_bytes,
                 "graph_bytes": self.steps.num_bytes,
                 "rows_per_request": memory.rows,
-                "pointwise_ops": pointwise_ops(self.device, self.dtype).name,
+                "pointwise_ops": self.backend.layer_ops.name,
             },
         )
 
 
-def resolve_device(name: str) -> torch.device:
-    """Raises: ConfigError when cuda is asked for and not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(["--device cuda: torch sees no CUDA device; use --device cpu"])
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU and the checkpoint's own dtype on a GPU."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else model.dtype
-    return getattr(torch, name)
+def _choose_backend(config: EngineConfig, checkpoint_dtype: str) -> Backend:
+    device = resolve_device(config.device)
+    backend = choose_backend(device, resolve_dtype(config.dtype, checkpoint_dtype, device))
+    log.info("backend: %s (%s)", backend.description, reason(backend))
+    return backend
 
 
 START_ERRORS = (ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError)

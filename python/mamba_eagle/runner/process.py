@@ -17,7 +17,7 @@ from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_signals
 
 if TYPE_CHECKING:  # it imports torch
-    from mamba_eagle.runner.launched import Launched
+    from mamba_eagle.runner.steps.launched import Launched
 
 POLL_SECONDS = 2e-5  # a GPU's step takes milliseconds, and has no file descriptor to wait for
 

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels.sampling_noise import gumbel
-from mamba_eagle.runner.transfer import to_device
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.tree import Tree
 
+NO_TOKEN = -1  # in place of a token where none can be sampled
 MASS = 2.0**40  # the mass of a row's best token, in the integer sums of top-p
 LOW_BITS = 2**32 - 1
 FIRST_TRY = 256  # tokens that are put in order for a top-p, on the CPU, before all of them are
@@ -60,11 +60,11 @@ class SamplingState:
         max_running: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        device: torch.device | str,
+        backend: Backend,
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.device = torch.device(device)
+        self.backend, self.device = backend, backend.device
         self._max_running = max_running
         self._needs = [_GREEDY] * max_running
         self._prompt_len = [0] * max_running
@@ -188,7 +188,7 @@ class SamplingState:
         self.output_counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
 
     def _copied(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return to_device(values, dtype, self.device)
+        return self.backend.place.to_device(values, dtype)
 
     def _valid(self, token: int) -> bool:
         return 0 <= token < self.vocab_size
@@ -203,21 +203,22 @@ class SamplingState:
 
 
 class BatchNoise:
-    """The Gumbel noise that ``sample`` will add, for drafters (spec/drafters/base.py KeyedNoise).
+    """The Gumbel noise that ``sample`` will add, for drafters (drafting/base.py KeyedNoise).
 
     The target takes ``argmax(logits / temperature + noise)``. A drafter whose logits are near the
     target's guesses that best from ``log_probs / temperature + noise``; its softmax is a measure of
     how sure the guess is. Filters and penalties are left out: they cost more than they tell.
     """
 
-    def __init__(self, state: SamplingState, rows: Tensor) -> None:
-        """rows: [b] int64, request slots."""
-        self.temperature = state.numbers[rows, 0][:, None, None]  # [b, 1, 1]
-        self.seeds = state.integers[rows, 0]  # [b]
+    def __init__(self, state: SamplingState, slots: Tensor) -> None:
+        """slots: [b] int64."""
+        self.temperature = state.numbers[slots, 0][:, None, None]  # [b, 1, 1]
+        self.seeds = state.integers[slots, 0]  # [b]
+        self.gumbel = state.backend.gumbel
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         b, lanes, vocab = log_probs.shape
-        noise = gumbel(self.seeds, positions, vocab)[:, None]  # the same in all lanes
+        noise = self.gumbel(self.seeds, positions, vocab)[:, None]  # the same in all lanes
         warm = self.temperature > 0
         noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
         return torch.where(warm, noisy, log_probs)
@@ -234,49 +235,61 @@ def sample(
 
     logits: [b, T, V]. positions: [b, T] int64, the absolute position of the token that is sampled,
     the node's own + 1. tree: None if T is 1 and the node is the last token counted.
-    Returns [b, T] int64.
+    Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled, because logits are not
+    finite or all tokens are banned.
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
-        return logits.argmax(dim=-1)
+        return _best(logits)
 
-    rows = to_device(slots, torch.int64, logits.device)
-    numbers = state.numbers[rows].unsqueeze(2)  # [b, 6, 1]
+    used = state.backend.place.to_device(slots)
+    numbers = state.numbers[used].unsqueeze(2)  # [b, 6, 1]
     temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
-    seed, top_k, ban_until = state.integers[rows].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
+    seed, top_k, ban_until = state.integers[used].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
     logits = logits.float()
 
     if any(need.history for need in needs):
-        counts = _output_counts(state.output_counts[rows], tree, logits.shape[1])
-        seen = (counts > 0) | state.prompt_seen[rows].unsqueeze(1)
+        counts = _output_counts(state.output_counts[used], tree, logits.shape[1])
+        seen = (counts > 0) | state.prompt_seen[used].unsqueeze(1)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, repeated, logits)
         logits = logits - frequency * counts - presence * (counts > 0)
     if any(need.bias for need in needs):
-        logits = logits + state.bias[rows].unsqueeze(1)
+        logits = logits + state.bias[used].unsqueeze(1)
     if any(need.ban for need in needs):
         early = positions.unsqueeze(2) < ban_until
-        logits = logits.masked_fill(early & state.stops[rows].unsqueeze(1), -torch.inf)
+        logits = logits.masked_fill(early & state.stops[used].unsqueeze(1), -torch.inf)
     if not any(need.noise for need in needs):
-        return logits.argmax(dim=-1)
+        return _best(logits)
 
     kept = logits
-    ordered = [row for row, need in enumerate(needs) if need.order]
+    ordered = [i for i, need in enumerate(needs) if need.order]
     if ordered:
-        width = max(needs[row].top_k or logits.shape[2] for row in ordered)
+        width = max(needs[i].top_k or logits.shape[2] for i in ordered)
+        tries = (width,)
+        if state.backend.place.on_host:
+            tries = (min(width, FIRST_TRY), width)
         if len(ordered) == len(needs):
-            kept = _keep_best(logits, temperature, top_k, top_p, width)
+            kept = _keep_best(logits, temperature, top_k, top_p, tries)
         else:
-            select = to_device(ordered, torch.int64, logits.device)
+            select = state.backend.place.to_device(ordered)
             limits = (temperature[select], top_k[select], top_p[select])
-            kept = logits.index_copy(0, select, _keep_best(logits[select], *limits, width))
+            kept = logits.index_copy(0, select, _keep_best(logits[select], *limits, tries))
     if any(need.min_p for need in needs):
         # p >= min_p * max(p), in logits; the filters before this one keep the best token
         floor = logits.amax(dim=-1, keepdim=True) + temperature * min_p.log()
         kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
     seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
-    noise = gumbel(seeds, positions.reshape(-1), logits.shape[2])
-    return torch.addcmul(kept, noise.view_as(kept), temperature).argmax(dim=-1)
+    noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
+    return _best(torch.addcmul(kept, noise.view_as(kept), temperature))
+
+
+def _best(scores: Tensor) -> Tensor:
+    """[..., V] -> [...] int64: the first token with the highest score; NO_TOKEN where that score is
+    not finite."""
+    best, tokens = scores.max(dim=-1)
+    # 0 times a NaN or an infinity is NaN, which differs from 0; isfinite would be five kernels
+    return tokens.masked_fill_(best.mul_(0) != 0, NO_TOKEN)
 
 
 def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:
@@ -292,13 +305,14 @@ def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:
 
 
 def _keep_best(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, width: int
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, tries: tuple[int, ...]
 ) -> Tensor:
     """Top-k, then top-p of what is left; -inf elsewhere. [b, T, V] -> [b, T, V].
 
     Of equal logits the lower token ids rank first. Top-p keeps a token if those before it have
-    less than top_p of the mass. temperature, top_k, top_p: [b, 1, 1]; every row has a limit in
-    one of the two. width: the largest top_k, V if a row has none.
+    less than top_p of the mass. temperature, top_k, top_p: [b, 1, 1]; every request has a
+    limit in one of the two. tries: how many tokens are put in order, until that is enough; the
+    last is the largest top_k, V if a request has none.
     """
     vocab_size = logits.shape[-1]
     keys = _ranking_keys(logits)
@@ -306,17 +320,16 @@ def _keep_best(
     mass = scaled.exp_().mul_(MASS).long()  # [b, T, V]
     whole = mass.sum(dim=-1, keepdim=True)
 
-    # Only the best ``width`` are put in order. How many a top-p alone may take, only the device
-    # knows: a GPU orders all of them, the CPU tries with a few. The result is the same.
-    first_try = min(width, FIRST_TRY) if logits.device.type == "cpu" else width
-    for tried in (first_try, width):
+    # How many a top-p alone may take only the device knows: where the host does not wait for it,
+    # there is one try with all of them. The result is the same.
+    for tried in tries:
         best = keys.topk(tried, dim=-1).values if tried < vocab_size else _falling(keys)
         ranked = mass.gather(-1, vocab_size - 1 - (best & LOW_BITS))  # [b, T, tried]
         ranked.masked_fill_(torch.arange(tried, device=logits.device) >= top_k, 0)
         through = ranked.cumsum(dim=-1)
         total = torch.where(top_k <= tried, through[..., -1:], whole)
         limit = (total.double() * top_p).long().clamp(min=1)  # top_p above 1: out of reach
-        if tried == width:
+        if tried == tries[-1]:
             break
         complete = (top_k == vocab_size) & (through[..., -1:] >= limit)
         if bool(((top_k <= tried) | complete).all()):

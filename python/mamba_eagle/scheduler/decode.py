@@ -1,50 +1,50 @@
-"""Which running requests take a decode step, with which trees, and who steps back when KV slots
-run out."""
+"""Which running requests take a decode step, with which trees, and which one steps back when KV
+slots run out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mamba_eagle.cache.pools import Pools
+from mamba_eagle.cache.slots import Slots
 from mamba_eagle.core import PLAIN
+from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import ShapePolicy
-from mamba_eagle.scheduler.step import Row, Step
 
 
 class DecodeManager:
-    """Reserves one tree of KV slots a request; the oldest are served first."""
+    """Reserves one tree of KV slots per request; the oldest requests are served first."""
 
-    def __init__(self, policy: ShapePolicy, pools: Pools) -> None:
+    def __init__(self, policy: ShapePolicy, slots: Slots) -> None:
         self.policy = policy
-        self.pools = pools
+        self.slots = slots
 
     def schedule(
-        self, step: Step, running: list[Request], in_flight: Sequence[Step]
+        self, plan: PlanDraft, running: list[Request], in_flight: Sequence[PlanDraft]
     ) -> Request | None:
-        """Adds a row to ``step`` for each request that can go on.
+        """Adds to ``plan`` each request that can go on.
 
-        One without KV slots skips the step. If nothing on its way will free any, returns the
-        youngest running request, to be retracted; it has no row.
+        A request that gets no KV slots skips the step. If nothing in flight will free any, returns
+        the youngest running request, to be retracted; it is not part of the decode step.
         """
         ready = [request for request in running if request.decodable]
-        followed = [request for request in ready if request.drafts.followed]
         if ready:
-            step.choice = self.policy.choose(
+            plan.choice, untracked = self.policy.choose(
                 [request.drafts for request in ready],
-                [earlier.choice for earlier in in_flight if earlier.rows],
+                [earlier.choice for earlier in in_flight if earlier.decodes],
             )
-        step.unfollow = [request.slot for request in followed if not request.drafts.followed]
+            plan.untracked = [ready[place] for place in untracked]
         for request in sorted(ready, key=lambda request: request.order):
-            kv_slots = self.pools.take_kv(step.choice.shape.nodes)
-            if kv_slots is None:
-                step.short_of_kv = True
+            tree = self.slots.reserve_tree(plan.choice.shape.nodes)
+            if tree is None:
+                plan.short_of_kv = True
                 break
-            step.rows.append(Row(request, kv_slots))
-        if step.short_of_kv and not self._slots_are_coming(running, in_flight):
+            assert request.held is not None
+            plan.decodes.append(DecodeItem(request, request.held, tree))
+        if plan.short_of_kv and not self._slots_are_coming(running, in_flight):
             return max(running, key=lambda request: request.order)
         return None
 
-    def _slots_are_coming(self, running: list[Request], in_flight: Sequence[Step]) -> bool:
-        rejects = any(step.rows and step.choice.shape != PLAIN for step in in_flight)
+    def _slots_are_coming(self, running: list[Request], in_flight: Sequence[PlanDraft]) -> bool:
+        rejects = any(plan.decodes and plan.choice.shape != PLAIN for plan in in_flight)
         return rejects or any(request.leaving or request.all_planned for request in running)

@@ -1,4 +1,7 @@
-"""What decode steps cost and what drafts bring, as far as the steps so far tell. No clocks."""
+"""What decode steps cost and how many drafts are accepted, learned from past steps. No clocks.
+
+A *sample* is what one decode step did for one request.
+"""
 
 from __future__ import annotations
 
@@ -10,64 +13,68 @@ from typing import NamedTuple
 
 from mamba_eagle.core import PLAIN, TreeShape
 
-WINDOW = 9  # step times that a median is taken of
-SETTLED = 2  # step times that are believed
-PACE_GAIN = 0.5  # how much of what a step was slower than expected goes into the pace, …
-MOST_SLOWER = 1.5  # … of so much at most
-FIRST_GUESS = 0.25  # of a plain step: what a node or a drafting step adds, before any is measured
-PRIOR_RATE = 0.6  # share of drafted tokens that are accepted, before any is seen, …
-PRIOR_TRIALS = 4.0  # … and how many trials that is worth
-MOST_ROWS = 256.0  # the memory of a running mean
-STALE = 200  # steps of others after which a step time may have been that of a bad moment
-UNSEEN = 100.0  # plain steps, and …
-UNUSED = 500.0  # … steps of other shapes after which what is known counts 1/e
-REQUEST_STEPS = 32.0  # the memory of what one request's drafts did
-LEAST_USEFUL = 0.1  # accepted drafts of a row; a drafter that has fewer is given up
-USEFUL_ROWS = 64.0  # the memory of that
-FEWEST_USELESS = 8  # rows before it is said
-LIKE_OTHERS = 8.0  # drafts for which a request is taken to be like the others
+WINDOW = 9  # step times per median
+MIN_TIMES = 2  # step times needed before a median is trusted
+PACE_SMOOTHING = 0.5  # exponent applied to (measured / expected) step time
+MAX_SLOWDOWN = 1.5  # limit on that ratio, in either direction
+FIRST_GUESS = 0.25  # plain-step times added per node and per drafting step before any is measured
+PRIOR_RATE = 0.6  # acceptance rate assumed before any draft is seen
+PRIOR_TRIALS = 4.0  # number of trials that the assumed rate counts for
+MAX_SAMPLES = 256.0  # memory of a running mean
+STALE_STEPS = 200  # steps after which a step time may describe a machine that has changed since
+PLAIN_DECAY = 100.0  # plain steps after which an acceptance rate keeps 1/e of its weight
+OTHER_DECAY = 500.0  # the same for steps of other shapes
+REQUEST_MEMORY = 32.0  # steps over which one request's acceptance is averaged
+MIN_USEFUL_DRAFTS = 0.1  # accepted drafts per sample; below this the drafter is disabled
+USEFULNESS_SAMPLES = 64.0  # samples over which that mean is taken
+MIN_SAMPLES_TO_DISABLE = 8  # samples needed before the drafter may be disabled
+PRIOR_DRAFTS = 8.0  # drafts for which a request is assumed to be like the others
 
 
 class StepTimes:
-    """Seconds of a decode step, by shape and number of requests, at the machine's usual pace.
+    """Seconds per decode step, by shape and number of requests, at the machine's usual pace.
 
-    Lower medians of the last few: one kernel's compilation or one stall moves none of them.
+    Each estimate is the lower median of the last few measurements, so that one kernel compilation
+    or one stall changes none of them.
 
-    ``pace`` is how slow the machine is just now compared with them, as when others use it too. It
-    concerns all shapes alike: none looks bad for having been measured in a bad moment. Medians of
-    a shape move where it takes turns with others; while it is run again and again only the pace
-    follows, since nothing tells a machine that has become slower from a shape that has.
+    ``pace`` is the current slowdown of the machine, for example while other programs use it. The
+    pace applies to all shapes, so a shape is not penalised for being measured while the machine
+    was slow. Medians are updated only when shapes alternate; otherwise a slow machine cannot be
+    told from a slow shape, and only the pace follows.
     """
 
     def __init__(self) -> None:
         self.pace = 1.0
         self._recent: dict[tuple[TreeShape, int], deque[float]] = {}
-        self._median: dict[TreeShape, dict[int, float]] = {}
-        self._last, self._again = PLAIN, 0
+        self._median: dict[TreeShape, dict[int, float]] = {}  # by shape, then batch size
+        self._last_shape = PLAIN
+        self._repeats = 0  # times the last shape was run again without another in between
         self._steps = 0
-        self._when: dict[tuple[TreeShape, int], int] = {}  # the step it was last measured in
+        self._measured_at: dict[tuple[TreeShape, int], int] = {}  # number of its latest step
 
-    def knows(self, shape: TreeShape) -> bool:
+    def has_samples(self, shape: TreeShape) -> bool:
         return shape in self._median
 
     def observe(self, shape: TreeShape, batch: int, seconds: float) -> None:
-        """``seconds`` as measured, divided by ``pace``."""
+        """``seconds``: the measured time divided by ``pace``."""
         self._steps += 1
-        self._when[shape, batch] = self._steps
-        self._again = self._again + 1 if shape == self._last else 0
-        self._last = shape
+        self._measured_at[shape, batch] = self._steps
+        self._repeats = self._repeats + 1 if shape == self._last_shape else 0
+        self._last_shape = shape
         window = self._recent.setdefault((shape, batch), deque(maxlen=WINDOW))
         medians = self._median.setdefault(shape, {})
-        settled = len(window) >= SETTLED
-        if settled:
-            slower = seconds / medians[batch]
-            self.pace *= min(max(slower, 1 / MOST_SLOWER), MOST_SLOWER) ** PACE_GAIN
-        if len(window) < WINDOW or self._again < SETTLED:
+        if len(window) >= MIN_TIMES:
+            slowdown = seconds / medians[batch]
+            self.pace *= min(max(slowdown, 1 / MAX_SLOWDOWN), MAX_SLOWDOWN) ** PACE_SMOOTHING
+        if len(window) < WINDOW or self._repeats < MIN_TIMES:
             window.append(seconds)
             medians[batch] = sorted(window)[(len(window) - 1) // 2]
 
     def of(self, shape: TreeShape, batch: int) -> float:
-        """Measured, or guessed from other batch sizes or shapes; plain must have been measured."""
+        """Measured, or estimated from other batch sizes or shapes.
+
+        Plain steps must have been measured.
+        """
         if shape == PLAIN:
             return self._measured(PLAIN, batch)
         known = self._median.get(shape)
@@ -75,15 +82,16 @@ class StepTimes:
             return self._guessed(shape, batch)
         if not min(known) <= batch <= max(known) and self._others(shape, batch):
             return self._guessed(shape, batch)
-        # a plain step does a part of what every other does
+        # every other step includes the work of a plain step
         return max(self._measured(shape, batch), self._measured(PLAIN, batch))
 
-    def hoped(self, shape: TreeShape, batch: int) -> float:
-        """The same, or less if it was measured seldom or long ago and others let hope for less."""
+    def optimistic(self, shape: TreeShape, batch: int) -> float:
+        """As ``of``; but for a shape with few or old measurements, the estimate from other shapes
+        if that is lower."""
         seconds, key = self.of(shape, batch), (shape, batch)
-        if shape == PLAIN or not self.knows(shape):
+        if shape == PLAIN or not self.has_samples(shape):
             return seconds
-        if len(self._recent.get(key, ())) >= SETTLED and self._is_fresh(shape, batch):
+        if len(self._recent.get(key, ())) >= MIN_TIMES and self._is_fresh(shape, batch):
             return seconds
         return min(seconds, self._guessed(shape, batch))
 
@@ -98,13 +106,13 @@ class StepTimes:
             low, high = sizes[place - 1], sizes[place]
             return known[low] + (known[high] - known[low]) * (batch - low) / (high - low)
         nearest = sizes[0] if place == 0 else sizes[-1]
-        if shape != PLAIN:  # grows as plain steps do
+        if shape != PLAIN:  # assumed to grow as plain steps do
             return known[nearest] * self.of(PLAIN, batch) / self.of(PLAIN, nearest)
-        # between a step bound by the weights it reads (no growth) and one bound by arithmetic
+        # between a step that is bound by reading weights (no growth) and one bound by arithmetic
         return known[nearest] * math.sqrt(batch / nearest)
 
     def _others(self, shape: TreeShape, batch: int) -> list[TreeShape]:
-        """Shapes with drafts that were measured at this batch size."""
+        """Other shapes with drafts that were measured at this batch size."""
         others = [
             other
             for other, known in self._median.items()
@@ -113,11 +121,12 @@ class StepTimes:
         return [other for other in others if self._is_fresh(other, batch)] or others
 
     def _is_fresh(self, shape: TreeShape, batch: int) -> bool:
-        """Measured lately, so that it may be compared with what is measured now."""
-        return self._steps - self._when[shape, batch] < STALE
+        """Measured recently enough to be compared with what is measured now."""
+        return self._steps - self._measured_at[shape, batch] < STALE_STEPS
 
     def _guessed(self, shape: TreeShape, batch: int) -> float:
-        """What a shape costs beyond a plain step grows with its nodes and drafting steps."""
+        """A plain step, plus a part that is proportional to the number of nodes and drafting
+        steps."""
         plain, size = self._measured(PLAIN, batch), _size(shape)
         others = self._others(shape, batch)
         others = others or [other for other in self._median if other not in (PLAIN, shape)]
@@ -129,90 +138,97 @@ class StepTimes:
 
 
 def _size(shape: TreeShape) -> int:
-    return shape.nodes - 1 + shape.steps
+    return shape.nodes - 1 + shape.depth
 
 
 @dataclass
 class RequestDrafts:
-    """How well one request's drafts do, compared with those of all."""
+    """Whether the drafter follows a request, and how well its drafts do.
 
-    followed: bool = True  # by the drafter; if not, nothing is expected of its drafts
-    probe: bool = False  # to see whether a drafter that was given up has become of use
-    accepted: float = 0.0
-    expected: float = 0.0
+    Changed by the ``ShapePolicy`` alone.
+    """
+
+    tracked: bool = True  # by the drafter; nothing is expected of an untracked request's drafts
+    probe: bool = False  # tracked to find out whether a disabled drafter has become useful
+    accepted: float = 0.0  # drafts, a decaying sum
+    expected: float = 0.0  # drafts that requests on average would have had accepted
 
     @property
     def ratio(self) -> float:
-        if not self.followed:
-            return 0.0
-        return (self.accepted + LIKE_OTHERS) / (self.expected + LIKE_OTHERS)
+        """Accepted drafts relative to an average request."""
+        return (self.accepted + PRIOR_DRAFTS) / (self.expected + PRIOR_DRAFTS)
 
     def observe(self, accepted: int, expected: float) -> None:
-        keep = 1 - 1 / REQUEST_STEPS
+        keep = 1 - 1 / REQUEST_MEMORY
         self.accepted = keep * self.accepted + accepted
         self.expected = keep * self.expected + expected
 
 
 class Usefulness:
-    """Whether a drafter is worth its costs whatever they are: its own passes over prompts and
-    accepted tokens come on top of what a step's time tells."""
+    """Whether a drafter could pay for itself whatever a step costs.
+
+    Its passes over prompts and over tokens accepted from plain steps are not part of any step's
+    measured time.
+    """
 
     def __init__(self) -> None:
-        self.rows = self.accepted = 0.0
+        self.samples = self.accepted = 0.0
 
     def observe(self, accepted: list[int]) -> None:
-        """Accepted drafts of the rows of a step of drafts."""
+        """accepted: drafts per sample, of one step with drafts."""
         for each in accepted:
-            self.rows += 1
+            self.samples += 1
             self.accepted += each
-        if self.rows > USEFUL_ROWS:
-            self.accepted *= USEFUL_ROWS / self.rows
-            self.rows = USEFUL_ROWS
+        if self.samples > USEFULNESS_SAMPLES:
+            self.accepted *= USEFULNESS_SAMPLES / self.samples
+            self.samples = USEFULNESS_SAMPLES
 
     @property
     def settled(self) -> bool:
-        """The memory is full."""
-        return self.rows >= USEFUL_ROWS
+        """The mean covers its full memory."""
+        return self.samples >= USEFULNESS_SAMPLES
 
     @property
     def none(self) -> bool:
-        """Even if drafts cost nothing, there would be next to nothing to win."""
-        return self.rows >= FEWEST_USELESS and self.accepted < LEAST_USEFUL * self.rows
+        """There would be next to nothing to gain even if drafts cost nothing."""
+        enough = self.samples >= MIN_SAMPLES_TO_DISABLE
+        return enough and self.accepted < MIN_USEFUL_DRAFTS * self.samples
 
 
 class Expected(NamedTuple):
-    """Accepted drafts of a request in a step."""
+    """Accepted drafts per sample."""
 
     mean: float
-    error: float  # of the mean, one standard deviation
-    rows: float  # that it was learned from
+    error: float  # one standard deviation of the mean
+    samples: float  # from which it was learned
 
 
 @dataclass
 class _Depth:
     """Drafts at one depth, in trees of one kind."""
 
-    rows: float = 0.0  # whose trees were as deep
-    trials: float = 0.0  # of them accepted all above it
-    rate: float = 0.0  # of these accepted it as well
+    samples: float = 0.0  # of trees at least this deep
+    trials: float = 0.0  # samples that accepted every depth above
+    rate: float = 0.0  # share of the trials that accepted this depth as well
 
-    def observe(self, rows: int, trials: int, accepted: int) -> None:
-        self.rows = min(self.rows + rows, max(MOST_ROWS, rows))
+    def observe(self, samples: int, trials: int, accepted: int) -> None:
+        self.samples = min(self.samples + samples, max(MAX_SAMPLES, samples))
         if trials:
-            self.trials = min(self.trials + trials, max(MOST_ROWS, trials))
+            self.trials = min(self.trials + trials, max(MAX_SAMPLES, trials))
             self.rate += (accepted - trials * self.rate) / self.trials
 
     def forget(self, steps: float) -> None:
-        self.rows *= 1 - 1 / steps
+        self.samples *= 1 - 1 / steps
         self.trials *= 1 - 1 / steps
 
 
 class Acceptance:
-    """Accepted drafts of a row, by shape, from the rates at each depth.
+    """Accepted drafts per sample, by shape, from the acceptance rates at each depth.
 
-    Chains share their rates, each tree has its own. Where a depth has few trials, one rate counts
-    that is common to all shapes and depths; k lanes fail together with probability
-    (1 - rate) ** (1 + log2(k) / 2), as the top-k accuracies of draft heads roughly do.
+    Chains share their rates; each tree has rates of its own. Where a depth has few trials, one
+    rate common to all shapes and depths fills in. For it, k lanes are assumed to fail together
+    with probability (1 - rate) ** (1 + log2(k) / 2), a rough fit to the top-k accuracies of draft
+    heads.
     """
 
     def __init__(self) -> None:
@@ -222,37 +238,38 @@ class Acceptance:
 
     def of(self, shape: TreeShape) -> Expected:
         if shape == PLAIN:
-            return Expected(0.0, 0.0, MOST_ROWS)
+            return Expected(0.0, 0.0, MAX_SAMPLES)
         weight = self.trials + PRIOR_TRIALS
         rate = (self.trials * self.rate + PRIOR_TRIALS * PRIOR_RATE) / weight
         common = 1 - (1 - rate) ** _width(shape)
-        reached, mean, square, rows = 1.0, 0.0, 0.0, MOST_ROWS
-        for number in range(1, shape.steps + 1):
+        reached, mean, square, samples = 1.0, 0.0, 0.0, MAX_SAMPLES
+        for number in range(1, shape.depth + 1):
             depth = self._depths.get((_kind(shape), number), _Depth())
             weight = depth.trials + PRIOR_TRIALS
             reached *= (depth.trials * depth.rate + PRIOR_TRIALS * common) / weight
             mean += reached
             square += (2 * number - 1) * reached
-            rows = min(rows, depth.rows)
+            samples = min(samples, depth.samples)
         variance = max(square - mean * mean, 0.0)
-        return Expected(mean, math.sqrt(variance / (1 + rows + min(self.trials / 4, 4.0))), rows)
+        error = math.sqrt(variance / (1 + samples + min(self.trials / 4, 4.0)))
+        return Expected(mean, error, samples)
 
     def observe(self, shape: TreeShape, accepted: list[int]) -> None:
-        """Accepted drafts of each row of a step."""
-        kind, steps = _kind(shape), UNSEEN if shape == PLAIN else UNUSED
+        """accepted: drafts per sample, of one step."""
+        kind, decay = _kind(shape), PLAIN_DECAY if shape == PLAIN else OTHER_DECAY
         for (other, number), depth in self._depths.items():
-            if other != kind or number > shape.steps:
-                depth.forget(steps)
+            if other != kind or number > shape.depth:
+                depth.forget(decay)
         if shape == PLAIN:
-            self.trials *= 1 - 1 / UNSEEN
+            self.trials *= 1 - 1 / PLAIN_DECAY
         if shape == PLAIN or not accepted:
             return
-        reached = [sum(each >= number for each in accepted) for number in range(shape.steps + 1)]
-        for number in range(1, shape.steps + 1):
+        reached = [sum(each >= number for each in accepted) for number in range(shape.depth + 1)]
+        for number in range(1, shape.depth + 1):
             depth = self._depths.setdefault((kind, number), _Depth())
             depth.observe(len(accepted), reached[number - 1], reached[number])
         trials, total = sum(reached[:-1]), sum(reached[1:])
-        self.trials = min(self.trials + trials, max(MOST_ROWS, trials))
+        self.trials = min(self.trials + trials, max(MAX_SAMPLES, trials))
         self.rate += (total - trials * (1 - (1 - self.rate) ** _width(shape))) / self.trials
         self.rate = min(max(self.rate, 0.0), 1.0)
 
@@ -262,5 +279,5 @@ def _kind(shape: TreeShape) -> TreeShape:
 
 
 def _width(shape: TreeShape) -> float:
-    lanes = min(shape.topk, (shape.nodes - 1) / shape.steps)
+    lanes = min(shape.topk, (shape.nodes - 1) / shape.depth)
     return 1 + math.log2(max(lanes, 1.0)) / 2

@@ -1,39 +1,42 @@
-"""Which waiting requests start, how their prompts are cut, and where checkpoints are saved."""
+"""Which waiting requests start, how their prompts are cut, and where states are saved."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from mamba_eagle.cache.base import Match, common_prefix
-from mamba_eagle.cache.pools import Pools
+import numpy as np
+
+from mamba_eagle.cache.base import Match, as_tokens, common_prefix
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import CheckpointSave, PrefillItem
+from mamba_eagle.drafters import needs_history
+from mamba_eagle.message import PrefillItem, StateSave
+from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import ShapePolicy
-from mamba_eagle.scheduler.step import Chunk, Step
-from mamba_eagle.spec.drafters import needs_history
 
-LOOK_AHEAD = 64  # waiting requests whose prompts are compared
-WORTH_WAITING = 32  # tokens; for less, a shared prefix is run twice
-MOST_SHARED_SAVES = 4  # checkpoints a prompt for the sake of waiting ones
-MOST_SPARE_SAVES = 32  # checkpoints a prompt at multiples of --mamba-checkpoint-interval
-MOST_SORTED = 128  # longer queues are served in order of arrival whatever the policy
+LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
+MIN_SHARED_TOKENS = 32  # shorter shared prefixes are processed twice
+MAX_SHARED_SAVES = 4  # states saved per prompt for waiting requests that share its prefix
+MAX_SPARE_SAVES = 32  # states saved per prompt at multiples of --mamba-checkpoint-interval
+MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
 
 class PrefillManager:
-    """The queue, and the prompts that are being run."""
+    """The queue, and the prompts that are being processed."""
 
     def __init__(
-        self, config: EngineConfig, policy: ShapePolicy, pools: Pools, chunk_size: int
+        self, config: EngineConfig, policy: ShapePolicy, slots: Slots, chunk_size: int
     ) -> None:
         """chunk_size: most prompt tokens in one step."""
-        self.policy, self.pools = policy, pools
+        self.policy, self.slots = policy, slots
         self.chunk_size = chunk_size
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes
         self.drafter_needs_history = needs_history(config.speculative_algorithm)
-        self.reserve = max(1, pools.checkpoints.total // 8)
+        self.reserve = max(1, slots.states.total // 8)  # state slots that spare saves leave free
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
 
@@ -50,39 +53,42 @@ class PrefillManager:
         self.waiting.insert(place, request)
 
     def remove(self, request: Request) -> None:
-        """It ended; wherever it is, it will not be planned."""
+        """It has ended, or its whole prompt is sent: wherever it is, it is not planned here."""
         for requests in (self.waiting, self.chunked):
             if request in requests:
                 requests.remove(request)
 
-    def schedule(self, step: Step, num_running: int) -> list[Request]:
-        """Fills ``step`` with up to ``chunk_size`` prompt tokens, begun prompts first.
+    def schedule(self, plan: PlanDraft, holding: Sequence[Request]) -> list[Request]:
+        """Fills ``plan`` with up to ``chunk_size`` prompt tokens, prompts already begun first.
 
-        Returns the requests that it admitted; they join the ``num_running``.
+        holding: all requests that hold slots. Returns those that it admitted in addition.
         """
         budget = self.chunk_size
         for request in list(self.chunked):
             if budget > 0:
-                budget -= self._cut(request, budget, step)
+                budget -= self._cut(request, budget, plan)
+        if not self.waiting:
+            return []
+        leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
         for request in self._in_order()[:LOOK_AHEAD]:
-            if step.short_of_kv or budget <= 0 or self.pools.requests.num_free == 0:
+            if plan.short_of_kv or budget <= 0 or self.slots.requests.num_free == 0:
                 break
-            match = self.pools.cache.match(request.to_prefill, request.hit_limit)
-            if self._prefix_is_coming(request, match):
-                continue  # others may go first: it is a matter of a few steps
-            if not self._admit(request, match, step, num_running + len(admitted)):
-                break  # none overtakes it
+            match = self.slots.cache.match(request.to_prefill, request.hit_limit)
+            if self._prefix_is_coming(request, match, leaving):
+                continue  # others may overtake it: this lasts a few steps only
+            if not self._admit(request, match, plan, [*holding, *admitted]):
+                break  # none may overtake it
             admitted.append(request)
             self.waiting.remove(request)
             self.chunked.append(request)
-            budget -= self._cut(request, budget, step)
+            budget -= self._cut(request, budget, plan)
         return admitted
 
     def _in_order(self) -> list[Request]:
-        if not self.longest_match_first or len(self.waiting) > MOST_SORTED:
+        if not self.longest_match_first or len(self.waiting) > MAX_SORTED:
             return list(self.waiting)
-        cache = self.pools.cache
+        cache = self.slots.cache
 
         def rank(request: Request) -> tuple[bool, int]:
             hit = cache.match(request.to_prefill, request.hit_limit).position
@@ -90,123 +96,128 @@ class PrefillManager:
 
         return sorted(self.waiting, key=rank)
 
-    def _prefix_is_coming(self, request: Request, match: Match) -> bool:
-        """A prompt that is being run will give it a far better hit a few steps from now."""
-        if not self.pools.cache.stores:
+    def _prefix_is_coming(self, request: Request, match: Match, leaving: Sequence[Request]) -> bool:
+        """It will get a far better hit a few steps from now, from a prompt that is being processed
+        or from the output of a request that has just finished."""
+        if not self.slots.cache.stores:
             return False
+        for other in leaving:
+            end = other.reusable or 0
+            far = match.position + MIN_SHARED_TOKENS <= end <= request.hit_limit
+            if far and np.array_equal(as_tokens(other.tokens[:end]), request.to_prefill[:end]):
+                return True
         for other in self.chunked:
             shared = common_prefix(other.to_prefill, request.to_prefill)
             reach = min(shared, request.hit_limit)
-            if reach - match.position >= WORTH_WAITING and other.inserted < reach:
+            assert other.held is not None
+            if reach - match.position >= MIN_SHARED_TOKENS and other.held.inserted < reach:
                 return True
         return False
 
-    def _admit(self, request: Request, match: Match, step: Step, num_running: int) -> bool:
-        """Gives it all that its prompt needs, if there will be room for decoding as well."""
-        pools, cache = self.pools, self.pools.cache
-        cache.lock(match.node)
-        fresh = len(request.to_prefill) - match.position
-        # Its replayed tokens are in the tree already, and locked there when it has run them.
+    def _admit(
+        self, request: Request, match: Match, plan: PlanDraft, holding: Sequence[Request]
+    ) -> bool:
+        """Gives it all that its prompt needs, if that leaves room for decoding as well."""
+        num_running = sum(not other.leaving for other in holding)
+        # Replayed tokens are in the tree already. Once it has processed them they are locked there,
+        # while it holds duplicates of its own.
         replayed = match.length - match.position if num_running else 0
-        if pools.available_kv < fresh + replayed + (2 + num_running) * self.nodes:
-            cache.unlock(match.node)
-            return False
-        checkpoint = pools.take_checkpoint(keep=step.reads | {match.checkpoint})
-        if checkpoint is None:
-            cache.unlock(match.node)
-            if num_running == 0 and match.position > 0:
-                # The only checkpoint there is holds its prefix: run that again, in its place.
-                whole = cache.match(request.to_prefill, limit=0)
-                return self._admit(request, whole, step, num_running)
-            return False
-        slot, kv = pools.requests.allocate(1), pools.take_kv(fresh)
-        assert slot is not None and kv is not None
-        request.admit(slot[0], checkpoint, match, kv)
-        request.started()
+        headroom = replayed + (2 + num_running) * self.nodes
+        held = self.slots.admit(match, len(request.to_prefill), headroom, keep=plan.reads)
+        if held is None:
+            if holding or match.position == 0:
+                return False
+            # The only state slot has the state of its own prefix, without which nothing that is
+            # cached can be reused. It starts over: the KV would only get duplicates.
+            self.slots.cache.flush()
+            empty = self.slots.cache.match(request.to_prefill, limit=0)
+            return self._admit(request, empty, plan, holding)
+        request.admit(held)
         self.policy.admit(request.drafts)
         if match.position > 0:
-            step.reads.add(match.checkpoint)
+            plan.reads.add(match.state_slot)
         return True
 
-    def _cut(self, request: Request, budget: int, step: Step) -> int:
+    def _cut(self, request: Request, budget: int, plan: PlanDraft) -> int:
         """Plans the next chunk; returns its length."""
-        start = request.inserted
+        held = request.held
+        assert held is not None
+        start = held.inserted
         end = min(start + budget, len(request.to_prefill))
-        is_first = start == request.hit
-        saves, spare = self._saves(request, start, end, step)
+        saves, spare = self._saves(request, held, end, plan)
         item = PrefillItem(
-            slot=request.slot,
-            checkpoint=request.checkpoint,
+            slot=held.slot,
+            state_slot=held.state_slot,
             start=start,
             token_ids=request.tokens[start:end],
-            kv_slots=request.kv[start:end],
+            kv_slots=held.kv[start:end],
             saves=saves,
-            is_first=is_first,
+            is_first=start == held.hit,
             is_last=end == len(request.to_prefill),
             output_start=request.prompt_len,
             top_logprobs=request.top_logprobs,
             return_logprob=request.return_logprob,
-            follow=request.drafts.followed,
+            track=request.drafts.tracked,
         )
         if request.wants_input_logprobs and request.logprob_start < end:
             item.logprob_start = max(request.logprob_start, start)
-        if is_first:
+        if item.is_first:
             item.sampling = request.sampling
             item.return_spec_trace = request.return_spec_trace
-            item.prefix_kv_slots = request.kv[:start]
+            item.prefix_kv_slots = held.kv[:start]
             if start > 0:
-                item.load_from = request.load_from
+                item.load_from = held.load_from
             if request.sampling.needs_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
-        step.chunks.append(Chunk(request, item, spare))
+        plan.chunks.append(Chunk(request, held, item, spare))
         return end - start
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────
+    # ── saved states ─────────────────────────────────────────────────────────────────────────
 
     def _saves(
-        self, request: Request, start: int, end: int, step: Step
-    ) -> tuple[list[CheckpointSave], frozenset[int]]:
-        """Where in (start, end] the state is saved, as slots allow; which of these are spare."""
-        if not self.pools.cache.stores:
+        self, request: Request, held: HeldSlots, end: int, plan: PlanDraft
+    ) -> tuple[list[StateSave], frozenset[int]]:
+        """Where in (inserted, end] the state is saved, as far as there are slots for it; and which
+        of these positions are spare."""
+        if not self.slots.cache.stores:
             return [], frozenset()
-        tail = len(request.to_prefill) - 1
-        wanted = [tail, *self._shared_positions(request), request.branch]
-        slots: dict[int, int] = {}
-        for position in wanted:
-            inside = max(start, request.hit) < position <= min(end, tail)
-            if inside and position not in slots:
-                slot = self.pools.take_checkpoint(keep=step.reads)
-                if slot is None:
+        start, tail = held.inserted, len(request.to_prefill) - 1
+        state_slots: dict[int, int] = {}  # by position
+        for position in [tail, *self._shared_positions(request, held), held.branch]:
+            inside = max(start, held.hit) < position <= min(end, tail)
+            if inside and position not in state_slots:
+                state_slot = self.slots.reserve_state(keep=plan.reads)
+                if state_slot is None:
                     break
-                slots[position] = slot
+                state_slots[position] = state_slot
         spare = set()
-        for position in self._spare_positions(request, start, min(end, tail)):
-            if position in slots or self.pools.checkpoints.num_free <= self.reserve:
+        for position in self._spare_positions(request, held, min(end, tail)):
+            if position in state_slots or self.slots.states.num_free <= self.reserve:
                 continue
-            slot = self.pools.take_checkpoint()
-            assert slot is not None
-            slots[position] = slot
+            state_slot = self.slots.reserve_state()
+            assert state_slot is not None
+            state_slots[position] = state_slot
             spare.add(position)
-        return [CheckpointSave(*save) for save in sorted(slots.items())], frozenset(spare)
+        return [StateSave(*save) for save in sorted(state_slots.items())], frozenset(spare)
 
-    def _shared_positions(self, request: Request) -> list[int]:
-        """Ends of prefixes shared with waiting requests, those that spare most tokens first."""
+    def _shared_positions(self, request: Request, held: HeldSlots) -> list[int]:
+        """Ends of prefixes shared with waiting requests; those that save most tokens first."""
         ends: Counter[int] = Counter()
         for other in self.waiting[:LOOK_AHEAD]:
             if other is not request:
                 shared = common_prefix(request.to_prefill, other.to_prefill)
                 ends[min(shared, other.hit_limit, len(request.to_prefill) - 1)] += 1
-        spared = {
-            end: count * (end - request.hit)
+        saved = {
+            end: count * (end - held.hit)
             for end, count in ends.items()
-            if end - request.hit >= WORTH_WAITING
+            if end - held.hit >= MIN_SHARED_TOKENS
         }
-        return sorted(spared, key=lambda end: -spared[end])[:MOST_SHARED_SAVES]
+        return sorted(saved, key=lambda end: -saved[end])[:MAX_SHARED_SAVES]
 
-    def _spare_positions(self, request: Request, start: int, end: int) -> range:
-        """Multiples of the interval, or of a multiple of it if the prompt is long."""
+    def _spare_positions(self, request: Request, held: HeldSlots, end: int) -> range:
+        """Multiples of the interval up to ``end``; of a larger stride if the prompt is long."""
         if self.interval == 0:
             return range(0)
-        strides = (len(request.to_prefill) - request.hit) // self.interval
-        stride = self.interval * max(1, -(-strides // MOST_SPARE_SAVES))
-        return range((start // stride + 1) * stride, end + 1, stride)
+        strides = (len(request.to_prefill) - held.hit) // self.interval
+        stride = self.interval * max(1, -(-strides // MAX_SPARE_SAVES))
+        return range((held.inserted // stride + 1) * stride, end + 1, stride)

@@ -63,7 +63,7 @@ class SchedulerProcess:
         self.outputs.send(
             Ready(
                 max_kv_slots=ready.max_kv_slots,
-                max_checkpoints=ready.max_checkpoints,
+                max_state_slots=ready.max_state_slots,
                 max_running_requests=ready.max_running_requests,
                 context_length=ready.context_length,
                 vocab_size=ready.vocab_size,

@@ -1,41 +1,21 @@
-"""A request as the scheduler sees it: its tokens, what it holds, and how far it is."""
+"""A request as the scheduler sees it: its tokens, what it holds, and how far it has come."""
 
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import msgspec
 
-from mamba_eagle.cache.base import Match, Node, as_tokens
-from mamba_eagle.cache.pools import Pools
+from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import FinishReason
-from mamba_eagle.message import Generate, Release, RequestOutput, StepTrace, TokenLogprob
+from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
 from mamba_eagle.scheduler.estimates import RequestDrafts
 
 
-class Held(NamedTuple):
-    """Slots of each kind that a request owns and the cache does not."""
-
-    kv: int
-    checkpoints: int
-    requests: int
-
-
 class Request:
-    """One sample of one prompt.
-
-    While it is *admitted* it owns a request slot, a checkpoint slot (S0) and KV slots, and keeps
-    its part of the cache's tree locked:
-
-        position   0 ──────── hit ─────────── inserted ─────── run ───────── len(kv)
-        kv slots   the cache's  the cache's, or   the request's    dropped by a
-                                in duplicates:                     late StopAt
-                                the request's
-
-    ``node`` ends at ``inserted``. A request that leaves keeps all this until no plan in flight
-    names it; then ``release`` gives every slot to the cache or back.
-    """
+    """One sample of one prompt: data only. It holds slots while it is *admitted*; ``Slots`` hands
+    them out and takes them back (cache/slots.py draws when)."""
 
     def __init__(
         self, message: Generate, order: int, eos_token_ids: tuple[int, ...], context_length: int
@@ -44,11 +24,11 @@ class Request:
         self.order = order  # of arrival
         self.arrival_time = message.arrival_time
         self.prompt_len = len(message.token_ids)
-        most = max(0, min(message.sampling.max_new_tokens, context_length - self.prompt_len))
+        limit = max(0, min(message.sampling.max_new_tokens, context_length - self.prompt_len))
         self.sampling = msgspec.structs.replace(
             message.sampling,
-            max_new_tokens=most,
-            min_new_tokens=min(message.sampling.min_new_tokens, most),
+            max_new_tokens=limit,
+            min_new_tokens=min(message.sampling.min_new_tokens, limit),
         )
         self.stop_tokens = self.sampling.stop_tokens(eos_token_ids)
         self.return_logprob = message.return_logprob
@@ -58,30 +38,24 @@ class Request:
         self.tokens = list(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         self.drafts = RequestDrafts()
-        # told to the client
+        # reported to the client
         self.cached_tokens = 0
         self.verify_steps = 0
         self.accepted_drafts = 0
         self.proposed_drafts = 0
         self.accept_histogram: list[int] = []
         self.retractions = 0
-        self.queue_time = -1.0
+        self.queue_time = -1.0  # seconds; negative: not admitted so far
         self.input_logprobs: list[TokenLogprob] = []
-        self._reset()
+        self._wait()
 
-    def _reset(self) -> None:
-        """Nothing run, nothing held: all tokens so far are to be prefilled."""
+    def _wait(self) -> None:
+        """Nothing is processed and nothing is held: all tokens so far are to be prefilled."""
         self.to_prefill = as_tokens(self.tokens)
-        self.slot = self.checkpoint = -1
-        self.kv: list[int] = []
-        self.duplicates: list[int] = []
-        self.node: Node | None = None
-        self.hit = self.inserted = self.branch = 0
-        self.load_from = -1  # the cache's checkpoint at ``hit``; sure until the first chunk is sent
-        self.folded = 0  # the position S0 was last known to be at
+        self.held: HeldSlots | None = None
         self.retracting = False
-        self.in_flight = 0  # plans sent that name this request, their results not back
-        self.tokens_in_flight = 0  # output tokens that they make at least, if it does not stop
+        self.plans_in_flight = 0  # plans sent for this request whose results are pending
+        self.min_tokens_in_flight = 0  # fewest output tokens that those plans make
 
     # ── where it is ──────────────────────────────────────────────────────────────────────────
 
@@ -90,33 +64,29 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def admitted(self) -> bool:
-        return self.slot >= 0
-
-    @property
     def leaving(self) -> bool:
-        """It has ended or goes back to the queue; no plan may name it any more."""
+        """It has ended or goes back to the queue; no further plan may name it."""
         return self.finish is not None or self.retracting
 
     @property
     def prefill_sent(self) -> bool:
-        return self.inserted >= len(self.to_prefill)
+        return self.held is not None and self.held.inserted >= len(self.to_prefill)
 
     @property
     def all_planned(self) -> bool:
-        """What is in flight certainly brings it to max_new_tokens."""
-        coming = self.num_output + self.tokens_in_flight
+        """The plans in flight are certain to bring it to max_new_tokens."""
+        coming = self.num_output + self.min_tokens_in_flight
         return self.prefill_sent and coming >= self.sampling.max_new_tokens
 
     @property
     def decodable(self) -> bool:
-        """A further decode step could make a token, as far as is known."""
+        """As far as is known, another decode step can make a token."""
         return not self.leaving and self.prefill_sent and not self.all_planned
 
     @property
     def hit_limit(self) -> int:
-        """The deepest position at which prefill may start: one token at least is run, and those
-        whose logits give the wanted logprobs of the prompt."""
+        """The deepest position at which prefill may start: at least one token is processed, and
+        so are those whose logits give the logprobs of the prompt that were asked for."""
         limit = len(self.to_prefill) - 1
         if self.wants_input_logprobs:
             limit = min(limit, max(self.logprob_start - 1, 0))
@@ -127,108 +97,54 @@ class Request:
         return self.return_logprob and self.logprob_start >= 0 and self.num_output == 0
 
     @property
-    def run(self) -> int:
-        """Tokens whose KV slots are known."""
-        if not self.prefill_sent:
-            return self.inserted
+    def processed(self) -> int:
+        """Tokens that the target model has processed and whose KV slots are known."""
+        if self.held is None or not self.prefill_sent:
+            return self.held.inserted if self.held is not None else 0
         return len(self.to_prefill) + max(0, len(self.tokens) - len(self.to_prefill) - 1)
 
-    # ── slots ────────────────────────────────────────────────────────────────────────────────
-
-    def admit(self, slot: int, checkpoint: int, match: Match, fresh_kv: list[int]) -> None:
-        """Takes the slots over; the caller has locked ``match.node`` for it."""
-        self.slot, self.checkpoint = slot, checkpoint
-        self.node = match.node
-        self.hit = self.inserted = self.folded = match.position
-        self.branch = match.length
-        self.load_from = match.checkpoint
-        self.kv = match.kv_slots + fresh_kv
-
-    def give_to_cache(self, end: int, pools: Pools) -> None:
-        """The cache gets tokens [inserted, end), whose plan is complete; ``node`` follows."""
-        cache = pools.cache
-        assert self.node is not None
-        fresh = self.kv[self.inserted : end]
-        done = cache.insert(self.node, as_tokens(self.tokens[self.inserted : end]), fresh)
-        self.duplicates += fresh[: len(fresh) - done.taken]
-        cache.lock(done.node)
-        cache.unlock(self.node)
-        self.node = done.node
-        self.inserted = end
-
-    def release(self, pools: Pools) -> Release:
-        """Gives up every slot: what the cache can use to it, the rest back to the allocators.
-
-        Nothing may be in flight. The release must be in the very next plan sent.
-        """
-        assert self.in_flight == 0 and self.node is not None
-        run = self.run
-        wanted = self.finish is None or self.finish.kind != "abort"
-        # A late StopAt may have cut tokens that S0 has already taken in.
-        exact = max(self.folded, self.inserted, 1) <= run <= len(self.tokens)
-        keep = wanted and pools.cache.stores and exact
-        checkpoint_kept = False
-        if keep:
-            self.give_to_cache(run, pools)
-            checkpoint_kept = pools.cache.attach_checkpoint(self.node, run, self.checkpoint)
-        # Not stored: slots from ``inserted`` on are in nobody's tree, those of a NoCache's
-        # ``give_to_cache`` are in duplicates.
-        pools.kv.free(self.duplicates)
-        pools.kv.free(self.kv[self.inserted :])
-        if not checkpoint_kept:
-            pools.checkpoints.free([self.checkpoint])
-        pools.cache.unlock(self.node)
-        pools.requests.free([self.slot])
-        # Between two chunks of a prompt S0 is at ``run`` already.
-        release = Release(self.slot, run if keep and self.prefill_sent else -1)
-        self.slot = -1
-        return release
-
     @property
-    def held(self) -> Held:
-        if not self.admitted:
-            return Held(0, 0, 0)
-        return Held(len(self.duplicates) + len(self.kv) - self.inserted, 1, 1)
+    def reusable(self) -> int | None:
+        """How many tokens' KV slots and state the cache may have once nothing is in flight; None
+        if there is nothing that it should have."""
+        if self.held is None or (self.finish is not None and self.finish.kind == "abort"):
+            return None
+        # A late StopAt may have cut tokens that S0 has taken in already.
+        exact = max(self.held.folded, 1) <= self.processed <= len(self.tokens)
+        return self.processed if exact else None
+
+    # ── what happens to it ───────────────────────────────────────────────────────────────────
+
+    def admit(self, held: HeldSlots) -> None:
+        """Its first chunk is about to be planned."""
+        self.held = held
+        if self.num_output == 0:
+            self.cached_tokens = held.hit
+        if self.queue_time < 0:
+            waited = time.time() - self.arrival_time if self.arrival_time else 0.0
+            self.queue_time = max(0.0, waited)
 
     def start_again(self) -> None:
-        """After a retraction and release: back to the queue, the output so far becomes prompt."""
+        """Retracted and released: back to the queue; the output so far is prefilled again."""
         self.retractions += 1
         if self.num_output == 0:
             self.input_logprobs = []
-        self._reset()
-
-    # ── outputs ──────────────────────────────────────────────────────────────────────────────
-
-    def started(self) -> None:
-        """The first chunk is planned."""
-        if self.num_output == 0:
-            self.cached_tokens = self.hit
-        if self.queue_time < 0:
-            self.queue_time = max(0.0, time.time() - self.arrival_time) if self.arrival_time else 0
+        self._wait()
 
     def count_accepted(self, drafts: int) -> None:
-        """A step accepted so many drafted tokens."""
+        """A step accepted ``drafts`` drafted tokens."""
         self.accepted_drafts += drafts
         self.accept_histogram += [0] * (drafts + 1 - len(self.accept_histogram))
         self.accept_histogram[drafts] += 1
 
-    def accept(
-        self,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob],
-        trace: StepTrace | None = None,
-    ) -> RequestOutput:
-        """New output tokens, cut by the runner at stop tokens and at max_new_tokens."""
+    def accept(self, token_ids: list[int]) -> None:
+        """New output tokens, which the runner has cut after a stop token and at max_new_tokens:
+        the request ends here exactly where it has ended in the runner."""
         self.tokens += token_ids
-        if (
-            token_ids
-            and token_ids[-1] in self.stop_tokens
-            and self.num_output >= self.sampling.min_new_tokens
-        ):
+        if token_ids and token_ids[-1] in self.stop_tokens:
             self.finish = FinishReason(kind="stop", matched=token_ids[-1])
         elif self.num_output >= self.sampling.max_new_tokens:
             self.finish = FinishReason(kind="length", length=self.num_output)
-        return self.output(token_ids, logprobs, trace)
 
     def output(
         self,
@@ -236,7 +152,7 @@ class Request:
         logprobs: list[TokenLogprob] | None = None,
         trace: StepTrace | None = None,
     ) -> RequestOutput:
-        """What the client is told now; input logprobs go with the first call."""
+        """What the client is told now; logprobs of the prompt go with the first call."""
         input_logprobs, self.input_logprobs = self.input_logprobs, []
         return RequestOutput(
             rid=self.rid,

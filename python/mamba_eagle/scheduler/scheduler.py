@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 
-from mamba_eagle.cache.pools import Pools
+from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.slots import Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, TreeShape
-from mamba_eagle.message import DecodeResult, Generate, Plan, RequestOutput, RunnerReady, StepResult
+from mamba_eagle.message import (
+    DecodeResult,
+    Generate,
+    Plan,
+    PrefillResult,
+    Release,
+    RequestOutput,
+    RunnerReady,
+    StepResult,
+    StepTrace,
+    TokenLogprob,
+)
 from mamba_eagle.scheduler.decode import DecodeManager
+from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request
-from mamba_eagle.scheduler.speculation import Outcome, shape_policy
+from mamba_eagle.scheduler.results import decode_problem, prefill_problem
+from mamba_eagle.scheduler.speculation import Choice, Outcome, shape_policy
 from mamba_eagle.scheduler.stats import Stats
-from mamba_eagle.scheduler.step import Row, Step
+
+log = logging.getLogger("mamba_eagle.scheduler")
 
 
 class Scheduler:
-    """Owns every request and every slot index.
+    """Owns every request; ``slots`` owns what the requests hold.
 
-    ``plan`` may be called again before the result of the last plan is back, as long as it gives
-    one; the caller sends each plan before the next call, and hands results over in order.
+    ``plan`` may be called again before the result of the last plan is back, for as long as it
+    returns one. The caller sends each plan before the next call, and hands results over in order.
     """
 
     def __init__(self, config: EngineConfig, runner: RunnerReady) -> None:
@@ -28,19 +44,19 @@ class Scheduler:
         self.shape = config.tree_shape  # the largest of any step
         self.policy = shape_policy(config)
         self.max_in_flight = 1 if config.disable_overlap_schedule else 2
-        self.pools = Pools(
+        self.slots = Slots(
             runner.max_kv_slots,
-            runner.max_checkpoints,
+            runner.max_state_slots,
             runner.max_running_requests,
             use_cache=not config.disable_radix_cache,
         )
         chunk_size = config.chunked_prefill_size or runner.chunked_prefill_size
-        self.prefill = PrefillManager(config, self.policy, self.pools, chunk_size)
-        self.decode = DecodeManager(self.policy, self.pools)
+        self.prefill = PrefillManager(config, self.policy, self.slots, chunk_size)
+        self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
-        self._live: dict[str, Request] = {}  # those that have not ended
-        self._admitted: list[Request] = []  # those that hold slots, ended ones until released
-        self._in_flight: deque[Step] = deque()
+        self._live: dict[str, Request] = {}  # requests that have not ended
+        self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
+        self._in_flight: deque[PlanDraft] = deque()
         self._num_added = 0
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
@@ -67,15 +83,13 @@ class Scheduler:
         return []
 
     def abort(self, rid: str | None) -> list[RequestOutput]:
-        """Ends one request, or all (None). What it holds is free in the first plan after the
-        results of those in flight."""
+        """Ends one request, or all of them (rid None). The slots that it holds are free in the
+        first plan after the results of the plans now in flight."""
         requests = list(self._live.values()) if rid is None else [self._live.get(rid)]
         outputs = []
         for request in requests:
             if request is not None:
-                request.finish = FinishReason(kind="abort", message="aborted")
-                outputs.append(request.output())
-                self._ended(request)
+                outputs.append(self._end(request, FinishReason(kind="abort", message="aborted")))
         return outputs
 
     def stop_at(self, rid: str, num_tokens: int, matched: str) -> list[RequestOutput]:
@@ -84,24 +98,28 @@ class Scheduler:
         if request is None:
             return []
         del request.tokens[request.prompt_len + max(num_tokens, 0) :]
-        request.finish = FinishReason(kind="stop", matched=matched)
-        self._ended(request)
-        return [request.output()]
+        return [self._end(request, FinishReason(kind="stop", matched=matched))]
 
     def _problem(self, message: Generate) -> str:
         """Why the request can never be served; "" if it can."""
         size, limit = len(message.token_ids), self.runner.context_length
-        most_output = max(0, min(message.sampling.max_new_tokens, limit - size))
-        needed, slots = size + most_output + 2 * self.shape.nodes, self.runner.max_kv_slots
+        max_output = max(0, min(message.sampling.max_new_tokens, limit - size))
+        needed, slots = size + max_output + 2 * self.shape.nodes, self.runner.max_kv_slots
         if needed > slots:
             return (
-                f"{size} prompt tokens, {most_output} new tokens and {2 * self.shape.nodes} slots "
+                f"{size} prompt tokens, {max_output} new tokens and {2 * self.shape.nodes} slots "
                 f"for drafts need {needed} KV slots, but there are {slots}: shorten the prompt, "
                 "lower max_new_tokens, or start the server with a larger --max-total-tokens"
             )
         return ""
 
-    def _ended(self, request: Request) -> None:
+    def _end(self, request: Request, finish: FinishReason) -> RequestOutput:
+        request.finish = finish
+        self._forget(request)
+        return request.output()
+
+    def _forget(self, request: Request) -> None:
+        """The request has ended; it may still hold slots."""
         assert request.finish is not None
         self.stats.num_aborted += request.finish.kind == "abort"
         self.prefill.remove(request)
@@ -110,122 +128,152 @@ class Scheduler:
     # ── plans ────────────────────────────────────────────────────────────────────────────────
 
     def plan(self) -> Plan | None:
-        """The next step; None if there is nothing to do, or as many in flight as may be."""
+        """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
-        step = Step(self.stats.num_steps + 1)
-        self._release_leaving(step)
-        youngest = self.decode.schedule(step, self._admitted, self._in_flight)
+        plan = PlanDraft(self.stats.num_steps + 1)
+        self._release_leaving(plan)
+        youngest = self.decode.schedule(plan, self._admitted, self._in_flight)
         if youngest is not None:
             self._retract(youngest)
-            self._release_leaving(step)
-        num_running = sum(not request.leaving for request in self._admitted)
-        self._admitted += self.prefill.schedule(step, num_running)
-        if step.empty:
+            self._release_leaving(plan)
+        self._admitted += self.prefill.schedule(plan, self._admitted)
+        if plan.empty:
             return None
-        self._complete(step)
-        return step.plan()
+        self._complete(plan)
+        return plan.as_message()
 
-    def _release_leaving(self, step: Step) -> None:
+    def _release_leaving(self, plan: PlanDraft) -> None:
         for request in list(self._admitted):
-            if request.leaving and request.in_flight == 0:
+            if request.leaving and request.plans_in_flight == 0:
                 self._admitted.remove(request)
-                step.releases.append(request.release(self.pools))
+                plan.releases.append(self._release(request))
                 if request.finish is None:
                     request.start_again()
                     self.prefill.put_back(request)
 
+    def _release(self, request: Request) -> Release:
+        held, end = request.held, request.reusable
+        assert held is not None
+        rest = None if end is None else as_tokens(request.tokens[held.inserted : end])
+        stored = self.slots.release(held, rest)
+        # Between two chunks of a prompt S0 is where it should be and needs no fold.
+        fold_to = end if stored and end is not None and request.prefill_sent else -1
+        request.held = None
+        return Release(held.slot, fold_to)
+
     def _retract(self, request: Request) -> None:
-        """Its slots come free once no plan in flight names it; then it waits again."""
+        """It waits again once no plan in flight names it and its slots are released."""
         self.stats.num_retracted += 1
         request.retracting = True
         self.prefill.remove(request)
 
-    def _complete(self, step: Step) -> None:
-        """The plan is as good as sent: what it will have run belongs to the cache from here on,
-        for the plans after it."""
+    def _complete(self, plan: PlanDraft) -> None:
+        """The plan is as good as sent: what it will have processed belongs to the cache from here
+        on, for the plans after it."""
         self.stats.num_steps += 1
-        self._in_flight.append(step)
-        for row in step.rows:
-            row.request.in_flight += 1
-            row.request.tokens_in_flight += 1
-        for request, item, spare in step.chunks:
-            request.in_flight += 1
-            request.tokens_in_flight += item.is_last
+        self._in_flight.append(plan)
+        for request in plan.untracked:
+            self.policy.untrack(request.drafts)
+        for request, _, _ in plan.decodes:
+            request.plans_in_flight += 1
+            request.min_tokens_in_flight += 1
+        for request, held, item, spare in plan.chunks:
+            request.plans_in_flight += 1
+            request.min_tokens_in_flight += item.is_last
             if item.is_first and request.retractions == 0:
                 self.stats.prompt_tokens += request.prompt_len
                 self.stats.cached_tokens += request.cached_tokens
-            request.folded = item.start + len(item.token_ids)
-            request.give_to_cache(request.folded, self.pools)
+            end = item.start + len(item.token_ids)
+            self.slots.insert(held, request.to_prefill[item.start : end])
+            for save in item.saves:
+                is_spare = save.position in spare
+                self.slots.attach_state(held, save.position, save.state_slot, is_spare)
             if item.is_last:
                 self.prefill.remove(request)
-            assert request.node is not None
-            for save in item.saves:
-                if not self.pools.cache.attach_checkpoint(
-                    request.node, save.position, save.checkpoint, save.position in spare
-                ):
-                    self.pools.checkpoints.free([save.checkpoint])
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
     def process(self, result: StepResult) -> list[RequestOutput]:
-        """Takes the result of the oldest plan in flight; what clients are to be told of it."""
-        step = self._in_flight.popleft()
+        """Takes the result of the oldest plan in flight; returns what clients are to be told.
+
+        Raises: RuntimeError if it answers another plan. What is wrong with a single request's
+        part of it fails that request only.
+        """
+        plan = self._in_flight.popleft()
         answers = (result.step, len(result.prefill), len(result.decode))
-        if answers != (step.number, len(step.chunks), len(step.rows)):
+        if answers != (plan.number, len(plan.chunks), len(plan.decodes)):
             raise RuntimeError(
-                f"step {step.number} of {len(step.chunks)} prefills and {len(step.rows)} decodes "
-                f"was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
+                f"step {plan.number} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
+                f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
-        if step.rows:
-            self._learn(step, result)
         outputs = []
-        for (request, item, _), made in zip(step.chunks, result.prefill):
-            request.in_flight -= 1
-            request.tokens_in_flight -= item.is_last
-            if request.finish is not None:
-                continue
-            request.input_logprobs += made.input_logprobs
-            if item.is_last:
-                # max_new_tokens 0: the prompt was all that was wanted
-                tokens = [made.token] if request.sampling.max_new_tokens > 0 else []
-                logprobs = [made.logprob] if tokens and made.logprob is not None else []
-                outputs.append(request.accept(tokens, logprobs))
-                self._made(request, len(tokens))
-        for row, walk in zip(step.rows, result.decode):
-            request = row.request
-            self._settle(row, walk)
+        for chunk, prefilled in zip(plan.chunks, result.prefill):
+            outputs += self._take_prefill(chunk, prefilled)
+        outcomes = []
+        for item, walk in zip(plan.decodes, result.decode):
+            request, problem = item.request, self._settle(item, walk)
+            outcomes.append(Outcome(request.drafts, 0 if problem else len(walk.tokens)))
             if request.finish is None:
-                if not walk.tokens:
-                    raise RuntimeError(
-                        f"the runner made no token in step {step.number} for request "
-                        f"{request.rid}, which has {request.num_output} of "
-                        f"{request.sampling.max_new_tokens}"
-                    )
-                self._count_step(request, walk, step.choice.shape)
-                outputs.append(request.accept(walk.tokens, walk.logprobs, walk.trace))
-                self._made(request, len(walk.tokens))
+                if problem:
+                    outputs.append(self._fail(request, problem))
+                else:
+                    self._count_step(request, walk, plan.choice.shape)
+                    outputs.append(self._accept(request, walk.tokens, walk.logprobs, walk.trace))
+        if outcomes:
+            self._learn(plan.choice, outcomes, result)
+        self.stats.generated(sum(len(output.token_ids) for output in outputs))
         return outputs
 
-    def _settle(self, row: Row, walk: DecodeResult) -> None:
-        """The accepted nodes' KV slots go to the request, the others are free."""
-        request, kept = row.request, set(walk.nodes)
-        request.in_flight -= 1
-        request.tokens_in_flight -= 1
-        request.kv += [row.kv_slots[node] for node in walk.nodes]
-        self.pools.kv.free(slot for node, slot in enumerate(row.kv_slots) if node not in kept)
-        request.folded = max(request.folded, walk.folded)
+    def _take_prefill(self, chunk: Chunk, result: PrefillResult) -> list[RequestOutput]:
+        """An output if the chunk was the prompt's last, or if its result cannot be."""
+        request, is_last = chunk.request, chunk.item.is_last
+        request.plans_in_flight -= 1
+        request.min_tokens_in_flight -= is_last
+        if request.finish is not None:
+            return []
+        if problem := prefill_problem(request, chunk.item, result, self.runner.vocab_size):
+            return [self._fail(request, problem)]
+        request.input_logprobs += result.input_logprobs
+        if not is_last:
+            return []
+        if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
+            return [self._accept(request, [], [], None)]
+        logprobs = [result.logprob] if result.logprob is not None else []
+        return [self._accept(request, [result.token], logprobs, None)]
 
-    def _learn(self, step: Step, result: StepResult) -> None:
-        # A runner whose next plan is there in time waits for as long as messages take: a cost of
+    def _settle(self, item: DecodeItem, walk: DecodeResult) -> str:
+        """Books the nodes that a request accepted. Returns what is wrong with the result, if
+        anything: then it has accepted none."""
+        request, held, tree = item
+        request.plans_in_flight -= 1
+        request.min_tokens_in_flight -= 1
+        problem = decode_problem(request, walk, tree, self.runner.vocab_size)
+        self.slots.settle(held, tree, [] if problem else walk.nodes, walk.folded)
+        return problem
+
+    def _accept(
+        self,
+        request: Request,
+        tokens: list[int],
+        logprobs: list[TokenLogprob],
+        trace: StepTrace | None,
+    ) -> RequestOutput:
+        request.accept(tokens)
+        if request.finish is not None:
+            self._forget(request)
+        return request.output(tokens, logprobs, trace)
+
+    def _fail(self, request: Request, problem: str) -> RequestOutput:
+        """The runner's result cannot be: this request ends with an error of its own."""
+        log.error("request %r failed after %d tokens: %s", request.rid, request.num_output, problem)
+        return self._end(request, FinishReason("abort", message=problem, failure=Failure.INTERNAL))
+
+    def _learn(self, choice: Choice, outcomes: list[Outcome], result: StepResult) -> None:
+        # If the next plan arrived in time, the runner waited only for messages, which is a cost of
         # every step. Longer pauses are not the step's.
         waited = min(result.idle_seconds, result.decode_seconds)
-        outcomes = [
-            Outcome(row.request.drafts, len(walk.tokens))
-            for row, walk in zip(step.rows, result.decode)
-        ]
-        seconds = result.decode_seconds + waited
-        self.policy.observe(step.choice, outcomes, seconds)
+        self.policy.observe(choice, outcomes, result.decode_seconds + waited)
 
     def _count_step(self, request: Request, walk: DecodeResult, shape: TreeShape) -> None:
         self.stats.verify_steps += 1
@@ -233,12 +281,7 @@ class Scheduler:
         if self.shape.nodes > 1:
             request.verify_steps += 1
             request.count_accepted(len(walk.tokens) - 1)
-            request.proposed_drafts += shape.steps
-
-    def _made(self, request: Request, num_tokens: int) -> None:
-        self.stats.generated(num_tokens)
-        if request.finish is not None:
-            self._ended(request)
+            request.proposed_drafts += shape.depth
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
@@ -252,40 +295,32 @@ class Scheduler:
         """Nothing runs, waits, or is on its way."""
         return not (self._live or self._admitted or self._in_flight)
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def flush(self) -> None:
-        """Empties the cache. Only when idle."""
+        """Empties the cache. Raises: RuntimeError unless idle."""
         if not self.idle:
             raise RuntimeError("the cache can be flushed only while nothing runs or waits")
-        self.pools.cache.flush()
+        self.slots.cache.flush()
 
     def check_integrity(self) -> None:
-        """Raises: RuntimeError with numbers, unless free + cached + running = total."""
-        held = [request.held for request in self._admitted]
-        drafts = sum(len(row.kv_slots) for step in self._in_flight for row in step.rows)
-        self.pools.check_integrity(
-            drafts + sum(each.kv for each in held),
-            sum(each.checkpoints for each in held),
-            sum(each.requests for each in held),
-        )
+        """Raises: RuntimeError with numbers, unless free + cached + held = total."""
+        held = [request.held for request in self._admitted if request.held is not None]
+        trees = [item.tree for plan in self._in_flight for item in plan.decodes]
+        self.slots.check_integrity(held, trees)
 
     def state(self) -> dict[str, float]:
         """Gauges and counters; ``num_used_tokens`` leaves out what could be evicted."""
-        pools, cache = self.pools, self.pools.cache
-        used = pools.kv.total - pools.available_kv
+        slots, cache = self.slots, self.slots.cache
+        used = slots.kv.total - slots.available_kv
         return {
             "num_running_reqs": sum(not request.leaving for request in self._admitted),
             "num_queue_reqs": len(self.prefill.waiting),
             "num_used_tokens": used,
             "num_cached_tokens": cache.num_kv,
-            "num_free_kv_slots": pools.kv.num_free,
-            "max_total_num_tokens": pools.kv.total,
-            "token_usage": used / max(pools.kv.total, 1),
-            "num_free_checkpoints": pools.checkpoints.num_free,
-            "num_cached_checkpoints": cache.num_checkpoints,
-            "max_mamba_cache_size": pools.checkpoints.total,
+            "num_free_kv_slots": slots.kv.num_free,
+            "max_total_num_tokens": slots.kv.total,
+            "token_usage": used / max(slots.kv.total, 1),
+            "num_free_checkpoints": slots.states.num_free,
+            "num_cached_checkpoints": cache.num_states,
+            "max_mamba_cache_size": slots.states.total,
             **self.stats.as_dict(),
         }

@@ -1,4 +1,4 @@
-"""Which tree the next decode step drafts, if any: measured step times and acceptance decide."""
+"""Which tree the next decode step drafts, if any: decided by measured step times and acceptance."""
 
 from __future__ import annotations
 
@@ -8,70 +8,83 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.message import ShapeUse, SpeculationState
 from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes, Usefulness
+from mamba_eagle.tree.shapes import step_shapes
 
-SHARE = 0.01  # of the time may be lost on steps that are believed to be worse than others, …
-START = 2.0  # … and beforehand the time of so many plain steps
-SAVINGS = 12.0  # plain steps' time: the most that is saved up
-TRIAL_STEPS = 2  # the first may have to catch up on tokens that plain steps made
-MARGIN = 1.02  # by how much a shape must be better than the one in use
-FEWEST_ROWS = 4  # of a shape before it is relied on
-PROBE_EVERY = 16  # requests, of which one at most is followed by a drafter that was given up, …
-PROBE_STEPS = 800  # … and in so many steps, …
-PROBE_TRIALS = 2  # … and tried on so often
-RETHINK = 4  # steps of a batch for which a choice holds: thinking takes 50 to 100 us
-TIME_PLAIN = 128  # steps of drafts after which a plain step is timed again
+EXPLORATION_SHARE = 0.01  # fraction of decode time that trial steps may cost
+INITIAL_CREDIT = 2.0  # plain-step times granted before anything is measured
+MAX_CREDIT = 12.0  # plain-step times that either account may hold
+TRIAL_STEPS = 2  # steps per trial; the first may include catching up after plain steps
+MIN_ADVANTAGE = 1.02  # ratio of rates at which another shape replaces the one in use
+MIN_RELIABLE_SAMPLES = 4  # samples needed before a shape's estimates count as known
+PROBE_REQUEST_INTERVAL = 16  # fewest requests admitted from one probe to the next
+PROBE_STEP_INTERVAL = 800  # fewest decode steps from one probe to the next
+TRIALS_PER_PROBE = 2  # trials of the smallest shape on each probe
+STEPS_PER_CHOICE = 4  # steps for which a settled choice stands; choosing takes 50 to 100 us
+PLAIN_INTERVAL = 128  # steps with drafts after which a plain step is timed again
 
 
 class Choice(NamedTuple):
     """What a step drafts, and why."""
 
     shape: TreeShape
-    trial: bool = False  # to learn: by what is known, another shape is better, …
-    pace: float = 0.0  # … which takes so many seconds a token
-    catches_up: bool = False  # the drafter first runs tokens that plain steps made
+    trial: bool = False  # made to learn about a shape: a better one is known
+    pace: float = 0.0  # of a trial: seconds per token of that better shape
+    catches_up: bool = False  # the drafter first processes tokens that plain steps made
+
+
+class Decision(NamedTuple):
+    """What ``choose`` returns."""
+
+    choice: Choice
+    untracked: list[int]  # places in ``requests`` of those that the drafter shall stop following
 
 
 class Outcome(NamedTuple):
-    """What a step gave to one request."""
+    """What a step did for one request."""
 
     drafts: RequestDrafts
-    tokens: int  # 0: it had ended before
+    tokens: int  # 0: the request had ended before the step
 
 
 class ShapePolicy(ABC):
     """Chooses the shape of every decode step, and is told the outcome of each, in order.
 
-    Steps may be chosen before the outcome of the last one is known.
+    The next step may be chosen before the outcome of the last one is known. Choosing changes no
+    request: a request's ``RequestDrafts`` change in ``admit``, ``untrack`` and ``observe`` only,
+    which report what has happened.
     """
 
     adaptive: bool
-    given_up = False  # the drafter
+    disabled = False  # whether drafting is off because too few drafts are accepted
 
     def __init__(self) -> None:
         self._current = PLAIN
         self._used: dict[TreeShape, _Use] = {}
 
     def admit(self, request: RequestDrafts) -> None:
-        """Its prompt is about to be run: says whether the drafter follows it."""
-        request.followed = True
+        """A request's prompt is about to be processed: decides whether it is tracked."""
+        request.tracked = True
+
+    def untrack(self, request: RequestDrafts) -> None:
+        """The plan that untracks the request, as a ``Decision`` asked for, is sent."""
+        request.tracked = False
 
     @abstractmethod
-    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
-        """For a step of these requests, one at least, behind the steps ``in_flight``. Sets
-        ``followed`` of those that the drafter need not follow any longer."""
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Decision:
+        """For a step of these requests, at least one, to be sent after the steps ``in_flight``."""
 
     @abstractmethod
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
         """A step has ended that took ``seconds`` (0: not measured)."""
 
     def observe(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """As ``learn``, and counted."""
+        """As ``learn``, and counts the step for ``state``."""
         use = self._used.setdefault(choice.shape, _Use())
         use.steps += 1
-        use.rows += sum(outcome.tokens > 0 for outcome in outcomes)
+        use.samples += sum(outcome.tokens > 0 for outcome in outcomes)
         use.tokens += sum(outcome.tokens for outcome in outcomes)
         use.seconds += seconds
         self._current = choice.shape
@@ -82,7 +95,7 @@ class ShapePolicy(ABC):
         return SpeculationState(
             adaptive=self.adaptive,
             current=self._current.name,
-            given_up=self.given_up,
+            disabled=self.disabled,
             shapes={shape.name: use.summary() for shape, use in self._used.items()},
         )
 
@@ -95,7 +108,7 @@ def shape_policy(config: EngineConfig) -> ShapePolicy:
 
 
 class FixedShape(ShapePolicy):
-    """Always the same."""
+    """Always the same shape."""
 
     adaptive = False
 
@@ -103,144 +116,153 @@ class FixedShape(ShapePolicy):
         super().__init__()
         self.shape = shape
 
-    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
-        return Choice(self.shape)
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Decision:
+        return Decision(Choice(self.shape), [])
 
     def learn(self, choice: Choice, outcomes: Sequence[Outcome], seconds: float) -> None: ...
 
 
 class AdaptiveShape(ShapePolicy):
-    """The shape that makes most tokens a second, plain decoding among them.
+    """The shape that makes the most tokens per second; plain decoding is one of them.
 
-    What is not known well is tried. Two accounts, in plain steps' time, bound what that costs;
-    each grows by 1 % of the time that passes:
+    Shapes that are not known well are tried. Two accounts, in plain-step times, bound what this
+    costs. Each earns ``EXPLORATION_SHARE`` of the time that passes:
 
-    ``ahead``: what speculation has won over plain decoding. Below 0 there is none, so that no
-    wrong belief costs more (a conservative bandit, arXiv 1602.04282).
-    ``budget``: pays for what trials lose against the best shape known.
+    ``ahead``: what speculation has won over plain decoding so far. Below 0 nothing is drafted, so
+    a wrong estimate cannot cost more than the account (a conservative bandit, arXiv 1602.04282).
+    ``budget``: pays for what trials lose against the best known shape.
 
-    A drafter that hits next to nothing is given up: it follows one request of some, to be tried
-    on, and the others cost no more than they do without a drafter.
+    A drafter whose drafts are hardly ever accepted is *disabled*. From then on it follows only one
+    request now and then, a probe, on which trials are made. All other requests cost what they
+    would cost without a drafter.
     """
 
     adaptive = True
 
     def __init__(self, configured: TreeShape) -> None:
         super().__init__()
-        self.shapes = candidates(configured)
+        self.shapes = step_shapes(configured, adaptive=True)
         self.times = StepTimes()
         self.acceptance = Acceptance()
         self.usefulness = Usefulness()
-        self.ahead = self.budget = START
+        self.ahead = self.budget = INITIAL_CREDIT
         self._best = PLAIN
         self._trial = PLAIN
-        self._trial_steps = 0  # of it, that are still to be chosen
-        self._since_plain = 0  # steps of drafts
-        self._missed = False  # the drafter has not been asked since a plain step
-        self._unprobed = self._unprobed_steps = 0  # requests and steps since the last probe
-        self._probe_trials = 0  # that are left
-        self._held = Held()
+        self._trial_steps = 0  # steps of the trial that are still to be chosen
+        self._since_plain = 0  # steps with drafts since the last plain one
+        self._behind = False  # the drafter has not seen the tokens of the latest plain steps
+        self._requests_since_probe = self._steps_since_probe = 0
+        self._probe_trials = 0  # trials left on the current probe
+        self._held = HeldChoice()
 
     # ── choosing ─────────────────────────────────────────────────────────────────────────────
 
     @property
-    def given_up(self) -> bool:  # type: ignore[override]
+    def disabled(self) -> bool:  # type: ignore[override]
         return self.usefulness.none
 
     def admit(self, request: RequestDrafts) -> None:
-        request.followed, request.probe = True, False
-        if self.given_up:
-            self._unprobed += 1
-            due = self._unprobed >= PROBE_EVERY and self._unprobed_steps >= PROBE_STEPS
-            request.followed = request.probe = due
-        if request.followed:
-            self._unprobed = self._unprobed_steps = 0
-            self._probe_trials = PROBE_TRIALS
+        request.tracked, request.probe = True, False
+        if self.disabled:
+            self._requests_since_probe += 1
+            due = (
+                self._requests_since_probe >= PROBE_REQUEST_INTERVAL
+                and self._steps_since_probe >= PROBE_STEP_INTERVAL
+            )
+            request.tracked = request.probe = due
+        if request.tracked:
+            self._requests_since_probe = self._steps_since_probe = 0
+            self._probe_trials = TRIALS_PER_PROBE
 
-    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Choice:
-        batch = len(requests)
-        followed = [request for request in requests if request.followed]
-        if self.given_up:
-            self._unprobed_steps += 1
-            for request in followed:
-                request.followed = request.probe
-        num_followed = sum(request.followed for request in followed)
-        if not self.times.knows(PLAIN) or not num_followed:
-            return self._chosen(Choice(PLAIN))
-        if self._held.steps and self._held.requests == (batch, num_followed):
+    def choose(self, requests: Sequence[RequestDrafts], in_flight: Sequence[Choice]) -> Decision:
+        tracked = [each for each in requests if each.tracked]
+        untracked: list[int] = []
+        if self.disabled:
+            self._steps_since_probe += 1
+            untracked = [i for i, each in enumerate(requests) if each.tracked and not each.probe]
+            tracked = [each for each in tracked if each.probe]
+        choice = self._choice(len(requests), tracked, in_flight)
+        if choice.shape == PLAIN:
+            self._since_plain, self._behind = 0, True
+        else:
+            self._since_plain += 1
+            choice = choice._replace(catches_up=self._behind)
+            self._behind = False
+        return Decision(choice, untracked)
+
+    def _choice(
+        self, batch: int, tracked: Sequence[RequestDrafts], in_flight: Sequence[Choice]
+    ) -> Choice:
+        if not self.times.has_samples(PLAIN) or not tracked:
+            return Choice(PLAIN)
+        if self._held.steps and self._held.requests == (batch, len(tracked)):
             self._held.steps -= 1
-            return self._chosen(Choice(self._best))
-        total = sum(request.ratio for request in requests)
-        quality = Quality(total / batch, total / num_followed)
+            return Choice(self._best)
+        total = sum(request.ratio for request in tracked)
+        quality = Quality(total / batch, total / len(tracked))
         odds = {shape: self._odds(shape, batch, quality) for shape in self.shapes}
         best = self._best = self._best_known(odds)
-        trying = any(choice.trial for choice in in_flight)
-        if not self._trial_steps and not trying:
+        trial_in_flight = any(choice.trial for choice in in_flight)
+        if not self._trial_steps and not trial_in_flight:
             self._trial = self._worth_a_trial(odds, best)
             self._trial_steps = TRIAL_STEPS if self._trial != best else 0
             self._probe_trials -= self._trial != best
         if self._trial_steps:
             self._trial_steps -= 1
-            return self._chosen(Choice(self._trial, trial=True, pace=1 / odds[best].rate))
-        if self.usefulness.settled and (best == PLAIN or self.ahead > START):
-            self._held = Held(RETHINK - 1, (batch, num_followed))
-        return self._chosen(Choice(best))
-
-    def _chosen(self, choice: Choice) -> Choice:
-        if choice.shape == PLAIN:
-            self._since_plain, self._missed = 0, True
-            return choice
-        self._since_plain += 1
-        catches_up, self._missed = self._missed, False
-        return choice._replace(catches_up=catches_up)
+            return Choice(self._trial, trial=True, pace=1 / odds[best].rate)
+        if self.usefulness.settled and (best == PLAIN or self.ahead > INITIAL_CREDIT):
+            self._held = HeldChoice(STEPS_PER_CHOICE - 1, (batch, len(tracked)))
+        return Choice(best)
 
     def _odds(self, shape: TreeShape, batch: int, quality: Quality) -> Odds:
         drafts = self.acceptance.of(shape)
-        seconds, hoped = self.times.of(shape, batch), self.times.hoped(shape, batch)
+        seconds, optimistic = self.times.of(shape, batch), self.times.optimistic(shape, batch)
 
         def tokens(accepted: float, quality: float) -> float:
             return batch * (1 + quality * max(accepted, 0.0))
 
+        is_known = self.times.has_samples(shape) and drafts.samples >= MIN_RELIABLE_SAMPLES
         return Odds(
             rate=tokens(drafts.mean, quality.now) / seconds,
-            low=tokens(drafts.mean - drafts.error, quality.now) / hoped,
-            high=tokens(drafts.mean + drafts.error, quality.followed) / hoped,
-            plain_steps=hoped / self.times.of(PLAIN, batch),
-            relied_on=self.times.knows(shape) and drafts.rows >= FEWEST_ROWS,
+            low=tokens(drafts.mean - drafts.error, quality.now) / optimistic,
+            high=tokens(drafts.mean + drafts.error, quality.if_all_tracked) / optimistic,
+            plain_steps=optimistic / self.times.of(PLAIN, batch),
+            is_reliable=is_known,
         )
 
     def _best_known(self, odds: dict[TreeShape, Odds]) -> TreeShape:
-        """Of what has been tried; the one in use unless plain decoding is better, or another
-        clearly better."""
+        """The best shape with reliable estimates. The one in use stays unless plain decoding is
+        better or another shape is clearly better."""
         if self.ahead < 0:
             return PLAIN
-        known = {shape: each.rate for shape, each in odds.items() if each.relied_on}
+        known = {shape: each.rate for shape, each in odds.items() if each.is_reliable}
         best = max(known, key=lambda shape: known[shape])
-        if best != PLAIN and known[best] < MARGIN * known.get(self._best, 0.0):
+        if best != PLAIN and known[best] < MIN_ADVANTAGE * known.get(self._best, 0.0):
             return self._best
         return best
 
     def _worth_a_trial(self, odds: dict[TreeShape, Odds], best: TreeShape) -> TreeShape:
-        """The shape that may be better than ``best`` by most, if it can be paid for."""
-        if self.given_up and self._probe_trials <= 0:
+        """The shape that may exceed ``best`` by most, among those whose trial is affordable;
+        ``best`` if there is none."""
+        if self.disabled and self._probe_trials <= 0:
             return best
-        if best != PLAIN and self._since_plain >= TIME_PLAIN:
+        if best != PLAIN and self._since_plain >= PLAIN_INTERVAL:
             return PLAIN if self._affordable(odds[PLAIN], odds, best) else best
         others = [shape for shape in odds if shape not in (PLAIN, best)]
-        if self.given_up or not any(self.times.knows(shape) for shape in self.shapes[1:]):
-            others = others[:1]  # the smallest: it tells most for its price
-        chosen, hope = best, MARGIN * odds[best].rate
+        if self.disabled or not any(self.times.has_samples(shape) for shape in self.shapes[1:]):
+            others = others[:1]  # the smallest: it teaches most for what it costs
+        chosen, to_beat = best, MIN_ADVANTAGE * odds[best].rate
         for shape in others:
-            if odds[shape].high > hope and self._affordable(odds[shape], odds, best):
-                chosen, hope = shape, odds[shape].high
+            if odds[shape].high > to_beat and self._affordable(odds[shape], odds, best):
+                chosen, to_beat = shape, odds[shape].high
         return chosen
 
     def _affordable(self, trial: Odds, odds: dict[TreeShape, Odds], best: TreeShape) -> bool:
-        """Even if it does badly, as far as can be told."""
+        """Both accounts can pay for a trial even if the shape does as badly as it may."""
         spent = TRIAL_STEPS * trial.plain_steps
-        behind_best = spent * (1 - trial.low / odds[best].rate)
-        behind_plain = spent * (1 - trial.low / odds[PLAIN].rate)
-        return behind_best <= self.budget and behind_plain <= self.ahead
+        loss_to_best = spent * (1 - trial.low / odds[best].rate)
+        loss_to_plain = spent * (1 - trial.low / odds[PLAIN].rate)
+        return loss_to_best <= self.budget and loss_to_plain <= self.ahead
 
     # ── learning ─────────────────────────────────────────────────────────────────────────────
 
@@ -249,7 +271,7 @@ class AdaptiveShape(ShapePolicy):
         tokens = sum(outcome.tokens for outcome in outcomes)
         accepted: list[int] = []
         if shape != PLAIN:
-            drafted = [each for each in outcomes if each.tokens and each.drafts.followed]
+            drafted = [each for each in outcomes if each.tokens and each.drafts.tracked]
             accepted = [outcome.tokens - 1 for outcome in drafted]
             expected = self.acceptance.of(shape).mean
             for outcome in drafted:
@@ -260,60 +282,60 @@ class AdaptiveShape(ShapePolicy):
             return
         seconds /= self.times.pace
         if shape != PLAIN:
-            # n nodes and k drafting steps take no longer than n + k plain steps: what does is a
-            # kernel that is being compiled
-            seconds = min(seconds, self.times.of(PLAIN, batch) * (shape.nodes + shape.steps))
-        usual = self.times.hoped(shape, batch) if self.times.knows(PLAIN) else seconds
+            # n nodes and k drafting steps take no longer than n + k plain steps. If they did, a
+            # kernel was being compiled.
+            seconds = min(seconds, self.times.of(PLAIN, batch) * (shape.nodes + shape.depth))
+        usual = self.times.optimistic(shape, batch) if self.times.has_samples(PLAIN) else seconds
         if not choice.catches_up:
             self.times.observe(shape, batch, seconds)
-        # a stall is nobody's fault
+        # a stall says nothing about the shape
         self._pay(choice, tokens, batch, min(seconds, 2 * usual))
 
     def _pay(self, choice: Choice, tokens: int, batch: int, seconds: float) -> None:
         plain = self.times.of(PLAIN, batch)
-        saved = SHARE * seconds / plain
+        earned = EXPLORATION_SHARE * seconds / plain
         won = 0.0 if choice.shape == PLAIN else tokens / batch - seconds / plain
         lost = (seconds - tokens * choice.pace) / plain if choice.trial else 0.0
-        self.ahead = min(self.ahead + saved + won, SAVINGS)
-        self.budget = min(self.budget + saved - lost, SAVINGS)
+        self.ahead = min(self.ahead + earned + won, MAX_CREDIT)
+        self.budget = min(self.budget + earned - lost, MAX_CREDIT)
 
 
 @dataclass
-class Held:
-    """A choice that is made for so many steps more, of a batch of the same size."""
+class HeldChoice:
+    """The latest choice stands for ``steps`` more steps while the batch stays the same."""
 
     steps: int = 0
-    requests: tuple[int, int] = (0, 0)  # all, and those that are followed
+    requests: tuple[int, int] = (0, 0)  # in the batch, and those of them that are tracked
 
 
 class Quality(NamedTuple):
-    """Of the requests' drafts, compared with all there were."""
+    """Accepted drafts of the requests at hand, relative to the average over all requests."""
 
     now: float
-    followed: float  # if all were followed as some are
+    if_all_tracked: float  # if untracked requests were tracked and did as well as the others
 
 
 @dataclass(frozen=True)
 class Odds:
-    """Tokens a second of a shape: what is expected, and how bad or good it may well be."""
+    """Tokens per second of a shape: expected, and within the error of the estimates."""
 
     rate: float
     low: float
-    high: float  # if all requests were followed
-    plain_steps: float  # time of a step
-    relied_on: bool
+    high: float  # if all requests were tracked
+    plain_steps: float  # duration of a step, in plain-step times
+    is_reliable: bool
 
 
 @dataclass
 class _Use:
     steps: int = 0
-    rows: int = 0
+    samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def summary(self) -> ShapeUse:
         return ShapeUse(
             steps=self.steps,
-            accept_length=self.tokens / max(self.rows, 1),
+            accept_length=self.tokens / max(self.samples, 1),
             step_ms=1000 * self.seconds / self.steps,
         )

@@ -27,9 +27,9 @@ import zmq
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.core import Failure
-from mamba_eagle.limits import MAX_BODY_SIZE
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.resolve import resolve
 from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.http import make_app
@@ -91,21 +91,11 @@ def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
     problems: list[str] = []
     try:
-        config = config.resolved()
+        api_keys(config)
     except ConfigError as error:
         problems += error.problems
-    if not 1 <= config.port <= 65535:
-        problems.append(f"--port {config.port}: must be between 1 and 65535")
-    if config.stream_interval < 1:
-        problems.append(f"--stream-interval {config.stream_interval}: must be 1 or more")
-    if config.max_queued_requests < 0:
-        problems.append(f"--max-queued-requests {config.max_queued_requests}: must be 0 or more")
-    if not 1 <= config.max_body_size <= MAX_BODY_SIZE:
-        problems.append(
-            f"--max-body-size {config.max_body_size}: must be between 1 and {MAX_BODY_SIZE} (MiB)"
-        )
     try:
-        api_keys(config)
+        config = resolve(config)
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -31,7 +31,7 @@ from mamba_eagle.message import (
     ToTokenizer,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.metrics import Recorder
+from mamba_eagle.tokenizer.observer import Observer
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -71,7 +71,7 @@ class TokenizerManager:
         config: ServerConfig,
         context: zmq.Context[Any],
         socket_dir: str,
-        recorder: Recorder,
+        recorder: Observer,
     ) -> None:
         self.config = config
         self.recorder = recorder

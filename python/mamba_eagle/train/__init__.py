@@ -1,1 +1,1 @@
-"""Draft heads for any model (drafter/), and the recipe of the embedded one: text, tokenizer."""
+"""Trains draft heads for any model that the server loads (``mamba-eagle train-drafter``)."""

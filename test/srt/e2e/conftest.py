@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 import mamba_eagle
-from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
 

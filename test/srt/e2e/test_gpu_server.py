@@ -13,7 +13,7 @@ import pytest
 from near_ties import Answer, assert_only_near_ties, compare, problem_prompts
 from runner_harness import PlainModel
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e]
 

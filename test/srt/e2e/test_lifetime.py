@@ -14,7 +14,7 @@ import httpx
 import pytest
 from conftest import RunningServer, is_running, need_weights
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 
 pytestmark = pytest.mark.e2e
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.kernels import numba_math
-from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.tree import Candidates, FusedCandidates
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.candidates import Candidates
 
 pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
 
@@ -20,7 +21,7 @@ def test_fused_candidates_grow_the_same_tree(steps: int, topk: int, nodes: int, 
     generator = torch.Generator().manual_seed(steps * topk + b)
     for peak in (0.5, 4.0):  # flat and sharp: wide and deep trees
         roots = torch.randint(0, 50, (b,), generator=generator)
-        both = [kind(roots, topk) for kind in (Candidates, FusedCandidates)]
+        both = [kind(roots, topk) for kind in (Candidates, CpuCandidates)]
         for step in range(steps):
             logits = peak * torch.randn(b, topk if step else 1, 50, generator=generator)
             best = TopTokens(*logits.log_softmax(-1).topk(topk))
@@ -33,7 +34,7 @@ def test_fused_candidates_grow_the_same_tree(steps: int, topk: int, nodes: int, 
 
 def test_equal_scores_keep_parents_before_children() -> None:
     """Children that are certain score as their parents do."""
-    both = [kind(torch.tensor([3]), 2) for kind in (Candidates, FusedCandidates)]
+    both = [kind(torch.tensor([3]), 2) for kind in (Candidates, CpuCandidates)]
     for step in range(3):
         log_probs = torch.tensor([1e-7, -1.0]).repeat(1, 2 if step else 1, 1)
         for grown in both:
@@ -44,4 +45,4 @@ def test_equal_scores_keep_parents_before_children() -> None:
 
 def test_more_nodes_than_candidates_are_refused() -> None:
     with pytest.raises(ValueError, match="must be between 1 and 1"):
-        FusedCandidates(torch.tensor([3]), 2).select(2)
+        CpuCandidates(torch.tensor([3]), 2).select(2)

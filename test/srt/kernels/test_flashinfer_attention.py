@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton_rig import triton_backend
 
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
-from mamba_eagle.models.config import AttentionConfig
-from mamba_eagle.runner import contexts
-from mamba_eagle.runner.contexts import CausalAttention, PromptSpan, prompt_attention
-from mamba_eagle.runner.pools import KVPool
+from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.backend.torch.attention import CausalAttention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
+from mamba_eagle.model_config import AttentionConfig
 
-MODULE = "mamba_eagle.runner.flashinfer_attention"
+pytest.importorskip("triton")
+
+MODULE = "mamba_eagle.backend.triton.flashinfer"
 ATTENTION = AttentionConfig(num_heads=10, num_kv_heads=2, head_dim=64, bias=False)
 SPANS = [PromptSpan(2, 0, 9), PromptSpan(0, 7, 1), PromptSpan(3, 30, 13)]
 
@@ -95,7 +98,6 @@ def plain_flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     package.BatchPrefillWithPagedKVCacheWrapper = PlainWrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setattr(contexts.gpu, "flashinfer_usable", lambda device, *dtypes: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event.last)
     yield
     sys.modules.pop(MODULE, None)  # it holds the stand-in
@@ -129,10 +131,18 @@ class Inputs:
         return q, k, v
 
 
+def prompt_attention(pool: KVPool, table: Tensor) -> NewTokenAttention | None:
+    """As a backend with FlashInfer chooses it."""
+    backend: Any = triton_backend()
+    backend.flashinfer = True
+    parts: Any = [SimpleNamespace(span=span) for span in SPANS]
+    return backend.prompt_attention(pool, table, parts)
+
+
 def check_prompts(inputs: Inputs) -> None:
     tokens = inputs.tokens(sum(span.length for span in SPANS))
     ours, reference = inputs.pools
-    found = prompt_attention(ours, inputs.table, SPANS)
+    found = prompt_attention(ours, inputs.table)
     assert type(found).__name__ == "FlashInferPrompts"
     wanted = CausalAttention(reference, inputs.table, SPANS)
     for index in range(2):
@@ -142,7 +152,7 @@ def check_prompts(inputs: Inputs) -> None:
 
 
 def check_trees(inputs: Inputs, T: int) -> None:
-    from mamba_eagle.runner.flashinfer_attention import FlashInferTrees
+    from mamba_eagle.backend.triton.flashinfer import FlashInferTrees
 
     slots, prefix = [3, 1], [50, 9]
     seen = torch.ones(T, T, dtype=torch.bool).tril()
@@ -179,7 +189,7 @@ def test_plans_wait_for_the_copy_of_the_last_one_of_their_wrapper(plain_flashinf
     inputs = Inputs("cpu", torch.float32, ATTENTION)
     wrappers = []
     for _ in range(4):
-        prompts: Any = prompt_attention(inputs.pools[0], inputs.table, SPANS)
+        prompts: Any = prompt_attention(inputs.pools[0], inputs.table)
         prompts.attend(inputs.layer, *inputs.tokens(sum(span.length for span in SPANS)))
         wrappers.append(prompts.wrapper)
         assert not prompts.wrapper.event.copied, "this plan's copy is awaited before the next"
@@ -195,7 +205,7 @@ def test_trees_are_planned_as_masks_over_prefix_and_nodes(
 
 def test_other_head_sizes_take_the_torch_path(plain_flashinfer: None) -> None:
     inputs = Inputs("cpu", torch.float32, replace(ATTENTION, head_dim=80))
-    found = prompt_attention(inputs.pools[0], inputs.table, SPANS)
+    found = prompt_attention(inputs.pools[0], inputs.table)
     assert isinstance(found, CausalAttention)
 
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from tensor_checks import torch_path
 from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
 
+from mamba_eagle.backend.cpu.state import CpuScheme
 from mamba_eagle.kernels import numba_math
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.tree.tree import Tree
 
 pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
 torch.set_num_threads(1)
@@ -26,11 +26,11 @@ CONFIGS = {
 
 def rig_of(fused: bool, scheme: str, rows: int, config: str) -> Rig:
     """Three requests in shuffled slots; the same ones, fused or not."""
-    with torch_path(not fused):
-        rig = Rig(scheme, rows=rows, max_depth=7, config=CONFIGS[config])
-    assert type(rig.scheme).__name__.startswith("Fused") == fused
-    for slot, checkpoint in ((4, 2), (0, 7), (3, 5)):
-        rig.admit(slot, checkpoint)
+    form = "" if fused else "-torch"
+    rig = Rig(scheme + form, rows=rows, max_depth=7, config=CONFIGS[config])
+    assert isinstance(rig.scheme, CpuScheme) == fused
+    for slot, state_slot in ((4, 2), (0, 7), (3, 5)):
+        rig.admit(slot, state_slot)
     return rig
 
 
@@ -38,7 +38,7 @@ def rig_of(fused: bool, scheme: str, rows: int, config: str) -> Rig:
 @pytest.mark.parametrize("nodes", [1, 2, 5, 12, 16])
 @pytest.mark.parametrize("scheme", ["deferred", "snapshot"])
 def test_fused_scheme_is_the_torch_scheme(scheme: str, nodes: int, config: str) -> None:
-    """Outputs, checkpoints and features over steps that fill the rows and fold them."""
+    """Outputs, state slots and features over steps that fill the rows and fold them."""
     fused, plain = (rig_of(which, scheme, nodes + 2, config) for which in (True, False))
     rng = torch.Generator().manual_seed(nodes)
     for step in range(9):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.kernels.ngram_trie import naive
 from mamba_eagle.kernels.ngram_trie.cpu import (
     CHAIN,
@@ -25,17 +26,16 @@ from mamba_eagle.kernels.ngram_trie.cpu import (
     USED,
     find,
 )
-from mamba_eagle.spec.drafters.ngram_index import NgramIndex
 
 SHAPES = st.builds(
-    lambda topk, steps, nodes: TreeShape(topk, steps, 2 + nodes % most_drafts(topk, steps)),
+    lambda topk, steps, nodes: TreeShape(topk, steps, 2 + nodes % max_drafts(topk, steps)),
     *(st.integers(1, 4), st.integers(1, 5), st.integers(0, 29)),
 )
 VOCAB = 6
 TEXTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
 
 
-def most_drafts(topk: int, steps: int) -> int:
+def max_drafts(topk: int, steps: int) -> int:
     return topk + (steps - 1) * topk**2
 
 
@@ -71,7 +71,7 @@ def assert_valid(tree: Drafted, root: int, shape: TreeShape) -> None:
     T = shape.nodes
     assert len(tree.tokens) == T and tree.tokens[0] == root
     assert (tree.parents[0], tree.depths[0], tree.scores[0]) == (0, 0, 0.0)
-    assert tree.depths == sorted(tree.depths) and tree.depths[-1] <= shape.steps
+    assert tree.depths == sorted(tree.depths) and tree.depths[-1] <= shape.depth
     children: dict[int, list[int]] = {}
     for node in range(1, T):
         parent = tree.parents[node]
@@ -123,7 +123,7 @@ def test_trees_equal_those_counted_from_the_texts(
         serve(index, 0, text)
     index.append(1, own[cut:])
     (tree,) = drafts(index, [1], shape)
-    expected = naive.draft(own, finished, depth, shape.topk, shape.steps, shape.nodes)
+    expected = naive.draft(own, finished, depth, shape.topk, shape.depth, shape.nodes)
     # of equally good nodes either may be there, so scores are compared and not tokens
     assert sorted(tree.scores) == pytest.approx(sorted(n.score for n in expected), abs=1e-4)
     for node in range(1, shape.nodes):
@@ -146,7 +146,7 @@ def test_any_history_gives_a_valid_tree(
     history: list[tuple[int, list[int], bool]], depth: int, spare: int, shape: TreeShape
 ) -> None:
     """With a trie that is too small for it, too."""
-    index = NgramIndex(3, 300, NgramIndex.least_capacity(3, depth) + spare, depth)
+    index = NgramIndex(3, 300, NgramIndex.min_capacity(3, depth) + spare, depth)
     running: dict[int, int] = {}  # slot -> last token
     for slot, text, leaves in history:
         if slot in running:
@@ -168,15 +168,15 @@ def test_a_text_that_is_known_is_drafted_whole() -> None:
     index = NgramIndex(2, 100, 5000, 8)
     serve(index, 0, text)
     index.begin(1, text[:10])
-    (tree,) = drafts(index, [1], TreeShape(topk=1, steps=6, nodes=7))
+    (tree,) = drafts(index, [1], TreeShape(topk=1, depth=6, nodes=7))
     assert tree.tokens == text[9:16]
 
 
 def test_longer_matches_decide() -> None:
-    """1 2 was followed by 3 four times, 5 6 0 1 2 by 4 once."""
+    """1 2 was tracked by 3 four times, 5 6 0 1 2 by 4 once."""
     index = NgramIndex(1, 100, 5000, 8)
     index.begin(0, [9, 1, 2, 3] * 4 + [5, 6, 0, 1, 2, 4, 7, 5, 6, 0, 1, 2])
-    (tree,) = drafts(index, [0], TreeShape(topk=2, steps=1, nodes=3))
+    (tree,) = drafts(index, [0], TreeShape(topk=2, depth=1, nodes=3))
     assert tree.tokens == [2, 4, 3]
 
 
@@ -184,13 +184,13 @@ def test_the_more_recent_of_two_equals_comes_first() -> None:
     index = NgramIndex(1, 100, 5000, 8)
     for earlier, later in [(3, 4), (4, 3)]:
         index.begin(0, [1, 2, earlier, 8, 1, 2, later, 9, 1, 2])
-        (tree,) = drafts(index, [0], TreeShape(topk=1, steps=1, nodes=2))
+        (tree,) = drafts(index, [0], TreeShape(topk=1, depth=1, nodes=2))
         assert tree.tokens == [2, later]
 
 
 def test_what_a_request_wrote_is_its_own_until_it_ends_well() -> None:
     index = NgramIndex(3, 100, 5000, 8)
-    chain = TreeShape(topk=1, steps=3, nodes=4)
+    chain = TreeShape(topk=1, depth=3, nodes=4)
     index.begin(0, [1, 2, 3, 4, 5])
     drafts(index, [0], chain)
     index.begin(1, [1])
@@ -216,7 +216,7 @@ def test_a_full_trie_forgets_what_was_not_seen_for_long() -> None:
 
     def knows(text: list[int]) -> bool:
         index.begin(1, text[:4])
-        (tree,) = drafts(index, [1], TreeShape(topk=1, steps=2, nodes=3))
+        (tree,) = drafts(index, [1], TreeShape(topk=1, depth=2, nodes=3))
         index.end(1, 0)
         return tree.tokens == text[3:6]
 

@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.kernels import gpu, numba_math, pointwise
-from mamba_eagle.kernels.pointwise import TORCH, FlashInferOps, PointwiseOps
-from mamba_eagle.kernels.rms_norm import naive
+from mamba_eagle.backend.triton.layer_ops import FlashInferOps
+from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.models.loader import random_weights
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, parse_config
 
 NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
@@ -63,12 +62,12 @@ class Calls:
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.names.append("rmsnorm")
-        return naive.rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
 
     def fused_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         self.names.append("fused_add_rmsnorm")
         residual += x
-        x.copy_(naive.rms_norm(residual, weight, eps))
+        x.copy_(rms_norm(residual, weight, eps))
 
     def silu_and_mul(self, both: Tensor) -> Tensor:
         self.names.append("silu_and_mul")
@@ -79,9 +78,9 @@ class Calls:
 class StandIn(FlashInferOps):
     """What FlashInfer does not have is Triton's, which needs a GPU."""
 
-    relu_squared = PointwiseOps.relu_squared
-    gated_group_rms_norm = PointwiseOps.gated_group_rms_norm
-    rotate = PointwiseOps.rotate
+    relu_squared = LayerOps.relu_squared
+    gated_group_rms_norm = LayerOps.gated_group_rms_norm
+    rotate = LayerOps.rotate
 
 
 @pytest.fixture
@@ -90,9 +89,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     package.norm = functions  # type: ignore[attr-defined]
     package.activation = functions  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setattr(gpu, "flashinfer_usable", lambda device, *dtypes: True)
-    monkeypatch.setattr(pointwise, "_flashinfer_ops", StandIn)
-    monkeypatch.setattr(numba_math, "numba", None)
     return functions
 
 
@@ -101,7 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_models_give_the_same(
     values: dict[str, Any], tapped: tuple[int, ...], calls: Calls
 ) -> None:
-    config = ModelConfig.from_dict(values)
+    config = parse_config(values)
     tokens = torch.arange(20) * 7 % 96
 
     def features(prepared: bool) -> Tensor:
@@ -110,7 +106,7 @@ def test_models_give_the_same(
         if tapped:
             model.tap(tapped)
         if prepared:
-            prepare_for_inference(model)
+            prepare_for_inference(model, StandIn())
         with torch.no_grad():
             return model(tokens, FullSequenceContext(1, len(tokens)))
 

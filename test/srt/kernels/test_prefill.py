@@ -7,16 +7,15 @@ import torch
 from prefill_rig import PROMPTS, SLOTS, convolved, make_batch, scanned
 from verify_rig import relative_error
 
-from mamba_eagle.kernels.causal_conv.naive import conv_prompts
+from mamba_eagle.kernels.causal_conv.torch import conv_prompts
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
-from mamba_eagle.kernels.ssd.naive import scan_prompts
+from mamba_eagle.kernels.ssd.torch import scan_prompts
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_prompts_equal_the_recurrence_from_and_to_their_checkpoints(chunk: int) -> None:
+def test_prompts_equal_the_recurrence_from_and_to_their_states(chunk: int) -> None:
     batch = make_batch((4, 6, 2, 5))
     wanted = scanned(batch)
     y = scan_prompts(*batch[1:], batch.prompts, chunk)
@@ -40,7 +39,7 @@ def test_convolved_prompts_equal_a_loop(width: int, with_bias: bool) -> None:
 
 def test_segments_end_where_states_are_saved_and_long_prompts_come_first() -> None:
     prompts = (Prompt(0, 2, 7, ((2, 4),)), Prompt(2, 9, -1, ((0, 1), (4, 2), (4, 3))))
-    plan = prefill_plan(prompts, CPU, block=4)
+    plan = prefill_plan(prompts, block=4)
     assert plan.requests.tolist() == [[0, 4, -1], [4, 5, 7]]
     assert plan.segments.tolist() == [[2, 2, 1], [2, 6, 2], [6, 6, 3], [6, 11, -1], [0, 2, 4]]
     assert plan.blocks.tolist() == [[0, 2], [0, 6], [0, 10], [1, 0]]
@@ -63,4 +62,4 @@ def test_segments_end_where_states_are_saved_and_long_prompts_come_first() -> No
 )
 def test_plans_that_cannot_work_are_refused(prompts: list[Prompt], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        prefill_plan(prompts, CPU)
+        prefill_plan(prompts)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv, causal_conv_windows
-from mamba_eagle.kernels.ssd.naive import recurrence_oracle, ssd_chunked
+from mamba_eagle.kernels.causal_conv.torch import causal_conv, causal_conv_windows
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
 
 torch.set_num_threads(1)
 

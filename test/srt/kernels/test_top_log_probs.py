@@ -8,10 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tensor_checks import host_backend
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 
 from mamba_eagle.kernels import numba_math
-from mamba_eagle.kernels.top_log_probs import TopTokens, naive, top_log_probs, triton
+from mamba_eagle.kernels.top_log_probs import torch as torch_top
+from mamba_eagle.kernels.top_log_probs import triton
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 
 
 @needs_interpreter
@@ -79,12 +82,12 @@ def test_a_k_that_cannot_be_is_refused(k: int) -> None:
 def test_a_cpu_finds_the_same(kind: str) -> None:
     logits = rows_of(kind, 4, 75, torch.float32)
     # different logits may have equal log-probabilities: those are what ranks here
-    assert_best(top_log_probs(logits, 4), logits.log_softmax(-1), 4)
+    assert_best(host_backend().top_log_probs(logits, 4), logits.log_softmax(-1), 4)
 
 
 def test_the_readable_form_gives_the_same_values() -> None:
     logits = rows_of("random", 4, 75, torch.float32)
-    assert_best(naive.top_log_probs(logits, 5), logits, 5)
+    assert_best(torch_top.top_log_probs(logits, 5), logits, 5)
 
 
 @pytest.mark.gpu

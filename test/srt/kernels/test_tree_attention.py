@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
 
 torch.set_num_threads(1)
 

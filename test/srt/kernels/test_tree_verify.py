@@ -11,7 +11,7 @@ from tensor_checks import Draw, relative_error
 from torch import Tensor
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.naive import Rows, fold, snapshot_verify, tree_verify
+from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 
 torch.set_num_threads(1)
 
@@ -47,11 +47,11 @@ class Batch:
     log_decay: Tensor  # of the nodes
     state: Tensor
     mask_bias: Tensor
-    in_chain: Tensor
-    chain_decay: Tensor
+    in_journal: Tensor
+    journal_decay: Tensor
     A: Tensor
     parents: Tensor  # [b, T]
-    chains: list[Tensor]  # row ids in sequence order
+    journals: list[Tensor]  # row ids in sequence order
     node_rows: Tensor  # [b, T]
 
 
@@ -64,26 +64,26 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
     dt = draw.steps(batch, W, H, largest=largest_step)
     log_decay = torch.full((batch, W, H), -GARBAGE)  # L_i - L_j = 1e15, were it not masked
     node_decay = torch.zeros(batch, T, H)
-    in_chain = torch.zeros(batch, W, dtype=torch.bool)
-    chain_decay = torch.zeros(batch, H)
+    in_journal = torch.zeros(batch, W, dtype=torch.bool)
+    journal_decay = torch.zeros(batch, H)
     mask_bias = torch.full((batch, T, W), float("-inf"))
     parents = torch.zeros(batch, T, dtype=torch.int64)
     node_rows = torch.zeros(batch, T, dtype=torch.int64)
-    chains = []
+    journals = []
     for b in range(batch):
         order = torch.randperm(W, generator=draw.generator)
         length = draw.below(W - T + 1) if b else W - T
-        chain, own = order[:length], order[length : length + T]
+        journal, own = order[:length], order[length : length + T]
         unused = order[length + T :]
         x[b, unused], B[b, unused], dt[b, unused] = GARBAGE, -GARBAGE, GARBAGE
         log_decay[b, unused[: len(unused) // 2]] = GARBAGE
         steps = (dt[b] * A).double()
-        running = steps[chain].cumsum(0)
-        log_decay[b, chain] = running.float()
+        running = steps[journal].cumsum(0)
+        log_decay[b, journal] = running.float()
         end = running[-1] if length else torch.zeros(H).double()
-        chain_decay[b] = end.float()
-        in_chain[b, chain] = True
-        mask_bias[b, :, chain] = 0.0
+        journal_decay[b] = end.float()
+        in_journal[b, journal] = True
+        mask_bias[b, :, journal] = 0.0
         decays: list[Tensor] = []
         for node in range(T):
             parent = 0
@@ -94,7 +94,7 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
             mask_bias[b, node, own[node]] = 0.0
             decays.append((decays[parent] if node else end) + steps[own[node]])
             log_decay[b, own[node]] = node_decay[b, node] = decays[node].float()
-        chains.append(chain)
+        journals.append(journal)
         node_rows[b] = own
     return Batch(
         rows=Rows(x, B, dt, log_decay),
@@ -102,11 +102,11 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
         log_decay=node_decay,
         state=draw.normal(batch, H, P, N),
         mask_bias=mask_bias,
-        in_chain=in_chain,
-        chain_decay=chain_decay,
+        in_journal=in_journal,
+        journal_decay=journal_decay,
         A=A,
         parents=parents,
-        chains=chains,
+        journals=journals,
         node_rows=node_rows,
     )
 
@@ -125,11 +125,11 @@ def plain_run(batch: Batch, b: int, row_ids: Tensor, C: Tensor) -> tuple[Tensor,
 
 
 def errors_of_nodes(batch: Batch, y: Tensor) -> list[float]:
-    """Each node's output beside the last one of a plain run over chain and root path."""
+    """Each node's output beside the last one of a plain run over journal and root path."""
     found = []
-    for b, chain in enumerate(batch.chains):
+    for b, journal in enumerate(batch.journals):
         for node in range(y.shape[1]):
-            ids = torch.cat([chain, batch.node_rows[b, root_path(batch, b, node)]])
+            ids = torch.cat([journal, batch.node_rows[b, root_path(batch, b, node)]])
             C = batch.C[b, node].expand(len(ids), -1, -1)
             expected, _ = plain_run(batch, b, ids, C)
             found.append(relative_error(y[b, node], expected[-1]))
@@ -160,7 +160,7 @@ def test_verifying_writes_nothing() -> None:
     inputs = (*batch.rows, batch.C, batch.log_decay, batch.state, batch.mask_bias)
     before = [part.clone() for part in inputs]
     tree_verify(batch.rows, batch.C, batch.log_decay, batch.state, batch.mask_bias)
-    fold(batch.rows, batch.in_chain, batch.chain_decay, batch.state)
+    fold(batch.rows, batch.in_journal, batch.journal_decay, batch.state)
     assert all(torch.equal(part, copy) for part, copy in zip(inputs, before))
 
 
@@ -168,33 +168,33 @@ def test_verifying_writes_nothing() -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_fold_equals_a_plain_run_over_the_chain(sizes: Sizes, largest_step: float) -> None:
     batch = make_batch(sizes, largest_step)
-    folded = fold(batch.rows, batch.in_chain, batch.chain_decay, batch.state)
+    folded = fold(batch.rows, batch.in_journal, batch.journal_decay, batch.state)
     assert folded.isfinite().all()
-    for b, chain in enumerate(batch.chains):
-        if len(chain) == 0:
+    for b, journal in enumerate(batch.journals):
+        if len(journal) == 0:
             assert torch.equal(folded[b], batch.state[b]), "nothing to fold: not a bit changes"
             continue
-        _, states = plain_run(batch, b, chain, torch.zeros(len(chain), *batch.C.shape[2:]))
+        _, states = plain_run(batch, b, journal, torch.zeros(len(journal), *batch.C.shape[2:]))
         assert relative_error(folded[b], states[-1]) < (1e-6 if largest_step < 1 else 1e-4)
 
 
 def test_a_fold_of_a_chains_head_equals_a_plain_run_over_it() -> None:
     batch = make_batch(SIZES[2].values[0], 0.3)
-    chain = batch.chains[0]
-    _, states = plain_run(batch, 0, chain, torch.zeros(len(chain), *batch.C.shape[2:]))
+    journal = batch.journals[0]
+    _, states = plain_run(batch, 0, journal, torch.zeros(len(journal), *batch.C.shape[2:]))
     one = Rows(*(part[:1] for part in batch.rows))
-    for keep in range(1, len(chain) + 1):
-        in_chain = torch.zeros_like(batch.in_chain[:1])
-        in_chain[0, chain[:keep]] = True
-        end = batch.rows.log_decay[:1, chain[keep - 1]]
-        folded = fold(one, in_chain, end, batch.state[:1])
+    for keep in range(1, len(journal) + 1):
+        in_journal = torch.zeros_like(batch.in_journal[:1])
+        in_journal[0, journal[:keep]] = True
+        end = batch.rows.log_decay[:1, journal[keep - 1]]
+        folded = fold(one, in_journal, end, batch.state[:1])
         assert relative_error(folded[0], states[keep - 1]) < 1e-6
 
 
 @pytest.mark.parametrize("largest_step", STEPS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_snapshots_equal_plain_runs_over_each_path(sizes: Sizes, largest_step: float) -> None:
-    """Where a request's state is the state after its chain."""
+    """Where a request's state is the state after its journal."""
     batch = make_batch(sizes, largest_step)
     index = batch.node_rows
     each = torch.arange(index.shape[0])[:, None]

@@ -22,10 +22,10 @@ from verify_rig import path_to, random_tree
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels.causal_conv.naive import causal_conv_windows
+from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
 
 STALE = 77.0  # where nothing may be written
 
@@ -38,7 +38,7 @@ def test_in_the_interpreter() -> None:
 class Case(NamedTuple):
     sizes: Sizes
     nodes: int
-    chain_lens: tuple[int, ...]
+    journal_lens: tuple[int, ...]
     fold: tuple[bool, ...] | None = None
     conv_kernel: int = 4
     bias: bool = True
@@ -66,7 +66,7 @@ def check(case: Case) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     H, P, G, N = case.sizes
-    b, T, M, K = len(case.chain_lens), case.nodes, max(case.chain_lens), case.conv_kernel
+    b, T, M, K = len(case.journal_lens), case.nodes, max(case.journal_lens), case.conv_kernel
     R, W, row_size = b + 1, M + T, H * P + G * N
     conv_dim = row_size + G * N
     A = random_rates(H, generator)
@@ -85,11 +85,11 @@ def check(case: Case) -> None:
     xB = torch.full((R, W, row_size), STALE).to(case.dtype)
     dt, log_decay = torch.full((R, W, H), STALE), -torch.rand(R, W, H)
     orders = [torch.randperm(W) for _ in range(b)]
-    chain = torch.stack([order[:M] for order in orders]) if M else torch.zeros(b, 1).long()
+    journal = torch.stack([order[:M] for order in orders]) if M else torch.zeros(b, 1).long()
     rows = torch.stack([order[M : M + T] for order in orders])
     tail = []
-    for i, length in enumerate(case.chain_lens):
-        path = torch.cat([torch.arange(K - 1), chain[i, :length] + K - 1])
+    for i, length in enumerate(case.journal_lens):
+        path = torch.cat([torch.arange(K - 1), journal[i, :length] + K - 1])
         tail.append(path[len(path) - (K - 1) :])
     tree = random_tree(b, T, T, generator)
 
@@ -98,7 +98,7 @@ def check(case: Case) -> None:
     wanted_dt, wanted_L = dt.double(), log_decay.double()
     wanted_C = []
     step_size = F.softplus(dt_raw.double() + weights.dt_bias.double()).clamp(*case.step_limit)
-    for i, (slot, length) in enumerate(zip(slots, case.chain_lens)):
+    for i, (slot, length) in enumerate(zip(slots, case.journal_lens)):
         windows = []
         for node in range(T):
             path = torch.tensor(path_to(tree, i, node))
@@ -112,17 +112,17 @@ def check(case: Case) -> None:
         wanted_dt[slot, rows[i]] = steps
         L = tree.ancestors[i].double() @ (steps * A)
         if length and not (case.fold and case.fold[i]):
-            L += log_decay[slot, chain[i, length - 1]]
+            L += log_decay[slot, journal[i, length - 1]]
         wanted_L[slot, rows[i]] = L
 
-    step = TreeStep(
+    step = TreeLayout(
         slots=slots,
-        checkpoints=slots,
-        chain=chain,
-        chain_len=torch.tensor(case.chain_lens),
+        state_slots=slots,
+        journal=journal,
+        journal_len=torch.tensor(case.journal_lens),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=torch.stack(tail),
         fold=None if case.fold is None else torch.tensor(case.fold),
     )

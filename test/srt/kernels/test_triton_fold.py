@@ -1,4 +1,4 @@
-"""The Triton fold_chains against naive.fold and the float64 recurrence, all layers at once.
+"""The Triton fold_journals against torch.py's fold and the float64 recurrence, all layers at once.
 
 On a GPU, or in Triton's interpreter (see triton_rig.py).
 """
@@ -23,9 +23,9 @@ from verify_rig import relative_error
 pytest.importorskip("triton")
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify import naive
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes
-from mamba_eagle.kernels.tree_verify.triton_fold import fold_chains
+from mamba_eagle.kernels.tree_verify import torch as torch_verify
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 GARBAGE = 1e15  # in rows that nobody may look at
 
@@ -38,12 +38,12 @@ def test_in_the_interpreter() -> None:
 class Case(NamedTuple):
     sizes: Sizes
     layers: int
-    most: int  # rows of a chain
+    most: int  # rows of a journal
     lengths: tuple[int, ...]  # folded, one a request
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     largest_step: float = 0.3
-    checkpoints: int = 5  # in the pool
+    state_slots: int = 5  # in the pool
 
 
 SMALL, NANO = Sizes(8, 20, 2, 16), Sizes(128, 80, 8, 128)
@@ -66,50 +66,50 @@ GPU_CASES = [
     pytest.param(Case(Sizes(8, 128, 2, 256), 3, 64, (64, 3)), id="p128-n256-float32-rows"),
     pytest.param(Case(Sizes(8, 64, 4, 16), 3, 33, (33, 3), torch.bfloat16), id="p64-n16-g4"),
     pytest.param(
-        Case(NANO, 27, 16, (16, 3), torch.bfloat16, checkpoints=70), id="two-billion-elements"
+        Case(NANO, 27, 16, (16, 3), torch.bfloat16, state_slots=70), id="two-billion-elements"
     ),
 ]
 
 
-class Chains(NamedTuple):
+class Journals(NamedTuple):
     buffers: RowBuffers
     A: Tensor  # [layers, H]
     state: Tensor
     slots: Tensor
-    checkpoints: Tensor
-    chain: Tensor
+    state_slots: Tensor
+    journal: Tensor
     length: Tensor
 
     def fold(self, sizes: Sizes) -> None:
-        args = (self.slots, self.checkpoints, self.chain, self.length)
-        fold_chains(self.buffers, self.state, *args, sizes)
+        args = (self.slots, self.state_slots, self.journal, self.length)
+        fold_journals(self.buffers, self.state, *args, sizes)
 
 
-def make_chains(case: Case) -> Chains:
-    """Each chain has ``most`` rows, of which the first are folded."""
+def make_journals(case: Case) -> Journals:
+    """Each journal has ``most`` rows, of which the first are folded."""
     generator = torch.Generator().manual_seed(0)
     (H, P, G, N), M, b = case.sizes, case.most, len(case.lengths)
     layers, R, W = case.layers, b + 1, case.most + 2
 
     slots = torch.randperm(R, generator=generator)[:b]
-    checkpoints = case.checkpoints - 1 - torch.arange(b)  # the last of the pool among them
-    chain = torch.stack([torch.randperm(W, generator=generator)[:M] for _ in range(b)])
+    state_slots = case.state_slots - 1 - torch.arange(b)  # the last of the pool among them
+    journal = torch.stack([torch.randperm(W, generator=generator)[:M] for _ in range(b)])
     A = torch.stack([random_rates(H, generator) for _ in range(layers)])
     xB = torch.full((layers, R, W, H * P + G * N), GARBAGE)
     dt = torch.full((layers, R, W, H), GARBAGE)
     log_decay = torch.full((layers, R, W, H), -GARBAGE)
-    for slot, rows, length in zip(slots, chain, case.lengths):
+    for slot, rows, length in zip(slots, journal, case.lengths):
         used = rows[:length]
         xB[:, slot, used] = torch.randn(layers, length, H * P + G * N, generator=generator)
         dt[:, slot, used] = torch.rand(layers, length, H, generator=generator) * case.largest_step
         decay = dt[:, slot, used].double() * A[:, None]
         log_decay[:, slot, used] = decay.cumsum(1).float()
-    shape = (layers, case.checkpoints, H, P, N)
+    shape = (layers, case.state_slots, H, P, N)
     state = torch.zeros(shape, dtype=case.state_dtype, device=DEVICE)
     drawn = torch.randn(layers, b, H, P, N, generator=generator)
-    state[:, checkpoints.to(DEVICE)] = drawn.to(case.state_dtype).to(DEVICE)
-    indices = (slots, checkpoints, chain, torch.tensor(case.lengths))
-    return Chains(
+    state[:, state_slots.to(DEVICE)] = drawn.to(case.state_dtype).to(DEVICE)
+    indices = (slots, state_slots, journal, torch.tensor(case.lengths))
+    return Journals(
         to_device(RowBuffers(xB.to(case.dtype), dt, log_decay)),
         A.to(DEVICE),
         state,
@@ -117,48 +117,48 @@ def make_chains(case: Case) -> Chains:
     )
 
 
-def oracle(chains: Chains, sizes: Sizes, layer: int, i: int, length: int) -> Tensor:
-    """The state after the chain in float64."""
+def oracle(journals: Journals, sizes: Sizes, layer: int, i: int, length: int) -> Tensor:
+    """The state after the journal in float64."""
     H, P, G, N = sizes
-    at = (layer, chains.slots[i], chains.chain[i, :length])
-    x, B = chains.buffers.xB[at].split([H * P, G * N], dim=1)
+    at = (layer, journals.slots[i], journals.journal[i, :length])
+    x, B = journals.buffers.xB[at].split([H * P, G * N], dim=1)
     x, B = x.unflatten(1, (H, P)), B.unflatten(1, (G, N))
-    before = chains.state[layer, chains.checkpoints[i]]
+    before = journals.state[layer, journals.state_slots[i]]
     D = torch.zeros(H, device=DEVICE)
-    return recurrence_oracle(x, chains.buffers.dt[at], chains.A[layer], B, B, D, before)[1][-1]
+    return recurrence_oracle(x, journals.buffers.dt[at], journals.A[layer], B, B, D, before)[1][-1]
 
 
-def naive_fold(chains: Chains, sizes: Sizes, layer: int, i: int, length: int) -> Tensor:
+def torch_fold(journals: Journals, sizes: Sizes, layer: int, i: int, length: int) -> Tensor:
     H, P, G, N = sizes
-    at = (layer, chains.slots[i], chains.chain[i, :length])
-    xB, dt, log_decay = (part[at][None] for part in chains.buffers)
+    at = (layer, journals.slots[i], journals.journal[i, :length])
+    xB, dt, log_decay = (part[at][None] for part in journals.buffers)
     x, B = xB.split([H * P, G * N], dim=2)
-    rows = naive.Rows(x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), dt, log_decay)
-    in_chain = torch.ones(1, length, dtype=torch.bool, device=DEVICE)
-    before = chains.state[layer, chains.checkpoints[i]][None]
-    return naive.fold(rows, in_chain, log_decay[:, -1], before)[0]
+    rows = torch_verify.Rows(x.unflatten(2, (H, P)), B.unflatten(2, (G, N)), dt, log_decay)
+    in_journal = torch.ones(1, length, dtype=torch.bool, device=DEVICE)
+    before = journals.state[layer, journals.state_slots[i]][None]
+    return torch_verify.fold(rows, in_journal, log_decay[:, -1], before)[0]
 
 
 def check(case: Case) -> None:
-    chains, worst = make_chains(case), 0.0
+    journals, worst = make_journals(case), 0.0
     wanted = {}
     for i, length in enumerate(case.lengths):
         for layer in range(case.layers if length else 0):
-            args = (chains, case.sizes, layer, i, length)
-            wanted[layer, i] = oracle(*args), naive_fold(*args)
-    changed = chains.checkpoints[chains.length > 0]
-    kept = [c for c in range(case.checkpoints) if c not in changed.tolist()]
-    before = chains.state[:, kept].clone()
-    chains.fold(case.sizes)
+            args = (journals, case.sizes, layer, i, length)
+            wanted[layer, i] = oracle(*args), torch_fold(*args)
+    changed = journals.state_slots[journals.length > 0]
+    kept = [c for c in range(case.state_slots) if c not in changed.tolist()]
+    before = journals.state[:, kept].clone()
+    journals.fold(case.sizes)
     exact = case.state_dtype == torch.float32
     for (layer, i), (true, twin) in wanted.items():
-        found = chains.state[layer, chains.checkpoints[i]]
+        found = journals.state[layer, journals.state_slots[i]]
         worst = max(worst, relative_error(found, true))
         assert relative_error(found, twin.double()) < (1e-5 if exact else 4e-3)
     print(f"relative error {worst:.1e}")
     within = 3e-6 if case.dtype == torch.float32 else 1e-5
     assert worst < (within if exact else 4e-3)
-    assert torch.equal(chains.state[:, kept], before), "a state that was not folded has changed"
+    assert torch.equal(journals.state[:, kept], before), "a state that was not folded has changed"
 
 
 @runs_kernels
@@ -171,9 +171,9 @@ def test_all_layers_equal_the_recurrence(case: Case) -> None:
 @runs_kernels
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_real_sizes_equal_the_recurrence(case: Case) -> None:
-    if case.checkpoints > 5:
+    if case.state_slots > 5:
         H, P, _, N = case.sizes
-        assert case.layers * case.checkpoints * H * P * N > 2**31
+        assert case.layers * case.state_slots * H * P * N > 2**31
     check(case)
 
 
@@ -181,22 +181,22 @@ def test_real_sizes_equal_the_recurrence(case: Case) -> None:
 @runs_kernels
 def test_a_graph_replays_with_other_lengths_and_waits_for_nothing() -> None:
     case = Case(NANO, 4, 16, (16, 5, 9), torch.bfloat16)
-    chains = make_chains(case)
-    first = chains.state.clone()
-    chains.fold(case.sizes)  # compiles
+    journals = make_journals(case)
+    first = journals.state.clone()
+    journals.fold(case.sizes)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        chains.fold(case.sizes)
+        journals.fold(case.sizes)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chains.fold(case.sizes)
+        journals.fold(case.sizes)
     for lengths in ((16, 5, 9), (0, 1, 3), (2, 0, 0)):
-        chains.length.copy_(torch.tensor(lengths))
-        chains.state.copy_(first)
-        chains.fold(case.sizes)
-        wanted = chains.state.clone()
-        chains.state.copy_(first)
+        journals.length.copy_(torch.tensor(lengths))
+        journals.state.copy_(first)
+        journals.fold(case.sizes)
+        wanted = journals.state.clone()
+        journals.state.copy_(first)
         graph.replay()
-        assert torch.equal(chains.state, wanted), lengths
+        assert torch.equal(journals.state, wanted), lengths

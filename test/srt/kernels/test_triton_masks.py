@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_kernels
 
-from mamba_eagle.kernels.tree_attention.triton import path_masks
+from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
-from mamba_eagle.runner.lanes import seen_by_next
+from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 
 
 @needs_interpreter
@@ -25,9 +25,9 @@ def test_masks_are_those_of_torch(nodes: int, members: int) -> None:
     generator = torch.Generator().manual_seed(members)
     seen = torch.rand(3, nodes, members, generator=generator) < 0.5
     seen[..., -1] = True
-    assert torch.equal(pack_paths(seen.to(DEVICE)).cpu(), path_masks(seen))
+    assert torch.equal(pack_paths(seen.to(DEVICE)).cpu(), pack_ancestors(seen))
     chain = torch.ones(nodes, members).tril().bool().expand(3, -1, -1)  # of one matrix
-    assert torch.equal(pack_paths(chain.to(DEVICE)).cpu(), path_masks(chain))
+    assert torch.equal(pack_paths(chain.to(DEVICE)).cpu(), pack_ancestors(chain))
 
 
 @runs_kernels
@@ -39,7 +39,7 @@ def test_lanes_see_what_the_lanes_above_saw(topk: int, steps: int) -> None:
     for step in range(steps):
         seen = seen_by_next(seen, above)
         own, masks = continue_lanes(above.to(DEVICE), masks, step * topk, 100, room)
-        assert torch.equal(masks.cpu(), path_masks(seen))
+        assert torch.equal(masks.cpu(), pack_ancestors(seen))
         slots = 100 + torch.arange(b * room).view(b, room)
         assert torch.equal(own.cpu(), slots[:, : topk * (step + 1)])
         above = torch.randint(0, topk, (b, topk), generator=generator)

@@ -1,4 +1,4 @@
-"""The Triton kernels of a drafter's pending entries, against spec/drafters/pending.py in torch."""
+"""The Triton kernels of a drafter's pending entries, against the torch backend's."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ pytest.importorskip("triton")
 
 from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
 
-from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.pending import (
-    NONE_EVER,
-    PendingEntries,
-    Taken,
-    TritonPendingEntries,
-)
+from mamba_eagle.backend.pending import UNTRACKED, PendingEntries, PendingSize, Taken
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.backend.triton.pending import TritonPendingEntries
+from mamba_eagle.tree.accept import Truncated
 
 REQUESTS, WIDTH, CONTEXT, BIN, DEEP = 6, 14, 90, 9999, 5
-UNFOLLOWED = 4  # a slot for which nothing waits, ever
+UNTRACKED_SLOT = 4  # a slot for which nothing waits, ever
 PADDED = REQUESTS - 1  # the slot of rows that pad a batch: it has ended
 
 
@@ -33,9 +29,9 @@ def entries(kind: type[PendingEntries], features: int, device: torch.device) -> 
     table = RequestTable(REQUESTS, CONTEXT, device)
     table.remaining[:] = torch.tensor([5, 0, 7, 1, 3, 0])
     table.kv_slots[:] = torch.arange(REQUESTS * (CONTEXT + 64)).view(REQUESTS, -1)
-    made = kind(table, WIDTH, features, torch.float32, BIN)
-    made.pending[UNFOLLOWED] = NONE_EVER
-    made.run[:-1] = torch.arange(REQUESTS - 1, device=device) * 3
+    made = kind(table, PendingSize(WIDTH, features, torch.float32, BIN))
+    made.pending[UNTRACKED_SLOT] = UNTRACKED
+    made.processed[:-1] = torch.arange(REQUESTS - 1, device=device) * 3
     return made
 
 
@@ -54,7 +50,7 @@ def assert_same(found: Taken, wanted: Taken) -> None:
 
 
 def assert_same_tables(ours: PendingEntries, plain: PendingEntries) -> None:
-    assert torch.equal(ours.run.cpu(), plain.run)
+    assert torch.equal(ours.processed.cpu(), plain.processed)
     assert torch.equal(ours.pending.cpu(), plain.pending)
     waits = torch.arange(WIDTH) < plain.pending[:, None]
     assert torch.equal(ours.tokens.cpu() * waits, plain.tokens * waits)
@@ -81,8 +77,8 @@ def test_entries_wait_and_are_taken_as_in_torch(features: int) -> None:
     for step in range(12):
         slots, accepted, made = random_step(features, generator)
         held = slots.to(DEVICE)
-        plain.append(slots, accepted, made)
-        ours.append(held, Truncated(*(part.to(DEVICE) for part in accepted)), made.to(DEVICE))
+        plain._append(slots, accepted, made)
+        ours._append(held, Truncated(*(part.to(DEVICE) for part in accepted)), made.to(DEVICE))
         assert_same_tables(ours, plain)
         if step % 3:
             assert_same(ours.take(held, None, WIDTH - DEEP), plain.take(slots, None, WIDTH - DEEP))
@@ -93,8 +89,8 @@ def test_entries_wait_and_are_taken_as_in_torch(features: int) -> None:
             for each in (plain, ours):
                 each.pending.clamp_(max=0)
         assert_same_tables(ours, plain)
-    assert plain.pending[UNFOLLOWED] == NONE_EVER
-    assert int(plain.run.max()) > 15, "entries were run"
+    assert plain.pending[UNTRACKED_SLOT] == UNTRACKED
+    assert int(plain.processed.max()) > 15, "entries were run"
 
 
 @pytest.mark.gpu

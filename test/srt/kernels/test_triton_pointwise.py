@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_kernels
 
-from mamba_eagle.kernels.pointwise import TORCH, TritonOps
+from mamba_eagle.backend.triton.layer_ops import TritonOps
+from mamba_eagle.layers.ops import TORCH
 
 
 @needs_interpreter

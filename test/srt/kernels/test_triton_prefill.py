@@ -5,6 +5,7 @@ On a GPU, or in Triton's interpreter (see triton_rig.py).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -28,7 +29,7 @@ from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
 from mamba_eagle.kernels.ssd.triton import Config, scan
-from mamba_eagle.kernels.tree_verify.triton import Sizes
+from mamba_eagle.kernels.tree_verify.layout import Sizes
 
 
 @needs_interpreter
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     largest_step: float = 0.3
 
 
+ON_DEVICE = partial(torch.tensor, device=DEVICE)
 SMALL = Sizes(8, 20, 2, 16)  # a tile of 16, and one of 16 of which 4 are there
 NANO = Sizes(128, 80, 8, 128)
 ONE_HEAD = Sizes(2, 32, 1, 16)
@@ -92,7 +94,7 @@ def check_scan(case: Case) -> None:
     untouched = torch.ones(SLOTS, dtype=torch.bool)
     untouched[[slot for prompt in prompts for _, slot in prompt.saves]] = False
     kept = batch.state[untouched].clone()
-    y = scan(*batch[1:], prefill_plan(prompts, DEVICE), case.config)
+    y = scan(*batch[1:], prefill_plan(prompts, ON_DEVICE), case.config)
 
     y_error = relative_error(y, wanted.y.flatten(1))
     state_error = relative_error(batch.state[~untouched], wanted.state[~untouched])
@@ -174,7 +176,7 @@ def check_conv(case: ConvCase) -> None:
     wanted = convolved(xbc, *weights[:2], history, case.prompts)
     wanted_dt = F.softplus(dt_raw.double() + weights.dt_bias.double()).clamp(*case.step_limit)
 
-    plan = prefill_plan(case.prompts, DEVICE, case.block)
+    plan = prefill_plan(case.prompts, ON_DEVICE, case.block)
     found = prefill_conv(xbc, dt_raw, weights, history, plan, case.sizes)
     assert torch.equal(history, wanted.history)
     out = torch.cat([part.flatten(1) for part in (found.x, found.B, found.C)], dim=1)
@@ -200,7 +202,7 @@ def test_the_convolution_equals_a_loop_at_real_sizes(case: ConvCase) -> None:
 
 @runs_kernels
 def test_blocks_shorter_than_the_taps_before_a_token_are_refused() -> None:
-    plan = prefill_plan(PROMPTS, DEVICE, block=2)
+    plan = prefill_plan(PROMPTS, ON_DEVICE, block=2)
     empty = torch.empty(47, 4)
     weights = ConvWeights(torch.empty(4, 4), None, empty[0], empty[0], (0.0, 1.0))
     with pytest.raises(ValueError, match="blocks of 2 tokens: must hold 3"):
@@ -211,10 +213,10 @@ def test_blocks_shorter_than_the_taps_before_a_token_are_refused() -> None:
 @runs_kernels
 def test_nothing_waits_for_the_device() -> None:
     batch = to_device(make_batch(NANO, LONG, torch.bfloat16))
-    scan(*batch[1:], prefill_plan(LONG, DEVICE))  # compiles
+    scan(*batch[1:], prefill_plan(LONG, ON_DEVICE))  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        scan(*batch[1:], prefill_plan(LONG, DEVICE))
+        scan(*batch[1:], prefill_plan(LONG, ON_DEVICE))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -38,12 +38,12 @@ def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "defer
 def test_any_accepts_and_folds_leave_the_plain_state(
     scheme: str, nodes: int, rows: int, conv_kernel: int
 ) -> None:
-    """With as few rows as there may be, and more; after each step the checkpoint holds what it is
+    """With as few rows as there may be, and more; after each step the state slot holds what it is
     said to hold."""
     rig = triton_rig(rows, nodes, conv_kernel, scheme)
     slots = {3: 7, 0: 1, 2: 5}
-    for slot, checkpoint in slots.items():
-        rig.admit(slot, checkpoint, position=5 * slot)
+    for slot, state_slot in slots.items():
+        rig.admit(slot, state_slot, position=5 * slot)
     for _ in range(14):
         order = [list(slots)[i] for i in torch.randperm(3, generator=rig.generator)]
         together = order[: 1 + int(torch.randint(0, 3, (), generator=rig.generator))]
@@ -55,7 +55,7 @@ def test_any_accepts_and_folds_leave_the_plain_state(
             assert all(relative(ours.state, plain.state) < 2e-6 for ours, plain in assert_close)
     assert any(rig.folded(slot) > min(rig.plain[slot]) for slot in slots), "something was folded"
     for slot in slots:
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -66,32 +66,32 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("scheme", ["deferred", "snapshot"])
 def test_ended_requests_and_changing_shapes(scheme: str) -> None:
     rig = triton_rig(rows=16, nodes=8, scheme=scheme)
-    for slot, checkpoint in ((0, 3), (1, 8)):
-        rig.admit(slot, checkpoint)
+    for slot, state_slot in ((0, 3), (1, 8)):
+        rig.admit(slot, state_slot)
     for nodes in (8, 1, 1, 5, 8):
         assert rig.random_step([0, 1], nodes) < 1e-5
     for nodes in (8, 3, 8, 1, 8):
         assert rig.random_step([1, 0], nodes, ended=(0,)) < 1e-5
     for slot in (0, 1):
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 @runs_kernels
 @pytest.mark.parametrize("keep", range(5))
 def test_finishing_inside_a_chain_gives_the_state_there(keep: int) -> None:
     rig = triton_rig(rows=17, nodes=6)
-    rig.admit(slot=1, checkpoint=8)
-    while rig.folded(1) == 17 or int(rig.scheme.chain_len[1]) < keep:
+    rig.admit(slot=1, state_slot=8)
+    while rig.folded(1) == 17 or int(rig.scheme.journal_len(torch.tensor([1]))[0]) < keep:
         rig.random_step([1], nodes=6)
     end = rig.folded(1) + keep
     assert_same_moment(rig.finish(1, end), rig.plain[1][end])
     # the slot's next request is not disturbed
-    rig.admit(slot=1, checkpoint=2)
+    rig.admit(slot=1, state_slot=2)
     for _ in range(4):
         assert rig.random_step([1], nodes=6) < 1e-5
 
 
 @runs_kernels
 def test_rows_that_cannot_hold_a_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="9 rows a request: this tree needs 12 on a GPU"):
+    with pytest.raises(ValueError, match="9 rows per request: this tree needs 12 on a GPU"):
         triton_rig(rows=9, nodes=5)

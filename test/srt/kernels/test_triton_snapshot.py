@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from mamba_eagle.kernels.causal_conv.triton import move_history
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep, ancestor_bits
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,
     commit_snapshots,
@@ -79,14 +79,14 @@ def check(case: Case) -> None:
     tree = chain_tree(b, T) if case.chain else random_tree(b, T, T, generator)
     rows = torch.stack([torch.randperm(W, generator=generator)[:T] for _ in range(b)])
     empty = torch.zeros(b, 0, dtype=torch.int64)
-    step = TreeStep(
+    step = TreeLayout(
         slots=torch.randperm(R, generator=generator)[:b],
-        checkpoints=torch.randperm(S, generator=generator)[:b],
-        chain=empty,
-        chain_len=torch.zeros(b, dtype=torch.int64),
+        state_slots=torch.randperm(S, generator=generator)[:b],
+        journal=empty,
+        journal_len=torch.zeros(b, dtype=torch.int64),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=empty,
     )
     step, C = to_device(step), normal(b, T, G * N).to(case.dtype).to(DEVICE)
@@ -111,7 +111,7 @@ def check(case: Case) -> None:
                 B.unflatten(1, (G, N)),
                 C[i, node].view(1, G, N).expand(len(path), -1, -1),
                 D,
-                state[step.checkpoints[i]],
+                state[step.state_slots[i]],
             )
             outputs.append(y[-1].flatten())
             wanted_states[slot, path[-1]] = states[-1]
@@ -124,7 +124,7 @@ def check(case: Case) -> None:
     assert y_error < (2e-6 if case.dtype == torch.float32 else BFLOAT16_ERROR)
     assert state_error < 1e-6
     assert (node_states[~used] == 77.0).all(), "another place was written to"
-    assert torch.equal(state, before), "verifying only reads checkpoints"
+    assert torch.equal(state, before), "verifying only reads state slots"
 
 
 @runs_kernels
@@ -165,17 +165,17 @@ def test_accepting_copies_states_and_moves_histories(case: CopyCase) -> None:
     state = torch.randn(case.layers, S, *case.shape, generator=generator)
     state = state.to(case.dtype).to(DEVICE)
     conv_in = torch.randn(case.layers, R, K - 1 + W, case.conv_dim, generator=generator).to(DEVICE)
-    slots, checkpoints = torch.tensor([2, 0, 3]).to(DEVICE), torch.tensor([4, 1, 0]).to(DEVICE)
+    slots, state_slots = torch.tensor([2, 0, 3]).to(DEVICE), torch.tensor([4, 1, 0]).to(DEVICE)
     rows, count = torch.tensor([1, 2, 0]).to(DEVICE), torch.tensor([3, 0, 1]).to(DEVICE)
     # the last K-1 of the history 0, 1, 2 and the accepted rows, which stand behind it
     places = torch.tensor([[3, 5, 4], [3, 4, 5], [1, 2, 3]]).to(DEVICE)
     wanted_state, wanted_in = state.clone(), conv_in.clone()
     for i in (0, 2):
         accepted = node_states[:, slots[i], rows[i]]
-        wanted_state[:, checkpoints[i]] = accepted.to(case.dtype)
+        wanted_state[:, state_slots[i]] = accepted.to(case.dtype)
         wanted_in[:, slots[i], : K - 1] = conv_in[:, slots[i], places[i]]
 
-    commit_snapshots(node_states, state, slots, checkpoints, rows, count, case.block)
+    commit_snapshots(node_states, state, slots, state_slots, rows, count, case.block)
     move_history(conv_in, slots, places, count > 0, block=16)
     # in the interpreter, numbers are cut
     torch.testing.assert_close(state, wanted_state, rtol=2**-7, atol=0)

@@ -1,4 +1,4 @@
-"""The Triton kernels that grow and cut a draft tree, against spec/tree.py in torch."""
+"""The Triton kernels that grow and cut a draft tree, against tree/candidates.py in torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton_rig import DEVICE, GPU, needs_interpreter, run_in_the_interpreter, runs_kernels
+from triton_rig import (
+    DEVICE,
+    GPU,
+    needs_interpreter,
+    run_in_the_interpreter,
+    runs_kernels,
+    triton_backend,
+)
 
-from mamba_eagle.kernels import gpu, numba_math
-from mamba_eagle.kernels.top_log_probs import TopTokens, top_log_probs
-from mamba_eagle.spec.tree import Candidates, candidates, single_node_tree
-from mamba_eagle.spec.triton_tree import TritonCandidates
+from mamba_eagle.backend.triton.candidates import TritonCandidates
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import single_node_tree
 
 on_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 
@@ -67,12 +74,11 @@ def test_large_trees_are_those_of_torch(kind: str) -> None:
 
 
 @runs_kernels
-def test_torch_takes_over_where_lanes_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "usable", lambda device, *dtypes: True)
-    monkeypatch.setattr(numba_math, "numba", None)
-    kinds = [type(candidates(torch.tensor([3], device=DEVICE), k, 2)) for k in (16, 17)]
+def test_torch_takes_over_where_lanes_are_many() -> None:
+    backend, root = triton_backend(), torch.tensor([3], device=DEVICE)
+    kinds = [type(backend.candidates(root, k, 2)) for k in (16, 17)]
     assert kinds == [TritonCandidates, Candidates]
-    assert top_log_probs(torch.randn(2, 40, device=DEVICE), 17).tokens.shape == (2, 17)
+    assert backend.top_log_probs(torch.randn(2, 40, device=DEVICE), 17).tokens.shape == (2, 17)
 
 
 @runs_kernels

@@ -15,13 +15,9 @@ from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_k
 
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.tree_attention import cpu
-from mamba_eagle.kernels.tree_attention.naive import masked_attention
-from mamba_eagle.kernels.tree_attention.triton import (
-    Config,
-    choose_config,
-    paged_tree_attention,
-    path_masks,
-)
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
+from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
+from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 
 GARBAGE = 1e4  # in slots that nobody may look at
 SCALE = 0.3
@@ -131,7 +127,7 @@ class Batch:
             self.slots,
             self.prefix,
             self.own,
-            path_masks(self.visible),
+            pack_ancestors(self.visible),
             SCALE,
             self.case.config,
         )
@@ -162,14 +158,14 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
     positions, R = max(case.prefix) + E + 3, real + 2
     used = sum(case.prefix) + real * E
     order = torch.randperm(used + 20, generator=generator) * spread
-    bin_slot = int(order.max()) + 1
+    padding_slot = int(order.max()) + 1
     free = iter(order.tolist())
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     def filled(value: float) -> Tensor:
-        shape = (bin_slot + 1, kv_heads, D)
+        shape = (padding_slot + 1, kv_heads, D)
         return torch.full(shape, value, dtype=case.dtype, device=DEVICE)
 
     pool_k, pool_v = filled(GARBAGE), filled(-GARBAGE)
@@ -178,7 +174,7 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
     slot_table = torch.full((R, positions), int(garbage))
     slots = torch.full((b,), R - 1)
     slots[:real] = torch.randperm(R - 1, generator=generator)[:real]
-    own = torch.full((b, E), bin_slot)
+    own = torch.full((b, E), padding_slot)
     parents, visible = torch.zeros(b, E, dtype=torch.int64), []
     for i in range(b):
         tree = random_parents(case, generator)

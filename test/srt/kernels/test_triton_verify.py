@@ -25,15 +25,9 @@ from verify_rig import path_to, random_tree, relative_error
 pytest.importorskip("triton")
 
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.triton import (
-    Config,
-    RowBuffers,
-    Sizes,
-    TreeStep,
-    ancestor_bits,
-    tree_verify,
-)
-from mamba_eagle.spec.tree import Tree
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
+from mamba_eagle.tree.tree import Tree
 
 GARBAGE = 1e15  # in rows that nobody may look at
 
@@ -46,8 +40,8 @@ def test_in_the_interpreter() -> None:
 class Case(NamedTuple):
     sizes: Sizes
     nodes: int
-    max_chain: int
-    chain_lens: tuple[int, ...]  # one a request
+    max_journal: int
+    journal_lens: tuple[int, ...]  # one a request
     fold: tuple[bool, ...] | None = None
     config: Config | None = None
     dtype: torch.dtype = torch.float32
@@ -134,7 +128,7 @@ class Batch:
     A: Tensor
     D: Tensor
     state: Tensor
-    step: TreeStep
+    step: TreeLayout
     tree: Tree
 
     def verify(self) -> Tensor:
@@ -147,7 +141,7 @@ class Batch:
 def make_batch(case: Case, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     H, P, G, N = case.sizes
-    b, T, M = len(case.chain_lens), case.nodes, case.max_chain
+    b, T, M = len(case.journal_lens), case.nodes, case.max_journal
     R, W, S = b + 1, M + T, b + 2
 
     def normal(*shape: int) -> Tensor:
@@ -155,33 +149,33 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
 
     A = random_rates(H, generator)
     slots = torch.randperm(R, generator=generator)[:b]
-    checkpoints = torch.randperm(S, generator=generator)[:b]
+    state_slots = torch.randperm(S, generator=generator)[:b]
     xB = torch.full((R, W, H * P + G * N), GARBAGE)
     dt = torch.full((R, W, H), GARBAGE)
     log_decay = torch.full((R, W, H), -GARBAGE)
-    chain = torch.full((b, M), -7)
+    journal = torch.full((b, M), -7)
     rows = torch.zeros(b, T, dtype=torch.int64)
     tree = random_tree(b, T, T, generator)
-    for i, (slot, length) in enumerate(zip(slots, case.chain_lens)):
+    for i, (slot, length) in enumerate(zip(slots, case.journal_lens)):
         order = torch.randperm(W, generator=generator)
-        chain[i, :length], rows[i] = order[:length], order[length : length + T]
+        journal[i, :length], rows[i] = order[:length], order[length : length + T]
         used = order[: length + T]
         xB[slot, used] = normal(length + T, H * P + G * N)
         dt[slot, used] = torch.rand(length + T, H, generator=generator) * case.largest_step
         decay = dt[slot, used].double() * A
-        chain_L = decay[:length].cumsum(0)
+        journal_L = decay[:length].cumsum(0)
         tree_L = tree.ancestors[i].double() @ decay[length:]
         if length and not (case.fold and case.fold[i]):
-            tree_L += chain_L[-1]
-        log_decay[slot, used] = torch.cat([chain_L, tree_L]).float()
-    step = TreeStep(
+            tree_L += journal_L[-1]
+        log_decay[slot, used] = torch.cat([journal_L, tree_L]).float()
+    step = TreeLayout(
         slots=slots,
-        checkpoints=checkpoints,
-        chain=chain,
-        chain_len=torch.tensor(case.chain_lens),
+        state_slots=state_slots,
+        journal=journal,
+        journal_len=torch.tensor(case.journal_lens),
         rows=rows,
         parents=tree.parents,
-        ancestors=ancestor_bits(tree.ancestors),
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
         tail=torch.zeros(b, 3, dtype=torch.int64),
         fold=None if case.fold is None else torch.tensor(case.fold),
     )
@@ -202,9 +196,9 @@ def expected(batch: Batch) -> tuple[Tensor, Tensor]:
     H, P, G, N = batch.case.sizes
     step, pool = batch.step, batch.state.double()
     outputs = []
-    for i, length in enumerate(batch.case.chain_lens):
-        slot, before = step.slots[i], batch.state[step.checkpoints[i]]
-        chain = step.chain[i, :length].tolist()
+    for i, length in enumerate(batch.case.journal_lens):
+        slot, before = step.slots[i], batch.state[step.state_slots[i]]
+        journal = step.journal[i, :length].tolist()
 
         def run(rows: list[int], C: Tensor, state: Tensor = before, slot: Tensor = slot):
             xB = batch.buffers.xB[slot, rows]
@@ -215,9 +209,9 @@ def expected(batch: Batch) -> tuple[Tensor, Tensor]:
 
         for node in range(batch.case.nodes):
             path = step.rows[i, path_to(batch.tree, i, node)].tolist()
-            outputs.append(run(chain + path, batch.C[i, node])[0][-1].flatten())
+            outputs.append(run(journal + path, batch.C[i, node])[0][-1].flatten())
         if length and batch.case.fold and batch.case.fold[i]:
-            pool[step.checkpoints[i]] = run(chain, batch.C[i, 0])[1][-1]
+            pool[step.state_slots[i]] = run(journal, batch.C[i, 0])[1][-1]
     return torch.stack(outputs), pool
 
 
@@ -227,12 +221,12 @@ def check(case: Case) -> None:
     y_wanted, pool_wanted = expected(batch)
     y = batch.verify()
     y_error, state_error = relative_error(y, y_wanted), 0.0
-    folded = [c for c, f in zip(batch.step.checkpoints, case.fold or []) if f]
-    for checkpoint in folded:
+    folded = [c for c, f in zip(batch.step.state_slots, case.fold or []) if f]
+    for state_slot in folded:
         state_error = max(
-            state_error, relative_error(batch.state[checkpoint], pool_wanted[checkpoint])
+            state_error, relative_error(batch.state[state_slot], pool_wanted[state_slot])
         )
-        before[checkpoint] = batch.state[checkpoint]
+        before[state_slot] = batch.state[state_slot]
     print(f"relative error: outputs {y_error:.1e}, folded states {state_error:.1e}")
     exact_rows = case.dtype == torch.float32
     assert y_error < (3e-6 if exact_rows else BFLOAT16_ERROR)
@@ -268,11 +262,11 @@ def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
     state = torch.zeros(1, H, P, N, device=DEVICE)
     oracle = torch.zeros(H, P, N, dtype=torch.float64, device=DEVICE)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    step = TreeStep(
+    step = TreeLayout(
         slots=zero[0],
-        checkpoints=zero[0],
-        chain=torch.arange(M, device=DEVICE)[None],
-        chain_len=torch.full((1,), M, device=DEVICE),
+        state_slots=zero[0],
+        journal=torch.arange(M, device=DEVICE)[None],
+        journal_len=torch.full((1,), M, device=DEVICE),
         rows=zero + M,
         parents=zero,
         ancestors=zero + 1,

@@ -1,6 +1,6 @@
-"""Rows and folds, and snapshots, against plain runs: DESIGN invariants 1, 2 and 3.
+"""Rows and folds, and snapshots, against plain runs: invariants 1, 2 and 3.
 
-What must hold is the same for both schemes; nearly every test runs on both.
+docs/design/invariants.md has them. Nearly every test runs on both schemes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from verify_rig import (
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.spec.tree import single_node_tree
+from mamba_eagle.tree.tree import single_node_tree
 
 torch.set_num_threads(1)
 
@@ -51,7 +51,7 @@ def test_the_rigs_plain_run_is_a_full_forward_pass() -> None:
 @every_scheme
 def test_one_node_tree_is_decode(scheme: str) -> None:
     rig = Rig(scheme, rows=5, max_depth=1)
-    rig.admit(slot=3, checkpoint=6)
+    rig.admit(slot=3, state_slot=6)
     for _ in range(40):
         tree = single_node_tree(torch.tensor([0]))
         assert rig.step([3], tree, ends=[0], counts=[1]) < 1e-5
@@ -63,7 +63,7 @@ def test_chain_tree_equals_chain(scheme: str) -> None:
     """Four tokens as one chain-shaped tree, and as four steps of one node."""
     whole, single = Rig(scheme, rows=9), Rig(scheme, rows=9)
     for rig in (whole, single):
-        rig.admit(slot=2, checkpoint=4)
+        rig.admit(slot=2, state_slot=4)
     for _ in range(15):
         inputs = whole.random_inputs(1, 4)
         together = whole.verify([2], chain_tree(1, 4), inputs)
@@ -87,8 +87,8 @@ def test_chain_tree_equals_chain(scheme: str) -> None:
 def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> None:
     rig = Rig(scheme, rows)
     slots = [4, 0, 2]
-    for slot, checkpoint in zip(slots, (7, 1, 5)):
-        rig.admit(slot, checkpoint)
+    for slot, state_slot in zip(slots, (7, 1, 5)):
+        rig.admit(slot, state_slot)
     for _ in range(12):
         assert rig.random_step(slots, nodes=12) < 1e-5
 
@@ -99,11 +99,11 @@ def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> N
 def test_any_accepts_and_folds_leave_the_plain_state(
     scheme: str, nodes: int, rows: int, conv_kernel: int
 ) -> None:
-    """After each step, too, the checkpoint holds what it is said to hold."""
+    """After each step, too, the state slot holds what it is said to hold."""
     rig = Rig(scheme, rows, config=mamba_config(conv_kernel), seed=nodes + rows)
     slots = {4: 7, 0: 1, 2: 5}
-    for slot, checkpoint in slots.items():
-        rig.admit(slot, checkpoint, position=5 * slot)
+    for slot, state_slot in slots.items():
+        rig.admit(slot, state_slot, position=5 * slot)
     for _ in range(60 if nodes == 1 else 30):
         order = [list(slots)[i] for i in torch.randperm(3, generator=rig.generator)]
         together = order[: 1 + int(torch.randint(0, 3, (), generator=rig.generator))]
@@ -116,70 +116,70 @@ def test_any_accepts_and_folds_leave_the_plain_state(
     assert sum(map(len, rig.plain.values())) > 60
     assert (rig.folds > 0) == scheme.startswith("deferred")
     for slot in slots:
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 @every_scheme
 def test_an_ended_request_keeps_its_state_while_others_go_on(scheme: str) -> None:
     """It accepts nothing, step after step, and still forces the folds its rows ask for."""
     rig = Rig(scheme, rows=11)
-    for slot, checkpoint in ((0, 3), (1, 8)):
-        rig.admit(slot, checkpoint)
+    for slot, state_slot in ((0, 3), (1, 8)):
+        rig.admit(slot, state_slot)
     for _ in range(3):
         rig.random_step([0, 1], nodes=6)
-    run = int(rig.table.run[0])
+    run = int(rig.table.processed[0])
     for _ in range(12):
         assert rig.random_step([1, 0], nodes=6, ended=(0,)) < 1e-5
-        assert int(rig.table.run[0]) == run
-    assert int(rig.table.run[1]) > run
+        assert int(rig.table.processed[0]) == run
+    assert int(rig.table.processed[1]) > run
     for slot in (0, 1):
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 @every_scheme
 def test_a_request_that_ran_nothing_keeps_its_prompts_state(scheme: str) -> None:
     rig = Rig(scheme, rows=6)
-    rig.admit(slot=1, checkpoint=2)
+    rig.admit(slot=1, state_slot=2)
     assert_same_moment(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
-    rig.admit(slot=1, checkpoint=2)
+    rig.admit(slot=1, state_slot=2)
     rig.random_step([1], nodes=6, ended=(1,))  # its first token ended it
     assert_same_moment(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_finishing_anywhere_in_a_chain_gives_the_state_there(form: str) -> None:
-    """Folding only the chain's head, as when a stop string cuts an output."""
-    chain = 0
-    for past in (0, 1, 4):  # folds before the chain: its history may be rows or folded rows
+    """Folding only the journal's head, as when a stop string cuts an output."""
+    journal = 0
+    for past in (0, 1, 4):  # folds before the journal: its history may be rows or folded rows
         keep = 0
         while True:
             rig = Rig("deferred" + form, rows=14, seed=past)
-            for slot, checkpoint in ((0, 3), (1, 8)):
-                rig.admit(slot, checkpoint)
-            while rig.folds < 2 * past or int(rig.scheme.chain_len[1]) < 6:
+            for slot, state_slot in ((0, 3), (1, 8)):
+                rig.admit(slot, state_slot)
+            while rig.folds < 2 * past or int(rig.scheme.journal_len(torch.tensor([1]))[0]) < 6:
                 rig.random_step([0, 1], nodes=6)
-            start, run = rig.folded(1), int(rig.table.run[1])
-            chain = run - start
+            start, run = rig.folded(1), int(rig.table.processed[1])
+            journal = run - start
             assert_same_moment(rig.finish(1, start + keep), rig.plain[1][start + keep])
             # the neighbour's is not touched
-            assert_same_moment(rig.finish(0), rig.plain[0][int(rig.table.run[0])])
+            assert_same_moment(rig.finish(0), rig.plain[0][int(rig.table.processed[0])])
             keep += 1
-            if keep > chain:
+            if keep > journal:
                 break
-        assert chain >= 6
+        assert journal >= 6
 
 
 @every_scheme
 def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
-    """The first one leaves in the middle of a chain, its state unwanted."""
+    """The first one leaves in the middle of a journal, its state unwanted."""
     rig, fresh = Rig(scheme, rows=14), Rig(scheme, rows=14)
-    rig.admit(slot=1, checkpoint=2)
+    rig.admit(slot=1, state_slot=2)
     for _ in range(3):
         rig.random_step([1], nodes=8)
-    assert scheme.startswith("snapshot") or int(rig.scheme.chain_len[1]) > 0
+    assert scheme.startswith("snapshot") or int(rig.scheme.journal_len(torch.tensor([1]))[0]) > 0
     for each in (rig, fresh):
         each.generator.manual_seed(7)
-        each.admit(slot=1, checkpoint=2)
+        each.admit(slot=1, state_slot=2)
         for _ in range(6):
             assert each.random_step([1], nodes=8) < 1e-5
     assert_same_moment(rig.finish(1), fresh.finish(1))
@@ -188,12 +188,12 @@ def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
 @every_scheme
 def test_the_shape_of_trees_may_change_from_step_to_step(scheme: str) -> None:
     rig = Rig(scheme, rows=16)
-    for slot, checkpoint in ((0, 3), (1, 8)):
-        rig.admit(slot, checkpoint)
+    for slot, state_slot in ((0, 3), (1, 8)):
+        rig.admit(slot, state_slot)
     for nodes in (12, 1, 1, 5, 12, 3, 1, 12, 2, 12, 12, 1):
         assert rig.random_step([0, 1], nodes) < 1e-5
     for slot in (0, 1):
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.run[slot])])
+        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 # ── ten thousand tokens ──
@@ -227,7 +227,7 @@ def error_after_many_tokens(
     dtype: torch.dtype = torch.float32,
     ssm_dtype: torch.dtype = torch.float32,
 ) -> float:
-    """The largest relative error of the checkpoint's state on the way, random trees and accepts."""
+    """The largest relative error of the state slot's state on the way, random trees and accepts."""
     nodes, max_depth = 8, 8
     sizes = mamba_config(num_heads=6, head_dim=4, state_size=8)
     snapshots = scheme.startswith("snapshot")
@@ -250,10 +250,10 @@ def error_after_many_tokens(
     stream = Stream(layer, tokens, dtype)
     exact = stream.states(layer)
 
-    slot, checkpoint = 1, 3
-    rig.pool.clear(checkpoint)
-    rig.table.checkpoint[slot] = checkpoint
-    rig.scheme.start(torch.tensor([slot]), torch.tensor([checkpoint]))
+    slot, state_slot = 1, 3
+    rig.pool.clear(state_slot)
+    rig.table.state_slot[slot] = state_slot
+    rig.scheme.start(torch.tensor([slot]), torch.tensor([state_slot]))
     trees = [random_tree(1, nodes, max_depth - 1, rig.generator) for _ in range(40)]
     walks = []
     for tree in trees:
@@ -272,7 +272,7 @@ def error_after_many_tokens(
         done += len(path)
         folded = rig.folded(slot)
         if folded > checked + 50:
-            worst = max(worst, relative_error(rig.pool.ssm[0, checkpoint], exact[folded - 1]))
+            worst = max(worst, relative_error(rig.pool.ssm[0, state_slot], exact[folded - 1]))
             checked = folded
         if done == tokens:
             break
@@ -301,7 +301,7 @@ def test_bfloat16_rows_leave_the_state_within_2e_3() -> None:
     assert errors["deferred"] < 2 * errors["snapshot"]
 
 
-def test_bfloat16_checkpoints_lose_less_by_folds_than_by_copies() -> None:
+def test_bfloat16_states_lose_less_by_folds_than_by_copies() -> None:
     """A fold rounds once for many tokens, an accepted snapshot once a step."""
     errors = errors_after_many_tokens(tokens=2000, ssm_dtype=torch.bfloat16)
     assert errors["deferred"] < errors["snapshot"]

@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.place import Cuda, Host
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -33,6 +36,14 @@ def run_in_the_interpreter(path: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def triton_backend(dtype: torch.dtype = torch.float32) -> Backend:
+    """A GPU's; without one on a CPU, where the interpreter runs its kernels."""
+    from mamba_eagle.backend.triton.backend import TritonBackend  # needs triton
+
+    place = Cuda(DEVICE) if GPU else Host()
+    return TritonBackend(place, dtype, flashinfer=False)
 
 
 def to_device(parts: Tensors) -> Tensors:

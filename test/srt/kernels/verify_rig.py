@@ -1,4 +1,4 @@
-"""Drives a RecurrentVerify without a model: random layer inputs, random trees, random accepts.
+"""Drives a StateScheme without a model: random layer inputs, random trees, random accepts.
 
 Beside it runs the plain recurrence in float64, token by token, for every node of every tree: what
 the scheme must equal.
@@ -6,28 +6,32 @@ the scheme must equal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from tensor_checks import relative_error, torch_path
+from tensor_checks import host_backend, relative_error, torch_backend
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.models.config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
-from mamba_eagle.runner.pools import CheckpointPool, RequestTable
-from mamba_eagle.runner.verify import VERIFY_SCHEMES, RecurrentVerify, SchemeSize
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.tree import Tree, ancestor_matrix
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
 HIDDEN = 8
 CPU = torch.device("cpu")
 
 
-def triton_scheme(name: str) -> Any:
-    from mamba_eagle.runner.triton_verify import TRITON_SCHEMES  # needs triton
+def backend_of(form: str, dtype: torch.dtype) -> Backend:
+    """form: "" for what a CPU takes, torch, or triton in its interpreter."""
+    if form == "triton":
+        from triton_rig import triton_backend  # needs triton
 
-    return TRITON_SCHEMES[name]
+        return triton_backend(dtype)
+    return torch_backend() if form == "torch" else host_backend(dtype)
 
 
 def mamba_config(
@@ -83,7 +87,7 @@ class Sequence(NamedTuple):
         return Sequence(state, window[1:]), y
 
 
-class Moment(NamedTuple):
+class Timestamp(NamedTuple):
     """A request after some token: each layer's memory, and the token's feature."""
 
     layers: list[Sequence]
@@ -143,7 +147,7 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the plain run of each request. scheme: a name of VERIFY_SCHEMES,
+    """One scheme, its pools, and the plain run of each request. scheme: deferred or snapshot,
     with "-torch" behind it for the form without fused CPU kernels, "-triton" for a GPU's."""
 
     def __init__(
@@ -154,7 +158,7 @@ class Rig:
         config: Mamba2Config | None = None,
         num_layers: int = 2,
         requests: int = 5,
-        checkpoints: int = 9,
+        state_slots: int = 9,
         dtype: torch.dtype = torch.float32,
         ssm_dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -164,16 +168,13 @@ class Rig:
         self.generator = torch.Generator().manual_seed(seed)
         self.layers = [random_mixer(self.config, i, seed + i).to(dtype) for i in range(num_layers)]
         self.table = RequestTable(requests, 64, CPU)
-        self.pool = CheckpointPool(
-            num_layers, checkpoints, self.config, HIDDEN, ssm_dtype, dtype, CPU
-        )
+        self.pool = StatePool(num_layers, state_slots, self.config, HIDDEN, ssm_dtype, dtype, CPU)
         name, _, form = scheme.partition("-")
         size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
-        with torch_path(form == "torch"):
-            make = triton_scheme(name) if form == "triton" else VERIFY_SCHEMES[name]
-            self.scheme: RecurrentVerify = make(self.config, size, self.table, self.pool)
+        make = backend_of(form, dtype).state_scheme
+        self.scheme: StateScheme = make(name, self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
-        self.plain: dict[int, dict[int, Moment]] = {}  # slot -> position -> moment
+        self.plain: dict[int, dict[int, Timestamp]] = {}  # slot -> position -> moment
         self.folds = 0
 
     def normal(self, *shape: int) -> Tensor:
@@ -181,31 +182,31 @@ class Rig:
 
     # ── the life of a request ──
 
-    def admit(self, slot: int, checkpoint: int, position: int = 17) -> None:
-        """A prompt of ``position`` tokens has been run: anything may be in its checkpoint."""
+    def admit(self, slot: int, state_slot: int, position: int = 17) -> None:
+        """A prompt of ``position`` tokens has been run: anything may be in its state slot."""
         for part in (self.pool.ssm, self.pool.conv):
-            part[:, checkpoint] = self.normal(*part[:, checkpoint].shape).to(part.dtype)
-        self.pool.feature[checkpoint] = self.normal(HIDDEN)
-        self.table.checkpoint[slot] = checkpoint
-        self.table.run[slot] = position
-        self.scheme.start(torch.tensor([slot]), torch.tensor([checkpoint]))
-        self.plain[slot] = {position: self.stored(checkpoint)}
+            part[:, state_slot] = self.normal(*part[:, state_slot].shape).to(part.dtype)
+        self.pool.feature[state_slot] = self.normal(HIDDEN)
+        self.table.state_slot[slot] = state_slot
+        self.table.processed[slot] = position
+        self.scheme.start(torch.tensor([slot]), torch.tensor([state_slot]))
+        self.plain[slot] = {position: self.stored(state_slot)}
 
-    def stored(self, checkpoint: int) -> Moment:
+    def stored(self, state_slot: int) -> Timestamp:
         pool = self.pool
         layers = [
-            Sequence(pool.ssm[i, checkpoint].double(), pool.conv[i, checkpoint].double())
+            Sequence(pool.ssm[i, state_slot].double(), pool.conv[i, state_slot].double())
             for i in range(len(self.layers))
         ]
-        return Moment(layers, pool.feature[checkpoint].clone())
+        return Timestamp(layers, pool.feature[state_slot].clone())
 
-    def finish(self, slot: int, position: int | None = None) -> Moment:
-        """Bring the checkpoint to ``position`` (all that was run) and return what it holds."""
-        checkpoint = int(self.table.checkpoint[slot])
-        run, folded = int(self.table.run[slot]), self.folded(slot)
+    def finish(self, slot: int, position: int | None = None) -> Timestamp:
+        """Bring the state slot to ``position`` (all that was run) and return what it holds."""
+        state_slot = int(self.table.state_slot[slot])
+        run, folded = int(self.table.processed[slot]), self.folded(slot)
         keep = (run if position is None else position) - folded
-        self.scheme.finish(*(torch.tensor([n]) for n in (slot, checkpoint, keep)))
-        return self.stored(checkpoint)
+        self.scheme.finish(*(torch.tensor([n]) for n in (slot, state_slot, keep)))
+        return self.stored(state_slot)
 
     def folded(self, slot: int) -> int:
         return int(self.scheme.folded(torch.tensor([slot]))[0])
@@ -223,26 +224,26 @@ class Rig:
     def verify(self, slots: list[int], tree: Tree, inputs: Inputs) -> list[Tensor]:
         """Outputs of each layer, [b, T, H, P]."""
         before = [self.folded(slot) for slot in slots]
-        self.scheme.begin(torch.tensor(slots), tree)
+        self.layout = self.scheme.begin(torch.tensor(slots), tree)
         self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))
         c, outputs = self.config, []
         for layer, xbc, dt in zip(self.layers, inputs.xbc, inputs.dt):
-            y = self.scheme.verify(layer, xbc.flatten(0, 1), dt.flatten(0, 1))
+            y = self.scheme.verify(layer, self.layout, xbc.flatten(0, 1), dt.flatten(0, 1))
             outputs.append(y.view(*xbc.shape[:2], c.num_heads, c.head_dim))
         return outputs
 
     def accept(self, slots: list[int], accepted: Truncated, hidden: Tensor) -> None:
-        self.scheme.accept(accepted, hidden)
-        self.table.run[slots] += accepted.count
+        self.scheme.accept(self.layout, accepted, hidden)
+        self.table.processed[slots] += accepted.count
 
     def plain_nodes(
         self, slot: int, row: int, tree: Tree, inputs: Inputs
-    ) -> tuple[list[Moment], list[list[Tensor]]]:
+    ) -> tuple[list[Timestamp], list[list[Tensor]]]:
         """Each node after its root path, and each layer's outputs of the nodes."""
-        moments: list[Moment] = []
+        moments: list[Timestamp] = []
         outputs: list[list[Tensor]] = [[] for _ in self.layers]
         for node in range(tree.parents.shape[1]):
-            start = self.plain[slot][int(self.table.run[slot])]
+            start = self.plain[slot][int(self.table.processed[slot])]
             before = moments[int(tree.parents[row, node])] if node else start
             after = []
             for i, layer in enumerate(self.layers):
@@ -250,7 +251,7 @@ class Rig:
                 sequence, y = before.layers[i].after(layer, xbc, dt)
                 after.append(sequence)
                 outputs[i].append(y)
-            moments.append(Moment(after, inputs.hidden[row, node]))
+            moments.append(Timestamp(after, inputs.hidden[row, node]))
         return moments, outputs
 
     def step(self, slots: list[int], tree: Tree, ends: list[int], counts: list[int]) -> float:
@@ -265,7 +266,7 @@ class Rig:
             for found, exact in zip(outputs, expected):
                 for node, y in enumerate(exact):
                     worst = max(worst, relative_error(found[row, node], y))
-            run = int(self.table.run[slot])
+            run = int(self.table.processed[slot])
             for i, node in enumerate(paths[row][: counts[row]]):
                 self.plain[slot][run + 1 + i] = moments[node]
         self.accept(slots, truncated(paths, counts), inputs.hidden)
@@ -284,7 +285,7 @@ class Rig:
         return self.step(slots, tree, ends, counts)
 
 
-def assert_same_moment(found: Moment, expected: Moment, tolerance: float = 2e-6) -> None:
+def assert_same_moment(found: Timestamp, expected: Timestamp, tolerance: float = 2e-6) -> None:
     """The state up to rounding; convolution inputs and the feature bit for bit."""
     for ours, plain in zip(found.layers, expected.layers):
         assert relative_error(ours.state, plain.state) < tolerance

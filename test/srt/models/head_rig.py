@@ -9,21 +9,21 @@ from typing import Any
 import plain_heads
 import torch
 from safetensors.torch import load_file, save_file
+from tensor_checks import host_backend
 from tiny_heads import GrowingSequence
 from tiny_model import VOCAB, load_model
 from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafting.base import FolderSource
+from mamba_eagle.drafting.eagle3 import EagleThreeNetwork
+from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle3 import Eagle3Head, published_name
 from mamba_eagle.models.loader import load_weights
-from mamba_eagle.models.registry import read_as
-from mamba_eagle.spec.drafters.base import FolderSource
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeNetwork
-from mamba_eagle.spec.drafters.network import DraftNetwork
+from mamba_eagle.models.registry import read_as, read_model_config
 
 BATCH, LENGTH = 2, 21
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -35,7 +35,7 @@ def eagle3_network(folder: Path, target: CausalLM, prepared: bool = False) -> Ea
     head = Eagle3Head(read_as("eagle3", folder), names)
     load_weights(head, folder)
     if prepared:
-        prepare_for_inference(head)
+        prepare_for_inference(head, host_backend().layer_ops)
     return EagleThreeNetwork(head.requires_grad_(False), target)
 
 
@@ -80,7 +80,7 @@ def run_chain(network: DraftNetwork, tokens: Tensor, features: Tensor) -> Tensor
     entries = network.entry_features(features).unflatten(0, tokens.shape)
     entries = torch.stack([plain_heads.behind(each) for each in entries])
     carry = torch.zeros(len(tokens), network.carry_size)
-    return network.chain(tokens, entries, carry, FullSequenceContext(*tokens.shape))
+    return network.run_entries(tokens, entries, carry, FullSequenceContext(*tokens.shape))
 
 
 def run_drafts(
@@ -90,7 +90,7 @@ def run_drafts(
     ctx = GrowingSequence(torch.arange(len(tokens)))
     entries = plain_heads.behind(network.entry_features(features))
     carry = torch.zeros(1, network.carry_size)
-    outputs = [network.chain(tokens[None], entries[None], carry, ctx)[0, -1]]
+    outputs = [network.run_entries(tokens[None], entries[None], carry, ctx)[0, -1]]
     for depth, token in enumerate(drafted, start=1):
         ctx.then(len(tokens) + depth - 1)
         outputs.append(network.lanes(depth, torch.tensor([token]), outputs[-1][None], ctx)[0])
@@ -102,5 +102,5 @@ def engine_config(model: Path, head: Path | str) -> EngineConfig:
 
 
 def problems_of(source: type[FolderSource], head: Path, target: Path) -> list[str]:
-    made = source(engine_config(target, head), ModelConfig.from_pretrained(target))
+    made = source(engine_config(target, head), read_model_config(target))
     return [line.replace(f"{head}: ", "") for line in made.problems()]

@@ -29,18 +29,18 @@ from safetensors.torch import load_file, save_file
 from tiny_heads import EAGLE3_CONFIG, write_eagle3_head
 from tiny_model import VOCAB, load_model, write_model
 
+from mamba_eagle.drafting.eagle3 import EagleThreeSource
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.eagle3 import (
     LAYER_IDS,
     Eagle3Head,
     layer_ids,
     tap_layers,
 )
-from mamba_eagle.models.heads import draft_algorithm
 from mamba_eagle.models.loader import CheckpointError, load_weights
-from mamba_eagle.models.registry import model_class, read_as
-from mamba_eagle.spec.drafters.eagle3 import EagleThreeSource
+from mamba_eagle.models.registry import model_class, read_as, read_model_config
+from mamba_eagle.resolve import draft_algorithm
 
 torch.set_num_threads(1)
 
@@ -134,7 +134,7 @@ def test_eagle3_heads_under_speculators_names_are_the_same(model: Path, tmp_path
     )
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
     save_file(renamed, folder / "model.safetensors")
-    assert ModelConfig.from_pretrained(folder).vocab_size == VOCAB
+    assert read_model_config(folder).vocab_size == VOCAB
     torch.testing.assert_close(run_chain(eagle3_network(folder, target), tokens, features), wanted)
 
 
@@ -187,7 +187,7 @@ def test_taps_are_what_goes_into_the_layers(model: Path) -> None:
 @pytest.mark.parametrize("family", PEERS)
 def test_every_family_can_be_tapped(family: str, tmp_path: Path) -> None:
     make_peer(family).save_pretrained(tmp_path)
-    config = ModelConfig.from_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
     target, tokens = model_class(config)(config), random_tokens(LENGTH)
     load_weights(target, tmp_path)
     size, last = config.hidden_size, len(target.parts.layers)
@@ -225,7 +225,7 @@ def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Pat
         "them, rising from 0 to 4, in config.json as eagle_config.eagle_aux_hidden_state_layer_ids",
         f"drafter {tmp_path} was made for a target of hidden_size 32, this one has 64: use one "
         "that was made for this target",
-        "dtype of d2t: F32 in the file, but these are whole numbers",
+        "dtype of d2t: F32 in the file, an integer dtype in the model",
         "missing: embed_tokens.weight",
         "missing: norm.weight",
         "shape of fc.weight: [64, 128] in the file, [64, 64] by config.json",
@@ -254,14 +254,14 @@ def test_another_layout_of_eagle3_is_refused(tmp_path: Path, changes: dict, word
 def test_lanes_are_no_more_than_the_tokens_that_a_head_knows(model: Path, tmp_path: Path) -> None:
     folder = write_eagle3_head(tmp_path, model)
     config = replace(engine_config(model, folder), speculative_eagle_topk=61)
-    assert EagleThreeSource(config, ModelConfig.from_pretrained(model)).problems() == [
+    assert EagleThreeSource(config, read_model_config(model)).problems() == [
         f"--speculative-eagle-topk 61: drafter {folder} knows 60 tokens; set it to 60 at most"
     ]
 
 
 @pytest.mark.parametrize(
     ("offsets", "words"),
-    [({59: 37}, "token 96 of a vocabulary of 96"), ({1: -1}, "one token of the target to two")],
+    [({59: 37}, "token 96 of a vocabulary of 96"), ({1: -1}, "two draft tokens to one token")],
 )
 def test_a_token_map_that_leads_astray_is_refused(
     model: Path, tmp_path: Path, offsets: dict[int, int], words: str

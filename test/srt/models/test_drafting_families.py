@@ -11,6 +11,7 @@ from peer_models import PEERS, VOCAB, make_peer
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
 
@@ -33,13 +34,15 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def generated(folder: Path, temperature: float, **settings: object) -> Generation:
-    config = EngineConfig(
-        model_path=str(folder / "target"),
-        device="cpu",
-        max_running_requests=len(PROMPTS),
-        max_total_tokens=1000,
-        **settings,
-    ).resolved()
+    config = resolve(
+        EngineConfig(
+            model_path=str(folder / "target"),
+            device="cpu",
+            max_running_requests=len(PROMPTS),
+            max_total_tokens=1000,
+            **settings,
+        )
+    )
     sampling = SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True, seed=4)
     return InProcessDriver(ModelRunner(config), config).generate(PROMPTS, sampling)
 

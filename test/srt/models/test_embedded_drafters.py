@@ -9,20 +9,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from mamba_eagle.config import ASSETS, EMBEDDED_DRAFTERS, EngineConfig
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.embedded import ASSETS, EMBEDDED_DRAFTERS
 from mamba_eagle.eval import gsm8k
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
-PROBLEMS, MOST_TOKENS = 24, 120
-LEAST_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens a step, by temperature; measured: 5.7 and 5.5
+PROBLEMS, MAX_TOKENS = 24, 120
+MIN_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens a step, by temperature; measured: 5.7 and 5.5
 Generate = Callable[[str, float], Generation]
 
 
 def prompts() -> list[list[int]]:
-    config = EngineConfig(speculative_algorithm="NONE").resolved()
+    config = resolve(EngineConfig(speculative_algorithm="NONE"))
     tokenizer = Tokenizer.from_file(str(Path(config.tokenizer_path) / "tokenizer.json"))
     task = gsm8k.load_task(gsm8k.EMBEDDED_PROBLEMS, 0, PROBLEMS)
     texts = [gsm8k.make_prompt([], problem.question) for problem in task.questions]
@@ -35,23 +37,25 @@ def generate() -> Generate:
 
     def run(algorithm: str, temperature: float) -> Generation:
         if algorithm not in drivers:
-            config = EngineConfig(
-                device="cpu",
-                cpu_threads=1,
-                speculative_algorithm=algorithm,
-                speculative_eagle_topk=4,
-                speculative_num_steps=5,
-                speculative_num_draft_tokens=16,
-            ).resolved()
-            config = sized_for(config, PROBLEMS, 100 + MOST_TOKENS)
+            config = resolve(
+                EngineConfig(
+                    device="cpu",
+                    cpu_threads=1,
+                    speculative_algorithm=algorithm,
+                    speculative_eagle_topk=4,
+                    speculative_num_steps=5,
+                    speculative_num_draft_tokens=16,
+                )
+            )
+            config = sized_for(config, PROBLEMS, 100 + MAX_TOKENS)
             drivers[algorithm] = InProcessDriver(ModelRunner(config), config)
-        sampling = SamplingParams(max_new_tokens=MOST_TOKENS, temperature=temperature, seed=1)
+        sampling = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=temperature, seed=1)
         return drivers[algorithm].generate(prompts(), sampling)
 
     return run
 
 
-@pytest.mark.parametrize("temperature", LEAST_LENGTH)
+@pytest.mark.parametrize("temperature", MIN_LENGTH)
 @pytest.mark.parametrize("algorithm", EMBEDDED_DRAFTERS)
 def test_an_embedded_drafter_drafts_what_the_model_writes(
     algorithm: str, temperature: float, generate: Generate
@@ -59,11 +63,11 @@ def test_an_embedded_drafter_drafts_what_the_model_writes(
     """No folder is named: the drafter's is found. Texts are those of plain decoding."""
     made = generate(algorithm, temperature)
     assert made.tokens == generate("NONE", temperature).tokens
-    assert made.accept_length >= LEAST_LENGTH[temperature]
+    assert made.accept_length >= MIN_LENGTH[temperature]
 
 
 def test_the_embedded_model_drafts_with_its_eagle_head_unless_another_drafter_is_named() -> None:
-    config = EngineConfig().resolved()
+    config = resolve(EngineConfig())
     assert config.speculative_algorithm == "EAGLE"
     assert config.speculative_draft_model_path == str(EMBEDDED_DRAFTERS["EAGLE"])
 

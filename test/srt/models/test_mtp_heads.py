@@ -22,18 +22,20 @@ from head_rig import (
     run_drafts,
 )
 from safetensors.torch import load_file
+from tensor_checks import host_backend
 from tiny_heads import GrowingSequence, write_mtp_head
 from tiny_model import MODEL_CONFIG, load_model, write_model
 from torch import Tensor
 
+from mamba_eagle.drafting.mtp import MtpNetwork, MtpSource
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, read_values
+from mamba_eagle.models.config_json import read_values
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.mtp import MtpHead
-from mamba_eagle.models.registry import read_as
-from mamba_eagle.spec.drafters.mtp import MtpNetwork, MtpSource
+from mamba_eagle.models.registry import read_as, read_model_config
 
 torch.set_num_threads(1)
 
@@ -54,7 +56,7 @@ def mtp_network(folder: Path, target: CausalLM, prepared: bool = False) -> MtpNe
     head = MtpHead(read_as("mtp", folder))
     load_weights(head, folder)
     if prepared:
-        prepare_for_inference(head)
+        prepare_for_inference(head, host_backend().layer_ops)
     return MtpNetwork(head.requires_grad_(False), target)
 
 
@@ -140,9 +142,9 @@ def test_modules_in_a_row_go_on_where_a_chunk_ended(model: Path, tmp_path: Path,
     wanted = run_chain(network, tokens, hidden)
     entries, ctx = plain_heads.behind(hidden)[None], GrowingSequence(torch.arange(LENGTH))
     carry = torch.zeros(1, network.carry_size)
-    first = network.chain(tokens[:, :cut], entries[:, :cut], carry, ctx)
+    first = network.run_entries(tokens[:, :cut], entries[:, :cut], carry, ctx)
     carry = first[:, -1, : network.carry_size]
-    second = network.chain(tokens[:, cut:], entries[:, cut:], carry, ctx)
+    second = network.run_entries(tokens[:, cut:], entries[:, cut:], carry, ctx)
     torch.testing.assert_close(torch.cat([first, second], dim=1), wanted, **CLOSE)
 
 
@@ -152,7 +154,7 @@ def test_mtp_modules_are_read_beside_the_target(model: Path, tmp_path: Path) -> 
     write_mtp_head(folder, folder)
     assert any(name.startswith("mtp.") for name in load_file(folder / "model.safetensors"))
     load_model(folder)  # the target itself does without them
-    source = MtpSource(engine_config(folder, ""), ModelConfig.from_pretrained(folder))
+    source = MtpSource(engine_config(folder, ""), read_model_config(folder))
     assert source.path == str(folder) and source.problems() == []
     ours, theirs = (MtpHead(read_as("mtp", place)) for place in (folder, alone))
     load_weights(ours, folder)
@@ -176,7 +178,7 @@ def test_a_module_that_is_counted_by_its_uses_is_repeated(model: Path, tmp_path:
     """NVIDIA-NeMo/Megatron-Bridge#5946 wrote the number of uses for the number of modules."""
     folder = write_mtp_head(tmp_path, model, num_nextn_predict_layers=1)
     edit(folder, num_nextn_predict_layers=2)
-    source = MtpSource(engine_config(model, folder), ModelConfig.from_pretrained(model))
+    source = MtpSource(engine_config(model, folder), read_model_config(model))
     assert source.problems() == [] and source.module().num_modules == 1
     assert source.config.num_attention_layers == 1
     edit(folder, {"mtp.layers.2.norm.weight": torch.ones(64)})
@@ -218,4 +220,4 @@ def test_modules_draft_no_more_tokens_than_they_are(model: Path, tmp_path: Path)
 
 def test_a_target_without_mtp_modules_is_named(model: Path) -> None:
     with pytest.raises(UnsupportedModel, match=f"{model}: num_nextn_predict_layers is None"):
-        MtpSource(engine_config(model, ""), ModelConfig.from_pretrained(model))
+        MtpSource(engine_config(model, ""), read_model_config(model))

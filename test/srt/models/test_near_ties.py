@@ -15,7 +15,7 @@ from near_ties import (
 )
 from runner_harness import Engine, PlainModel, Settings, greedy
 
-from mamba_eagle.config import EMBEDDED_HEADS, EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 PROBLEMS, BATCH = 6, 4
 NEW_TOKENS = 48

@@ -17,9 +17,9 @@ from tiny_model import HEAD_CONFIG, load_model
 from torch import nn
 
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import created_as, random_weights
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.runner.driver import InProcessDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +64,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
 def write_head(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HEAD_CONFIG))
-    head = EagleHead(ModelConfig.from_dict(HEAD_CONFIG))
+    head = EagleHead(parse_config(HEAD_CONFIG))
     random_weights(head, 1)
     save_file({n: p.detach() for n, p in head.named_parameters()}, folder / "model.safetensors")
     return folder

@@ -15,8 +15,9 @@ from test_loading import edit, logits
 from tiny_model import load_model
 from torch import Tensor
 
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.registry import read_model_config
 
 BLOCK = (16, 32)
 
@@ -149,8 +150,8 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     write_modelopt(tmp_path, quant_algo=algorithm, kv_cache_quant_algo="NVFP4")
     with caplog.at_level(logging.INFO, logger="mamba_eagle.models"):
         assert torch.equal(logits(load_model(tmp_path)), plain)
-    assert "KV stays in the model's dtype, not NVFP4" in caplog.text
-    assert ("modelopt (FP8) weights are widened" in caplog.text) == (algorithm == "FP8")
+    assert "the KV cache uses the model's dtype, not NVFP4" in caplog.text
+    assert ("converting modelopt (FP8) weights" in caplog.text) == (algorithm == "FP8")
 
 
 # ── what is refused ──
@@ -161,9 +162,9 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     [
         ({"quant_method": "gptq", "bits": 4}, "quantization gptq is not"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"modelopt \(NVFP4\)"),
-        (compressed("tensor", num_bits=4), r"compressed-tensors \(4-bit float a tensor\)"),
-        (compressed("group", group_size=32), r"compressed-tensors \(8-bit float a group\)"),
-        (compressed("channel", type="int"), r"compressed-tensors \(8-bit int a channel\)"),
+        (compressed("tensor", num_bits=4), r"compressed-tensors \(4-bit float per tensor\)"),
+        (compressed("group", group_size=32), r"compressed-tensors \(8-bit float per group\)"),
+        (compressed("channel", type="int"), r"compressed-tensors \(8-bit int per channel\)"),
     ],
     ids=["gptq", "nvfp4", "fp4", "mxfp8", "int8"],
 )
@@ -173,7 +174,7 @@ def test_other_schemes_are_refused_by_name(
     make_peer("bamba").save_pretrained(tmp_path)
     edit(tmp_path, quantization_config=described)
     with pytest.raises(UnsupportedModel, match=words):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_other_schemes_in_modelopts_own_file_are_refused_by_name(
     make_peer("nemotron-h").save_pretrained(tmp_path)
     write_modelopt(tmp_path, **described)
     with pytest.raises(UnsupportedModel, match=f"quantization {name} is not supported"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> None:
@@ -210,6 +211,8 @@ def test_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> 
     with pytest.raises(CheckpointError) as refused:
         load_model(folder)
     text = str(refused.value)
-    assert f"scale of {mixer}.out_proj.weight: the weight is torch.float8_e4m3fn, and no" in text
+    assert (
+        f"scale of {mixer}.out_proj.weight: the weight is torch.float8_e4m3fn, but there is" in text
+    )
     assert "up_proj.weight: scales [3, 2] do not fit [40, 64] in blocks of [16, 16]" in text
     assert "missing:" not in text

@@ -9,7 +9,8 @@ import pytest
 from peer_models import YARN_ROPE, make_peer
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel, YarnScaling
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel, YarnScaling
+from mamba_eagle.models.registry import parse_config
 from mamba_eagle.runner.model_runner import ModelRunner
 
 LLAMA = {
@@ -24,7 +25,7 @@ LLAMA = {
 
 
 def parsed(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**LLAMA, **changes})
+    return parse_config({**LLAMA, **changes})
 
 
 def test_published_and_new_names_of_a_scaling_mean_the_same() -> None:
@@ -75,4 +76,4 @@ def test_a_scaling_that_lacks_a_number_is_refused_by_name() -> None:
         parsed(rope_scaling={"rope_type": "llama3", "factor": 8.0})
     values = {name: value for name, value in LLAMA.items() if name != "max_position_embeddings"}
     with pytest.raises(UnsupportedModel, match="lacks 'max_position_embeddings'"):
-        ModelConfig.from_dict({**values, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+        parse_config({**values, "rope_scaling": {"type": "yarn", "factor": 4.0}})

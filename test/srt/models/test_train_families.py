@@ -11,14 +11,15 @@ from peer_models import PEERS, VOCAB, make_peer
 from safetensors.torch import load_file
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver, greedy
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.train.drafter import command
-from mamba_eagle.train.drafter.batches import Answer, to_rows
-from mamba_eagle.train.drafter.recipe import draft_loss
-from mamba_eagle.train.drafter.recipes import RECIPES
-from mamba_eagle.train.drafter.settings import TrainSettings
-from mamba_eagle.train.drafter.target import ask_target, load_target
+from mamba_eagle.train import command
+from mamba_eagle.train.batches import Answer, pad_answers
+from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
+from mamba_eagle.train.loss import draft_loss
+from mamba_eagle.train.settings import TrainSettings
+from mamba_eagle.train.target import load_target, run_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +40,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("algorithm", TRAINABLE_HEADS)
 def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Path) -> None:
     """Answers, one step, a folder that drafts: the text is the target's."""
     flags = ["--target", str(target), "--data", str(target / "data.jsonl"), "--device", "cpu"]
@@ -47,22 +48,24 @@ def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Pa
     flags += ["--held-out", "2", "--max-new-tokens", "12", "--steps", "1", *FLAGS[algorithm]]
     assert command.main(flags) == 0
     assert all(t.isfinite().all() for t in load_file(tmp_path / "model.safetensors").values())
-    config = EngineConfig(
-        model_path=str(target),
-        device="cpu",
-        speculative_algorithm=algorithm.upper(),
-        speculative_draft_model_path=str(tmp_path),
-        speculative_num_steps=DEPTH,
-        max_running_requests=2,
-        max_total_tokens=300,
-    ).resolved()
+    config = resolve(
+        EngineConfig(
+            model_path=str(target),
+            device="cpu",
+            speculative_algorithm=algorithm.upper(),
+            speculative_draft_model_path=str(tmp_path),
+            speculative_num_steps=DEPTH,
+            max_running_requests=2,
+            max_total_tokens=300,
+        )
+    )
     answer = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
     driver = InProcessDriver(ModelRunner(config), config)
     made = driver.generate([answer["prompt"]], greedy(len(answer["answer"])))
     assert made.tokens == [answer["answer"]]
 
 
-@pytest.mark.parametrize("algorithm", RECIPES)
+@pytest.mark.parametrize("algorithm", TRAINABLE_HEADS)
 def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) -> None:
     """And the target none."""
     settings = TrainSettings(
@@ -76,11 +79,11 @@ def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) ->
     model = load_target(target, torch.device("cpu"))
     tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1)).tolist()
     answers = [Answer(tokens[0], 4), Answer(tokens[1][:15], 2)]
-    recipe = RECIPES[algorithm](settings, model, answers)
-    rows = to_rows(answers, DEPTH, torch.device("cpu"))
-    guesses = [sum(answer.guesses(d) for answer in answers) for d in range(DEPTH)]
-    draft_loss(recipe, rows, ask_target(model, rows), guesses).backward()
-    for name, parameter in recipe.module.named_parameters():
+    head = TRAINABLE_HEADS[algorithm](settings, model, answers)
+    padded = pad_answers(answers, DEPTH, torch.device("cpu"))
+    guesses = [sum(answer.num_drafts(d) for answer in answers) for d in range(DEPTH)]
+    draft_loss(head, padded, run_target(model, padded), guesses).backward()
+    for name, parameter in head.module.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
     assert all(parameter.grad is None for parameter in model.parameters())

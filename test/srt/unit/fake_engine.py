@@ -55,7 +55,7 @@ class FakeEngine:
         self._stop = threading.Event()
         values: dict[str, Any] = {
             "max_kv_slots": 1000,
-            "max_checkpoints": 100,
+            "max_state_slots": 100,
             "max_running_requests": 8,
             "context_length": 64,
             "vocab_size": vocab_size,
@@ -112,7 +112,7 @@ class FakeEngine:
             state = {"num_running_reqs": float(len(self._live)), "gen_throughput": 12.5}
             tree = ShapeUse(steps=7, accept_length=2.5, step_ms=1.5)
             speculation = SpeculationState(
-                adaptive=True, current="2x5x8", given_up=True, shapes={"2x5x8": tree}
+                adaptive=True, current="2x5x8", disabled=True, shapes={"2x5x8": tree}
             )
             self._out.send(StateReply(call_id=item.call_id, state=state, speculation=speculation))
 

@@ -1,19 +1,24 @@
 """A runner without a model: it executes plans on pools that remember what was written in them.
 
 It is the oracle for the scheduler and the cache. A KV slot remembers which token at which position
-was written to it, a checkpoint slot which tokens its state stands for; before anything is read,
+was written to it, a state slot which tokens its state stands for; before anything is read,
 it is compared with what the request needs. Its "model" is a hash of the token prefix, so a text
 depends on the prompt and the seed alone; any use of a wrong slot shows as an AssertionError.
+
+It can also return results that cannot be, for the requests of some seeds (``Fault``).
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from zlib import crc32
 
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import (
     DecodeBatch,
     DecodeResult,
@@ -28,7 +33,6 @@ from mamba_eagle.message import (
     TokenLogprob,
 )
 from mamba_eagle.scheduler.scheduler import Scheduler
-from mamba_eagle.spec.drafters import needs_history
 
 VOCAB = 50
 EOS = 7
@@ -61,7 +65,7 @@ def expected_text(prompt: list[int], sampling: SamplingParams) -> list[int]:
 class Slot:
     """A request as the runner sees it."""
 
-    checkpoint: int
+    state_slot: int
     sampling: SamplingParams
     output_start: int
     tokens: list[int]  # known tokens; the last is not run once prefill is over
@@ -70,20 +74,67 @@ class Slot:
     decoding: bool = False
     ended: bool = False
     traced: bool = False
-    followed: bool = True  # by the drafter
+    logprobs: bool = False  # of output tokens
+    tracked: bool = True  # by the drafter
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.output_start
 
 
-class FakeRunner:
-    """``rows``: tokens a request can run before its checkpoint must follow (a fold)."""
+Spoil = Callable[[DecodeResult, Slot], None]
 
-    def __init__(self, kv_slots: int, checkpoints: int, requests: int, context: int, rows: int = 9):
+
+class Fault(NamedTuple):
+    """What is wrong with the results of one request, from some moment on."""
+
+    after: int  # output tokens that it has by then
+    spoil: Spoil
+
+
+def no_token(result: DecodeResult, slot: Slot) -> None:
+    """What the runner returns when the logits are not finite, or all tokens are banned."""
+    result.tokens, result.nodes, result.logprobs = [], [], []
+
+
+def outside_the_vocabulary(result: DecodeResult, slot: Slot) -> None:
+    result.tokens[-1] = VOCAB
+
+
+def more_tokens_than_nodes(result: DecodeResult, slot: Slot) -> None:
+    result.tokens = result.tokens + [1] * 100
+
+
+def more_nodes_than_the_tree_has(result: DecodeResult, slot: Slot) -> None:
+    result.tokens = result.tokens + [1] * 100
+    result.nodes = [*range(len(result.tokens))]
+
+
+def the_root_twice(result: DecodeResult, slot: Slot) -> None:
+    result.nodes, result.tokens = [0, 0], [result.tokens[0], 1]
+
+
+def no_logprobs(result: DecodeResult, slot: Slot) -> None:
+    result.logprobs = []
+
+
+def stops_too_early(result: DecodeResult, slot: Slot) -> None:
+    result.tokens[-1] = EOS
+    slot.ended = True
+
+
+def goes_on_after_a_stop(result: DecodeResult, slot: Slot) -> None:
+    result.nodes, result.tokens = [0, 1], [EOS, 1]
+    result.logprobs = result.logprobs[:1] * 2
+
+
+class FakeRunner:
+    """``rows``: tokens a request can run before its state slot must follow (a fold)."""
+
+    def __init__(self, kv_slots: int, state_slots: int, requests: int, context: int, rows: int = 9):
         self.ready = RunnerReady(
             max_kv_slots=kv_slots,
-            max_checkpoints=checkpoints,
+            max_state_slots=state_slots,
             max_running_requests=requests,
             context_length=context,
             vocab_size=VOCAB,
@@ -93,13 +144,14 @@ class FakeRunner:
         self.rows = rows
         self.needs_history = False  # always, as some drafters do
         self.kv: list[tuple[int, int] | None] = [None] * kv_slots  # (token, position)
-        self.checkpoints: list[tuple[int, ...] | None] = [None] * checkpoints
+        self.state_slots: list[tuple[int, ...] | None] = [None] * state_slots
         self.slots: dict[int, Slot] = {}
         self.last_step = 0
         self.prefilled_tokens = 0
         self.drafts_accepted = True  # some of them
-        self.followed = 0  # requests
+        self.tracked = 0  # requests
         self.decode_steps: Counter[str] = Counter()  # by the name of their shape
+        self.faults: dict[int, Fault] = {}  # by the seed of the request
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
@@ -107,24 +159,24 @@ class FakeRunner:
         assert plan.step == self.last_step + 1, "plans must be numbered in order"
         self.last_step = plan.step
         assert plan.releases or plan.prefill or plan.decode, "an empty plan"
-        for slot in plan.unfollow:
-            assert self.slots[slot].followed, "given up twice"
-            self.slots[slot].followed = False
+        for slot in plan.untrack:
+            assert self.slots[slot].tracked, "given up twice"
+            self.slots[slot].tracked = False
         for release in plan.releases:
             self._release(release.slot, release.fold_to)
-        self.followed += sum(item.is_first and item.follow for item in plan.prefill)
+        self.tracked += sum(item.is_first and item.track for item in plan.prefill)
         written: list[int] = []
         for item in plan.prefill:
             written += item.kv_slots
         if plan.decode is not None:
             written += [kv for nodes in plan.decode.kv_slots for kv in nodes]
         assert len(written) == len(set(written)), "a KV slot is written twice in one step"
-        saved = [save.checkpoint for item in plan.prefill for save in item.saves]
-        saved += [slot.checkpoint for slot in self.slots.values()]
-        saved += [item.checkpoint for item in plan.prefill if item.is_first]
-        assert len(saved) == len(set(saved)), "a checkpoint slot has two writers"
+        saved = [save.state_slot for item in plan.prefill for save in item.saves]
+        saved += [slot.state_slot for slot in self.slots.values()]
+        saved += [item.state_slot for item in plan.prefill if item.is_first]
+        assert len(saved) == len(set(saved)), "a state slot has two writers"
         read = {item.load_from for item in plan.prefill if item.is_first}
-        assert not read & set(saved), "a checkpoint is read and written in one step"
+        assert not read & set(saved), "a state slot is read and written in one step"
         # A real runner runs all prompts of a step as one pass: none may build on another's.
         fresh = set(written)
         for item in plan.prefill:
@@ -140,7 +192,7 @@ class FakeRunner:
             assert slot.decoding, "only a request that has finished its prompt can be folded"
             self._check(slot)
             assert slot.folded <= fold_to <= len(slot.table)
-            self.checkpoints[slot.checkpoint] = tuple(slot.tokens[:fold_to])
+            self.state_slots[slot.state_slot] = tuple(slot.tokens[:fold_to])
 
     def _check(self, slot: Slot) -> None:
         """All that the request stands on is still there."""
@@ -149,7 +201,7 @@ class FakeRunner:
                 f"KV slot {kv} should hold token {slot.tokens[position]} of position {position}, "
                 f"but holds {self.kv[kv]}"
             )
-        state = self.checkpoints[slot.checkpoint]
+        state = self.state_slots[slot.state_slot]
         assert state == tuple(slot.tokens[: slot.folded]), "S0 is not the request's own"
 
     def _prefill(self, item: PrefillItem) -> PrefillResult:
@@ -158,8 +210,8 @@ class FakeRunner:
             slot = self._start(item)
         else:
             slot = self.slots[item.slot]
-            assert slot.checkpoint == item.checkpoint and not slot.decoding
-            assert slot.followed == item.follow
+            assert slot.state_slot == item.state_slot and not slot.decoding
+            assert slot.tracked == item.track
         assert item.start == len(slot.table) == len(slot.tokens)
         self._check(slot)
         for token, kv in zip(item.token_ids, item.kv_slots):
@@ -171,9 +223,9 @@ class FakeRunner:
         for save in item.saves:
             assert before < save.position <= end, "saves must increase within the chunk"
             before = save.position
-            self.checkpoints[save.checkpoint] = tuple(slot.tokens[: save.position])
+            self.state_slots[save.state_slot] = tuple(slot.tokens[: save.position])
         slot.folded = end
-        self.checkpoints[slot.checkpoint] = tuple(slot.tokens)
+        self.state_slots[slot.state_slot] = tuple(slot.tokens)
         result = PrefillResult()
         if item.logprob_start >= 0:
             assert item.start <= item.logprob_start < end
@@ -184,8 +236,11 @@ class FakeRunner:
         if item.is_last:
             slot.decoding = True
             if slot.sampling.max_new_tokens > 0:
-                self._emit(slot)
-                result.token = slot.tokens[-1]
+                first = DecodeResult(nodes=[0])
+                self._emit(slot, first)
+                self._spoil(slot, first, before=0)
+                result.token = first.tokens[0] if first.tokens else -1
+                result.logprob = first.logprobs[0] if first.logprobs else None
             else:
                 slot.ended = True
                 result.token = 3
@@ -196,33 +251,43 @@ class FakeRunner:
         assert item.sampling is not None
         prefix: tuple[int, ...] = ()
         if item.load_from >= 0:
-            state = self.checkpoints[item.load_from]
+            state = self.state_slots[item.load_from]
             assert state is not None and len(state) == item.start
             prefix = state
         assert len(item.prefix_kv_slots) == item.start == len(prefix)
         slot = Slot(
-            checkpoint=item.checkpoint,
+            state_slot=item.state_slot,
             sampling=item.sampling,
             output_start=item.output_start,
             tokens=list(prefix),
             table=list(item.prefix_kv_slots),
             folded=item.start,
             traced=item.return_spec_trace,
-            followed=item.follow,
+            logprobs=item.return_logprob,
+            tracked=item.track,
         )
         if item.sampling.needs_history or self.needs_history:
             assert item.history == slot.tokens
-        self.checkpoints[item.checkpoint] = prefix
+        self.state_slots[item.state_slot] = prefix
         self.slots[item.slot] = slot
         return slot
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────
 
-    def _emit(self, slot: Slot) -> None:
+    def _emit(self, slot: Slot, result: DecodeResult) -> None:
         token = next_token(tuple(slot.tokens), slot.sampling, slot.num_output)
+        if slot.logprobs:
+            result.logprobs.append(TokenLogprob(token, -float(len(slot.tokens))))
         slot.tokens.append(token)
+        result.tokens.append(token)
         is_stop = token in slot.sampling.stop_tokens((EOS,))
         slot.ended = is_stop or slot.num_output >= slot.sampling.max_new_tokens
+
+    def _spoil(self, slot: Slot, result: DecodeResult, before: int) -> None:
+        """before: output tokens of the request ahead of the step."""
+        fault = self.faults.get(slot.sampling.seed)
+        if fault is not None and before >= fault.after:
+            fault.spoil(result, slot)
 
     def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
         assert len(batch.slots) == len(set(batch.slots)) == len(batch.kv_slots)
@@ -240,24 +305,25 @@ class FakeRunner:
         if slot.ended:
             return DecodeResult(folded=slot.folded)
         luck = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
-        drafts = luck.randint(0, min(batch.shape.steps, batch.shape.nodes - 1))
+        drafts = luck.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
         drafts *= self.drafts_accepted
         path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
-        root, tokens, nodes = slot.tokens[-1], [], []
+        root, before = slot.tokens[-1], slot.num_output
+        result = DecodeResult()
         for node in path:
             self.kv[kv_slots[node]] = (slot.tokens[-1], len(slot.table))
             slot.table.append(kv_slots[node])
-            nodes.append(node)
-            self._emit(slot)
-            tokens.append(slot.tokens[-1])
+            result.nodes.append(node)
+            self._emit(slot, result)
             if slot.ended:
                 break
         if len(slot.table) - slot.folded > self.rows:
             slot.folded = len(slot.table)
-            self.checkpoints[slot.checkpoint] = tuple(slot.tokens[: slot.folded])
-        result = DecodeResult(tokens=tokens, nodes=nodes, folded=slot.folded)
+            self.state_slots[slot.state_slot] = tuple(slot.tokens[: slot.folded])
+        result.folded = slot.folded
         if slot.traced:
             result.trace = self._trace(root, batch.shape.nodes, result)
+        self._spoil(slot, result, before)
         return result
 
     def _trace(self, root: int, num_nodes: int, walk: DecodeResult) -> StepTrace:
@@ -282,6 +348,7 @@ class Server:
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.traces: dict[str, list[StepTrace]] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
@@ -290,6 +357,7 @@ class Server:
             assert before is None or before.finish is None, "an output after the end"
             self.texts.setdefault(output.rid, []).extend(output.token_ids)
             self.input_logprobs.setdefault(output.rid, []).extend(output.input_logprobs)
+            self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
             if output.trace is not None:
                 self.traces.setdefault(output.rid, []).append(output.trace)
             self.last[output.rid] = output
@@ -310,17 +378,17 @@ class Server:
             self.take(self.scheduler.process(result))
             self.scheduler.check_integrity()
 
-    def finish(self, most_steps: int = 20000) -> None:
+    def finish(self, max_steps: int = 20000) -> None:
         """Serves until nothing is left to do, then checks that nothing is held."""
-        for _ in range(most_steps):
+        for _ in range(max_steps):
             if self.scheduler.idle:
                 break
             self.step()
         assert self.scheduler.idle, "requests are stuck: " + repr(self.scheduler.state())
         self.scheduler.check_integrity()
-        pools, cache = self.scheduler.pools, self.scheduler.pools.cache
-        assert pools.kv.num_free + cache.num_kv == pools.kv.total
+        slots, cache = self.scheduler.slots, self.scheduler.slots.cache
+        assert slots.kv.num_free + cache.num_kv == slots.kv.total
         assert cache.evictable_kv == cache.num_kv
-        assert pools.checkpoints.num_free + cache.num_checkpoints == pools.checkpoints.total
-        assert pools.requests.num_free == pools.requests.total
+        assert slots.states.num_free + cache.num_states == slots.states.total
+        assert slots.requests.num_free == slots.requests.total
         assert not self.runner.slots

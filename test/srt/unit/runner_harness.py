@@ -19,21 +19,22 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
-from mamba_eagle.kernels.sampling_noise.naive import gumbel
+from mamba_eagle.drafters import needs_history
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.message import (
-    CheckpointSave,
     DecodeBatch,
     DecodeResult,
     Plan,
     PrefillItem,
     Release,
+    StateSave,
     StepResult,
     TokenLogprob,
 )
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.spec.drafters import needs_history
-from mamba_eagle.spec.drafters.model_drafter import ModelDrafter
 
 GARBAGE = 1000.0
 
@@ -67,17 +68,19 @@ class Settings(NamedTuple):
             "max_mamba_cache_size": 24,
             **others,
         }
-        return EngineConfig(
-            model_path=str(model),
-            speculative_algorithm=self.algorithm,
-            speculative_draft_model_path=str(head or ""),
-            speculative_num_steps=self.steps,
-            speculative_eagle_topk=self.topk,
-            speculative_num_draft_tokens=self.nodes,
-            mamba_verify_mode=self.scheme,
-            mamba_rows=self.rows,
-            **values,
-        ).resolved()
+        return resolve(
+            EngineConfig(
+                model_path=str(model),
+                speculative_algorithm=self.algorithm,
+                speculative_draft_model_path=str(head or ""),
+                speculative_num_steps=self.steps,
+                speculative_eagle_topk=self.topk,
+                speculative_num_draft_tokens=self.nodes,
+                mamba_verify_mode=self.scheme,
+                mamba_rows=self.rows or None,
+                **values,
+            )
+        )
 
 
 PLAIN = Settings("NONE")
@@ -102,11 +105,11 @@ SETTINGS = {
 
 
 class Prefix(NamedTuple):
-    """What a cache would keep of a request: tokens, their KV slots, the checkpoint at their end."""
+    """What a cache would keep of a request: tokens, their KV slots, the state slot at their end."""
 
     tokens: list[int]
     kv_slots: list[int]
-    checkpoint: int
+    state_slot: int
 
 
 class Proposal(NamedTuple):
@@ -122,7 +125,7 @@ class Live:
     """A running request and what the runner said about it."""
 
     slot: int
-    checkpoint: int
+    state_slot: int
     tokens: list[int]  # prompt, then output
     prompt_len: int
     sampling: SamplingParams
@@ -141,7 +144,7 @@ class Live:
         return self.tokens[self.prompt_len :]
 
     @property
-    def run(self) -> int:
+    def processed(self) -> int:
         return len(self.kv)
 
 
@@ -158,22 +161,22 @@ class Engine:
         self.eos = tuple(self.runner.ready.eos_token_ids)
         ready, shuffled = self.runner.ready, random.Random(5)
         self.free_kv = list(range(ready.max_kv_slots))
-        self.free_checkpoints = list(range(ready.max_checkpoints))
+        self.free_states = list(range(ready.max_state_slots))
         self.free_slots = list(range(ready.max_running_requests))
-        for slots in (self.free_kv, self.free_checkpoints, self.free_slots):
+        for slots in (self.free_kv, self.free_states, self.free_slots):
             shuffled.shuffle(slots)
         self.steps = 0
         self.overwrites = True  # what is freed
         self.proposed: dict[int, Proposal] = {}
-        if self.runner.device.type == "cpu":  # a graph of the GPU's does not call propose
+        if self.runner.backend.device.type == "cpu":  # a graph of the GPU's does not call propose
             self._record_proposals()
         self._overwrite(self.free_kv)
 
     def _record_proposals(self) -> None:
         propose = self.runner.drafter.propose
 
-        def recording(slots: Tensor, shape: TreeShape, noise: Any) -> Any:
-            tree = propose(slots, shape, noise)
+        def recording(slots: Tensor, part: Any, noise: Any) -> Any:
+            tree = propose(slots, part, noise)
             rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist())
             self.proposed = dict(zip(slots.tolist(), (Proposal(*row) for row in rows)))
             return tree
@@ -188,12 +191,12 @@ class Engine:
         decode: list[Live] | None = None,
         releases: list[Release] | None = None,
         shape: TreeShape | None = None,
-        unfollow: list[Live] | None = None,
+        untrack: list[Live] | None = None,
     ) -> StepResult:
         """One plan; the results of ``decode`` go to its requests."""
         self.steps += 1
         plan = Plan(step=self.steps, releases=releases or [], prefill=prefill or [])
-        plan.unfollow = [live.slot for live in unfollow or []]
+        plan.untrack = [live.slot for live in untrack or []]
         shape = shape or self.shape
         slots = [[self.free_kv.pop() for _ in range(shape.nodes)] for _ in decode or []]
         if decode:
@@ -227,15 +230,15 @@ class Engine:
             if pool.k.shape[0] > 0:
                 pool.k[:, kv_slots], pool.v[:, kv_slots] = GARBAGE, -GARBAGE
 
-    def free_checkpoint(self, checkpoint: int) -> None:
-        self.free_checkpoints.insert(0, checkpoint)
+    def free_state(self, state_slot: int) -> None:
+        self.free_states.insert(0, state_slot)
         pools = [self.runner.pool]
         if isinstance(self.runner.drafter, ModelDrafter):
             pools.append(self.runner.drafter.pool)
         for pool in pools:
-            pool.ssm[:, checkpoint] = GARBAGE
-            pool.conv[:, checkpoint] = GARBAGE
-            pool.feature[checkpoint] = GARBAGE
+            pool.ssm[:, state_slot] = GARBAGE
+            pool.conv[:, state_slot] = GARBAGE
+            pool.feature[state_slot] = GARBAGE
 
     # ── a request ──
 
@@ -252,7 +255,7 @@ class Engine:
             assert prompt[: len(hit.tokens)] == hit.tokens and len(prompt) > len(hit.tokens)
         return Live(
             self.free_slots.pop(),
-            self.free_checkpoints.pop(),
+            self.free_states.pop(),
             list(prompt),
             prompt_len or len(prompt),
             sampling,
@@ -262,18 +265,18 @@ class Engine:
         )
 
     def chunk(self, live: Live, end: int, saves: tuple[int, ...] = ()) -> PrefillItem:
-        """The item that runs the prompt up to ``end`` and saves checkpoints on the way."""
-        start, total = live.run, len(live.tokens)
+        """The item that runs the prompt up to ``end`` and saves state slots on the way."""
+        start, total = live.processed, len(live.tokens)
         live.kv += [self.free_kv.pop() for _ in range(start, end)]
         wanted = []
         for position in saves:
             if start < position <= end:
-                slot = self.free_checkpoints.pop()
-                wanted.append(CheckpointSave(position, slot))
+                slot = self.free_states.pop()
+                wanted.append(StateSave(position, slot))
                 live.saved[position] = Prefix(live.tokens[:position], live.kv[:position], slot)
         item = PrefillItem(
             slot=live.slot,
-            checkpoint=live.checkpoint,
+            state_slot=live.state_slot,
             start=start,
             token_ids=live.tokens[start:end],
             kv_slots=live.kv[start:end],
@@ -283,7 +286,7 @@ class Engine:
             output_start=live.prompt_len,
             return_logprob=live.asks.get("return_logprob", False),
             top_logprobs=live.asks.get("top_logprobs", 0),
-            follow=live.asks.get("follow", True),
+            track=live.asks.get("follow", True),
         )
         first = live.asks.get("logprob_start", -1)
         if 0 <= first < end:
@@ -292,13 +295,13 @@ class Engine:
             item.sampling = live.sampling
             item.return_spec_trace = live.asks.get("return_spec_trace", False)
             if live.hit:
-                item.load_from, item.prefix_kv_slots = live.hit.checkpoint, live.hit.kv_slots
+                item.load_from, item.prefix_kv_slots = live.hit.state_slot, live.hit.kv_slots
             if live.sampling.needs_history or needs_history(self.config.speculative_algorithm):
                 item.history = live.tokens[:start]
         return item
 
     def after_chunk(self, live: Live, item: PrefillItem, result: Any) -> None:
-        live.folded = live.run
+        live.folded = live.processed
         live.input_logprobs += result.input_logprobs
         if item.is_last:
             live.tokens.append(result.token)
@@ -307,7 +310,7 @@ class Engine:
 
     def prefill(self, live: Live, cuts: tuple[int, ...] = (), saves: tuple[int, ...] = ()) -> Live:
         """The whole prompt, a plan for each part between ``cuts``."""
-        ends = sorted({cut for cut in cuts if live.run < cut < len(live.tokens)})
+        ends = sorted({cut for cut in cuts if live.processed < cut < len(live.tokens)})
         for end in [*ends, len(live.tokens)]:
             item = self.chunk(live, end, saves)
             self.after_chunk(live, item, self.execute(prefill=[item]).prefill[0])
@@ -337,10 +340,10 @@ class Engine:
         borrowed = len(live.hit.kv_slots) if live.hit else 0
         if fold_to < 0:
             self.free(live.kv[borrowed:])
-            self.free_checkpoint(live.checkpoint)
+            self.free_state(live.state_slot)
             return None
         self.free(live.kv[max(fold_to, borrowed) :])
-        return Prefix(live.tokens[:fold_to], live.kv[:fold_to], live.checkpoint)
+        return Prefix(live.tokens[:fold_to], live.kv[:fold_to], live.state_slot)
 
     def generate(
         self, prompt: list[int], sampling: SamplingParams, hit: Prefix | None = None, **asks: Any

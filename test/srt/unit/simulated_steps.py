@@ -39,7 +39,7 @@ class Machine(NamedTuple):
         plain = self.plain(batch)
         if shape == PLAIN:
             return plain
-        size = shape.nodes - 1 + shape.steps
+        size = shape.nodes - 1 + shape.depth
         behind = self.catching_up * min(missed, 20) / 20
         return plain * (1 + self.extra(batch) * size + behind)
 
@@ -118,12 +118,15 @@ class Simulation:
     def _admitted(self) -> RequestDrafts:
         request = RequestDrafts()
         self.policy.admit(request)
-        if request.followed:
+        if request.tracked:
             self.taken_in += self.machine.taking_in * self.machine.plain(1)
         return request
 
     def _choose(self) -> None:
-        choice = self.policy.choose(self.requests, [each[0] for each in self.in_flight])
+        in_flight = [each[0] for each in self.in_flight]
+        choice, untracked = self.policy.choose(self.requests, in_flight)
+        for place in untracked:
+            self.policy.untrack(self.requests[place])
         self.in_flight.append((choice, list(self.requests)))
 
     def _step(self, run: Run) -> None:
@@ -131,8 +134,8 @@ class Simulation:
         shape, batch = choice.shape, len(requests)
         seconds = self.machine.seconds(shape, batch, self.missed)
         if shape == PLAIN:
-            followed = sum(request.followed for request in requests) / batch
-            seconds *= 1 + self.machine.following * followed
+            tracked = sum(request.tracked for request in requests) / batch
+            seconds *= 1 + self.machine.following * tracked
         self.missed = self.missed + 1 if shape == PLAIN else 0
         outcomes = []
         for place, request in enumerate(requests):
@@ -149,8 +152,8 @@ class Simulation:
     def _make(self, place: int, shape: TreeShape) -> int:
         """Tokens of the request at this place of the batch, which may end."""
         number, position = self.numbers[place], self.positions[place]
-        drafts, most = 0, min(shape.steps, shape.nodes - 1)
-        lanes = max(1.0, (shape.nodes - 1) / max(shape.steps, 1))
+        drafts, most = 0, min(shape.depth, shape.nodes - 1)
+        lanes = max(1.0, (shape.nodes - 1) / max(shape.depth, 1))
         rate = 1 - (1 - self.rate(number, position)) ** lanes**0.6
         while drafts < most and luck(self.seed, number, position + drafts) < rate * 0.97**drafts:
             drafts += 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensor_checks import torch_backend
 
-from mamba_eagle.kernels.top_log_probs import top_log_probs
-from mamba_eagle.runner.commit import accept_tokens, commit_tokens
-from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Accepted, accept, truncate
-from mamba_eagle.spec.tree import Tree, ancestor_matrix, candidates, single_node_tree
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.tree.accept import Accepted, accept, truncate
+from mamba_eagle.tree.tree import Tree, ancestor_matrix, single_node_tree
 
 torch.set_num_threads(1)
 
@@ -125,18 +124,25 @@ def accepted_rows(rows: list[list[int]], width: int = 4) -> Accepted:
         pytest.param([5, 6, 7], 0, 0, True, id="was-over"),
         pytest.param([2, 6, 7], 0, 0, True, id="was-over-and-stops"),
         pytest.param([5, 6, 7], -3, 0, True, id="overdrawn"),
+        pytest.param([-1, 6, 7], 9, 0, False, id="no-token"),
+        pytest.param([5, -1, 7], 9, 1, False, id="no-token-in-between"),
+        pytest.param([5, 6, -1], 9, 2, False, id="no-token-as-the-bonus"),
+        pytest.param([2, -1, 7], 9, 1, True, id="stops-before-no-token"),
+        pytest.param([5, -1, 2], 9, 1, False, id="no-token-before-the-stop"),
+        pytest.param([5, -1, 7], 1, 1, True, id="used-up-before-no-token"),
     ],
 )
 def test_truncate(tokens: list[int], remaining: int, count: int, finished: bool) -> None:
     # beside a request that goes on, and whose stop tokens are other ones
     cut = truncate(
         accepted_rows([tokens, [2, 3, 4]]),
-        torch.tensor([[2, 3], [9, -1]]),
+        torch.tensor([[2, 3, -1], [9, -1, -1]]),
         torch.tensor([remaining, 100]),
     )
     assert cut.count.tolist() == [count, 3]
     assert cut.finished.tolist() == [finished, False]
     assert cut.tokens[0, :count].tolist() == tokens[:count]
+    assert cut.tokens.min() >= 0, "tables of later steps are looked up with them"
 
 
 def test_truncate_without_stop_tokens() -> None:
@@ -150,14 +156,15 @@ def test_from_draft_to_commit_no_value_is_read_on_the_host() -> None:
     table = RequestTable(5, 40, meta)
     table.stop_tokens = torch.full((5, 2), -1, device=meta)
     slots = torch.arange(requests, device=meta)
-    grown = candidates(table.last_token[slots], topk, steps=3)
+    backend = torch_backend()
+    grown = backend.candidates(table.last_token[slots], topk, depth=3)
     for lanes in (1, topk, topk):
         logits = torch.zeros(requests * lanes, 50, device=meta)
-        grown.expand(top_log_probs(logits, topk).unflatten((requests, lanes)))
+        grown.expand(backend.top_log_probs(logits, topk).unflatten((requests, lanes)))
     tree = grown.select(nodes)
     targets = kv_slots = torch.zeros_like(tree.tokens)
-    accepted = accept_tokens(table, slots, tree, targets, max_depth=3)
-    commit_tokens(table, slots, kv_slots, accepted)
+    accepted = backend.accept_tokens(table, slots, tree, targets, max_depth=3)
+    backend.commit_tokens(table, slots, kv_slots, accepted)
     assert accepted.tokens.shape == (requests, 4)
     with pytest.raises(RuntimeError):
         int(accepted.count[0])

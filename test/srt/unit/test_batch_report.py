@@ -7,7 +7,7 @@ import pytest
 from mamba_eagle.eval.batch_report import Speed, StateMemory
 from mamba_eagle.eval.traffic import StepBytes, StepSize, step_bytes, weight_bytes
 from mamba_eagle.message import RunnerReady
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.models.registry import parse_config
 
 HYBRID = {
     "architectures": ["NemotronHForCausalLM"],
@@ -47,7 +47,7 @@ def hybrid_weights(tokens: int) -> int:
 
 
 def test_a_step_reads_weights_once_and_states_and_keys_of_each_request() -> None:
-    model = ModelConfig.from_dict(HYBRID)
+    model = parse_config(HYBRID)
     found = step_bytes(model, StepSize(batch=3, nodes=8, position=50.5), "bfloat16", "float32")
     assert found.weights == hybrid_weights(tokens=24)
     history = 3 * (32 + 2 * 2 * 16) * 2
@@ -57,13 +57,13 @@ def test_a_step_reads_weights_once_and_states_and_keys_of_each_request() -> None
 
 
 def test_an_embedding_that_is_the_lm_head_is_read_whole() -> None:
-    untied = weight_bytes(ModelConfig.from_dict(HYBRID), "bfloat16", tokens=5)
-    tied = ModelConfig.from_dict({**HYBRID, "tie_word_embeddings": True})
+    untied = weight_bytes(parse_config(HYBRID), "bfloat16", tokens=5)
+    tied = parse_config({**HYBRID, "tie_word_embeddings": True})
     assert weight_bytes(tied, "bfloat16", tokens=5) == untied - 5 * 32 * 2
 
 
 def test_of_experts_only_those_are_read_that_tokens_go_to() -> None:
-    model = ModelConfig.from_dict(EXPERTS)
+    model = parse_config(EXPERTS)
     one, three, four, all_of_them = (
         weight_bytes(model, "bfloat16", tokens) for tokens in (1, 3, 4, 5)
     )
@@ -98,7 +98,7 @@ def test_a_cpu_has_no_share_of_a_limit() -> None:
 def test_state_memory_is_that_of_one_of_the_slots_there_are(device: str, slots: int) -> None:
     ready = RunnerReady(
         max_kv_slots=100,
-        max_checkpoints=4,
+        max_state_slots=4,
         max_running_requests=4,
         context_length=100,
         vocab_size=100,

@@ -13,17 +13,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from mamba_eagle.config import (
-    EMBEDDED_HEADS,
-    EMBEDDED_MODEL,
-    ServerConfig,
-    add_arguments,
-    from_arguments,
-)
+from mamba_eagle.config import ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import TreeShape
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.resolve import resolve
 
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmark"
 SHAPES = ["4x5x16", "1x3x4"]
@@ -45,13 +41,13 @@ def test_servers_differ_in_what_they_draft_and_in_nothing_else(
     add_arguments(parser, ServerConfig)
     drafts = {}
     for name, flags in adaptive.contestants_flags(SHAPES, tmp_path).items():
-        config = from_arguments(ServerConfig, parser.parse_args(flags)).resolved()
+        config = resolve(from_arguments(ServerConfig, parser.parse_args(flags)))
         drafts[name] = (
             config.tree_shape,
             config.speculative_adaptive and name != "plain",
             config.speculative_draft_model_path,
         )
-    large, chain = TreeShape(topk=4, steps=5, nodes=16), TreeShape(topk=1, steps=3, nodes=4)
+    large, chain = TreeShape(topk=4, depth=5, nodes=16), TreeShape(topk=1, depth=3, nodes=4)
     assert drafts.pop("plain")[:2] == (TreeShape(), False)
     assert drafts == {
         "4x5x16": (large, False, str(EMBEDDED_HEADS["EAGLE"])),
@@ -65,7 +61,7 @@ def test_the_useless_head_is_a_head_that_knows_nothing(
     adaptive: ModuleType, tmp_path: Path
 ) -> None:
     adaptive.write_useless_head(tmp_path)
-    head, again = (EagleHead(ModelConfig.from_pretrained(tmp_path)) for _ in range(2))
+    head, again = (EagleHead(read_model_config(tmp_path)) for _ in range(2))
     load_weights(head, tmp_path)
     load_weights(again, EMBEDDED_HEADS["EAGLE"])
     own, trained = head.fc.weight.flatten(), again.fc.weight.flatten()

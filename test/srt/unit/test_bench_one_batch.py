@@ -9,8 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from mamba_eagle import bench_one_batch
-from mamba_eagle.config import EMBEDDED_MODEL, EngineConfig
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
 from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
 
@@ -32,7 +33,7 @@ class CountingRunner:
         self.config = config
         self.ready = RunnerReady(
             max_kv_slots=max_kv_slots or config.max_total_tokens,
-            max_checkpoints=config.max_mamba_cache_size,
+            max_state_slots=config.max_mamba_cache_size,
             max_running_requests=config.max_running_requests,
             context_length=4096,
             vocab_size=100,
@@ -197,7 +198,7 @@ def bench(monkeypatch):
             return InProcessDriver(runners[-1], sized)
 
         monkeypatch.setattr(bench_one_batch, "make_driver", make_driver)
-        monkeypatch.setattr(EngineConfig, "resolved", lambda self: config)
+        monkeypatch.setattr(bench_one_batch, "resolve", lambda given: config)
         bench_one_batch.main(flags.split())
         return runners
 
@@ -324,5 +325,5 @@ def test_prompts_have_the_wanted_length() -> None:
 def test_bad_flags_are_named() -> None:
     with pytest.raises(SystemExit):
         bench_one_batch.main(["--batch-size", "0"])
-    with pytest.raises(SystemExit, match="--chunked-prefill-size -1: must be 0 or more"):
+    with pytest.raises(SystemExit, match="--chunked-prefill-size -1: must be 1 or more, or auto"):
         bench_one_batch.main(["--chunked-prefill-size", "-1"])

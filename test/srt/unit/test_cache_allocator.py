@@ -1,4 +1,4 @@
-"""Slots have one owner at a time; free + cached + held = total (invariant 6)."""
+"""Slots have one owner at a time; free + cached + held = total (docs/design/invariants.md, 6)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mamba_eagle.cache.allocator import SlotAllocator, SlotError
 from mamba_eagle.cache.base import as_tokens
-from mamba_eagle.cache.pools import Pools
+from mamba_eagle.cache.slots import Slots
 
 
 @settings(max_examples=50, deadline=None)
@@ -36,20 +36,20 @@ def test_what_is_not_out_cannot_be_given_back(slots):
 
 
 def test_free_cached_and_held_add_up_to_the_total():
-    pools = Pools(10, 2, 2)
-    kv = pools.kv.allocate(4)
-    pools.cache.insert(pools.cache.root, as_tokens([1, 2, 3]), kv[:3])
-    pools.check_integrity(held_kv=1, held_checkpoints=0, held_requests=0)
+    slots = Slots(10, 2, 2)
+    kv = slots.kv.allocate(4)
+    slots.cache.insert(slots.cache.root, as_tokens([1, 2, 3]), kv[:3])
+    slots.check_integrity(trees=[kv[3:]])
     with pytest.raises(RuntimeError, match="6 free \\+ 3 cached \\+ 0 held by requests != 10"):
-        pools.check_integrity(held_kv=0, held_checkpoints=0, held_requests=0)
+        slots.check_integrity()
 
 
 def test_taking_slots_evicts_but_never_what_is_locked():
-    pools = Pools(10, 2, 2)
-    kv = pools.kv.allocate(9)
-    locked = pools.cache.insert(pools.cache.root, as_tokens([1, 2, 3]), kv[:3]).node
-    pools.cache.insert(pools.cache.root, as_tokens([5, 6, 7, 8, 9, 10]), kv[3:])
-    pools.cache.lock(locked)
-    assert pools.available_kv == 7
-    assert pools.take_kv(8) is None and pools.cache.num_kv == 9, "then nothing is evicted"
-    assert len(pools.take_kv(7)) == 7 and pools.cache.num_kv == 3
+    slots = Slots(10, 2, 2)
+    kv = slots.kv.allocate(9)
+    locked = slots.cache.insert(slots.cache.root, as_tokens([1, 2, 3]), kv[:3]).node
+    slots.cache.insert(slots.cache.root, as_tokens([5, 6, 7, 8, 9, 10]), kv[3:])
+    slots.cache.lock(locked)
+    assert slots.available_kv == 7
+    assert slots.reserve_tree(8) is None and slots.cache.num_kv == 9, "then nothing is evicted"
+    assert len(slots.reserve_tree(7)) == 7 and slots.cache.num_kv == 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensor_checks import host_backend
 
 from mamba_eagle.core import SamplingParams, prompt_problem, shown
 from mamba_eagle.limits import (
@@ -106,7 +107,7 @@ def test_every_allowed_extreme_samples_a_token(name: str, value: Any, early: boo
         stop_token_ids=list(range(3, 50)) if early else [],
         **{**values, "repetition_penalty": 1.3, "frequency_penalty": 0.5, name: value},
     )
-    state = SamplingState(1, 50, (0,), "cpu")
+    state = SamplingState(1, 50, (0,), host_backend())
     state.set(0, params, 2, [1, 2])
     logits = torch.linspace(-40.0, 40.0, 50)[None, None]
     token = int(sample(state, [0], logits, torch.tensor([[2]]), None))

@@ -82,7 +82,7 @@ def assert_plain_texts(engine: Engine, plain: PlainModel) -> None:
     depths = accepted(lives)
     assert max(depths) > 1 and min(depths) == 1, "some drafts are right and some are not"
     again = engine.start(random_prompt(26, 2)[:21] + [7], greedy(20), hit=lives[1].saved[21])
-    end = lives[0].run
+    end = lives[0].processed
     left = engine.release(lives[0], fold_to=end)
     turn = engine.start(lives[0].tokens[:end] + [5, 9], sampled(20, 4), hit=left)
     engine.finish([again, turn])

@@ -68,7 +68,7 @@ step 3: 2 drafted, 0 accepted
 
 text: " a [b]'c"
 tokens: 4 in the prompt, 6 new, 5 of them in 3 steps (the first came with the prompt)
-acceptance length: 1.67 tokens a step
+acceptance length: 1.67 tokens per step
 steps by accepted drafts:
    0     2 ██
    1     0

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from tiny_model import CHUNK, MODEL_CONFIG, load_model, write_head, write_model
 from torch import Tensor
 
-from mamba_eagle.config import EMBEDDED_MODEL
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import CheckpointError, load_weights, random_weights
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, parse_config, read_model_config
 
 torch.set_num_threads(1)
 
@@ -175,7 +175,7 @@ def test_weights_of_another_dtype_are_converted(tmp_path: Path) -> None:
 
 def config_with(**changes: object) -> ModelConfig:
     values = {**MODEL_CONFIG, **changes}
-    return ModelConfig.from_dict({k: v for k, v in values.items() if v is not None})
+    return parse_config({k: v for k, v in values.items() if v is not None})
 
 
 def test_unknown_layer_kinds_are_refused_by_name() -> None:
@@ -204,7 +204,7 @@ def test_unknown_architectures_are_refused_by_name() -> None:
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere.*give the folder of a checkpoint"):
-        ModelConfig.from_pretrained(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
 
 
 def test_both_forms_of_the_layer_order_mean_the_same() -> None:
@@ -234,13 +234,13 @@ def test_time_step_limits_are_read_and_kept_to() -> None:
 
 def test_stop_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     write_model(tmp_path)
-    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (2,)
+    assert read_model_config(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [11, 12]}')
-    assert ModelConfig.from_pretrained(tmp_path).eos_token_ids == (11, 12)
+    assert read_model_config(tmp_path).eos_token_ids == (11, 12)
 
 
 def test_a_head_is_loaded_from_its_folder(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_head(tmp_path / "head", tmp_path / "model")
-    head = EagleHead(ModelConfig.from_pretrained(tmp_path / "head"))
+    head = EagleHead(read_model_config(tmp_path / "head"))
     load_weights(head, tmp_path / "head")

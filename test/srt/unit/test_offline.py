@@ -28,7 +28,7 @@ class Device(FakeRunner):
     """Has done its work before anybody asks for the result."""
 
     def __init__(self, overlaps: bool) -> None:
-        super().__init__(kv_slots=2000, checkpoints=60, requests=4, context=200)
+        super().__init__(kv_slots=2000, state_slots=60, requests=4, context=200)
         self.overlaps = overlaps
         self.in_flight: deque[StepResult] = deque()
         self.most = 0

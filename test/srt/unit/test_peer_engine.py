@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, read_model_config
 
 PATH = Path(__file__).parents[3] / "benchmark/peers/sglang_engine.py"
 ARGS = argparse.Namespace(input_len=256, output_len=96, simulate_acc_len=3.0)
@@ -85,7 +84,7 @@ def test_the_tree_is_the_only_thing_in_which_the_engines_differ(peer) -> None:
 
 
 def test_the_geometries_are_models_that_we_serve(peer) -> None:
-    target, draft = (ModelConfig.from_pretrained(path) for path in (peer.TARGET, peer.DRAFT))
+    target, draft = (read_model_config(path) for path in (peer.TARGET, peer.DRAFT))
     assert target.vocab_size == draft.vocab_size == peer.VOCABULARY
     assert {model_class(config).__name__ for config in (target, draft)} == {
         "NemotronHForCausalLM",

@@ -18,12 +18,12 @@ PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 
 
 class CacheAgainstDict(RuleBasedStateMachine):
-    """``kv``: cached prefix -> slot of its last token; ``states``: prefix -> checkpoint slot."""
+    """``kv``: cached prefix -> slot of its last token; ``states``: prefix -> state slot."""
 
     def __init__(self):
         super().__init__()
-        self.pool, self.checkpoints = SlotAllocator(40), SlotAllocator(6)
-        self.cache = RadixCache(self.pool, self.checkpoints)
+        self.pool, self.state_slots = SlotAllocator(40), SlotAllocator(6)
+        self.cache = RadixCache(self.pool, self.state_slots)
         self.kv: dict[tuple[int, ...], int] = {}
         self.states: dict[tuple[int, ...], int] = {}
         self.locked: list[tuple[tuple[int, ...], object]] = []
@@ -38,7 +38,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         hits = [n for n in range(1, limit + 1) if tuple(prompt[:n]) in self.states]
         hits = [n for n in hits if n <= len(prompt)]
         assert match.position == max(hits, default=0) == match.node.end
-        assert match.checkpoint == self.states.get(tuple(prompt[: match.position]), -1)
+        assert match.state_slot == self.states.get(tuple(prompt[: match.position]), -1)
         expected = [self.kv[tuple(prompt[: n + 1])] for n in range(match.position)]
         assert match.kv_slots == expected
         return match
@@ -47,13 +47,13 @@ class CacheAgainstDict(RuleBasedStateMachine):
         """The dict cannot know what is evicted; but it must be closed, and keep what is locked."""
         nodes = list(self.cache._nodes())
         gone_kv = set(self.kv.values()) - {slot for node in nodes for slot in node.kv_slots}
-        gone_states = set(self.states.values()) - {node.checkpoint for node in nodes}
+        gone_states = set(self.states.values()) - {node.state_slot for node in nodes}
         self.kv = {key: slot for key, slot in self.kv.items() if slot not in gone_kv}
         self.states = {key: slot for key, slot in self.states.items() if slot not in gone_states}
         for prefix in self.kv:
             assert len(prefix) == 1 or prefix[:-1] in self.kv
         for prefix in self.states:
-            assert prefix in self.kv, "a checkpoint without the KV before it"
+            assert prefix in self.kv, "a state slot without the KV before it"
         for prefix, _ in self.locked:
             assert not prefix or prefix in self.kv, "a locked prefix was evicted"
         return len(gone_kv), len(gone_states)
@@ -77,13 +77,13 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.pool.free(slots[: len(slots) - done.taken])
 
     @rule(prompt=PROMPT, position=st.integers(1, 9), spare=st.booleans())
-    def attach_checkpoint(self, prompt, position, spare):
+    def attach_state(self, prompt, position, spare):
         size = self.longest(prompt)
-        slots = self.checkpoints.allocate(1)
+        slots = self.state_slots.allocate(1)
         if slots is None:
             return
         if not 0 < position <= size:
-            self.checkpoints.free(slots)
+            self.state_slots.free(slots)
             return
         match = self.cache.match(as_tokens(prompt[:size]), size)
         node = self.cache.insert(
@@ -92,12 +92,12 @@ class CacheAgainstDict(RuleBasedStateMachine):
             [self.kv[tuple(prompt[: n + 1])] for n in range(match.position, size)],
         ).node
         key = tuple(prompt[:position])
-        taken = self.cache.attach_checkpoint(node, position, slots[0], spare)
+        taken = self.cache.attach_state(node, position, slots[0], spare)
         assert taken == (key not in self.states)
         if taken:
             self.states[key] = slots[0]
         else:
-            self.checkpoints.free(slots)
+            self.state_slots.free(slots)
 
     @rule(prompt=PROMPT)
     def lock(self, prompt):
@@ -118,10 +118,10 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert self.forget_what_went()[0] == freed
 
     @rule(count=st.integers(0, 3), keep=st.sets(st.integers(0, 5)))
-    def evict_checkpoints(self, count, keep):
+    def evict_states(self, count, keep):
         kept = keep & set(self.states.values())
         may_go = len(self.states) - len(kept)
-        freed = self.cache.evict_checkpoints(count, keep)
+        freed = self.cache.evict_states(count, keep)
         assert freed == min(count, may_go)
         assert self.forget_what_went() == (0, freed)
         assert kept <= set(self.states.values())
@@ -140,10 +140,10 @@ class CacheAgainstDict(RuleBasedStateMachine):
     def books_balance(self):
         self.cache.check_integrity()
         assert self.cache.num_kv == len(self.kv) == self.pool.total - self.pool.num_free
-        held = self.checkpoints.total - self.checkpoints.num_free
-        assert self.cache.num_checkpoints == len(self.states) == held
+        held = self.state_slots.total - self.state_slots.num_free
+        assert self.cache.num_states == len(self.states) == held
         locked = {prefix[:n] for prefix, _ in self.locked for n in range(1, len(prefix) + 1)}
-        # Locks are of whole nodes, which end where a checkpoint is or was.
+        # Locks are of whole nodes, which end where a state slot is or was.
         assert self.cache.evictable_kv == len(self.kv) - len(locked)
 
 
@@ -153,19 +153,19 @@ TestRadixCacheAgainstDict.settings = settings(
 )
 
 
-def cache_of(checkpoints: int = 8, kv: int = 4000) -> RadixCache:
-    return RadixCache(SlotAllocator(kv), SlotAllocator(checkpoints))
+def cache_of(state_slots: int = 8, kv: int = 4000) -> RadixCache:
+    return RadixCache(SlotAllocator(kv), SlotAllocator(state_slots))
 
 
 def put(cache: RadixCache, prompt: list[int], *positions: int, spare: bool = False):
-    """Inserts the prompt, with checkpoints there."""
+    """Inserts the prompt, with state slots there."""
     slots = cache.kv.allocate(len(prompt))
     done = cache.insert(cache.root, as_tokens(prompt), slots)
     cache.kv.free(slots[: len(slots) - done.taken])
     for position in positions:
-        (slot,) = cache.checkpoints.allocate(1)
-        if not cache.attach_checkpoint(done.node, position, slot, spare):
-            cache.checkpoints.free([slot])
+        (slot,) = cache.state_slots.allocate(1)
+        if not cache.attach_state(done.node, position, slot, spare):
+            cache.state_slots.free([slot])
     return done.node
 
 
@@ -173,11 +173,11 @@ def hit(cache: RadixCache, prompt: list[int]) -> int:
     return cache.match(as_tokens(prompt), len(prompt)).position
 
 
-def checkpoints(cache: RadixCache) -> list[int]:
-    return sorted(node.end for node in cache._nodes() if node.checkpoint >= 0)
+def state_slots(cache: RadixCache) -> list[int]:
+    return sorted(node.end for node in cache._nodes() if node.state_slot >= 0)
 
 
-def test_a_hit_is_the_deepest_checkpoint_not_the_deepest_token():
+def test_a_hit_is_the_deepest_state_not_the_deepest_token():
     cache = cache_of()
     put(cache, list(range(100)), 30, 60)
     match = cache.match(as_tokens([*range(80), 500]), 80)
@@ -206,61 +206,61 @@ def test_unlocking_what_is_not_locked_is_an_error():
         cache.unlock(node)
 
 
-def test_checkpoints_leave_in_order_of_use_when_equal():
+def test_states_leave_in_order_of_use_when_equal():
     cache = cache_of()
     for base in (100, 200, 300):
         put(cache, list(range(base, base + 10)), 10)
     assert hit(cache, list(range(100, 110))) == 10  # now 200 is the oldest
-    cache.evict_checkpoints(1)
+    cache.evict_states(1)
     assert [hit(cache, list(range(base, base + 10))) for base in (100, 200, 300)] == [10, 0, 10]
 
 
-def test_cheap_checkpoints_leave_before_dear_ones():
+def test_cheap_states_leave_before_dear_ones():
     cache = cache_of()
     put(cache, list(range(1000)), 900, 905)
-    cache.evict_checkpoints(1)
-    assert checkpoints(cache) == [900], "905 spares five tokens only"
+    cache.evict_states(1)
+    assert state_slots(cache) == [900], "905 spares five tokens only"
 
 
-def test_spare_checkpoints_leave_first_unless_hit():
+def test_spare_states_leave_first_unless_hit():
     cache = cache_of()
     put(cache, list(range(300)), 290)
     put(cache, list(range(300)), 100, 200, spare=True)
     assert hit(cache, list(range(250))) == 200  # not spare any more
-    cache.evict_checkpoints(1)
-    assert checkpoints(cache) == [200, 290]
+    cache.evict_states(1)
+    assert state_slots(cache) == [200, 290]
 
 
-def test_dear_checkpoints_that_nobody_uses_leave_in_the_end():
-    cache = cache_of(checkpoints=4)
+def test_dear_states_that_nobody_uses_leave_in_the_end():
+    cache = cache_of(state_slots=4)
     put(cache, list(range(300)), 300)
     for i in range(60):
-        if cache.checkpoints.num_free == 0:
-            cache.evict_checkpoints(1)
+        if cache.state_slots.num_free == 0:
+            cache.evict_states(1)
         put(cache, [1000 + i] * 50, 50)
     assert hit(cache, list(range(300))) == 0
 
 
-def test_an_inner_node_loses_its_checkpoint_and_keeps_its_kv():
+def test_an_inner_node_loses_its_state_and_keeps_its_kv():
     cache = cache_of()
     put(cache, list(range(100)), 50, 100)
-    cache.evict_checkpoints(1, keep={cache.match(as_tokens(list(range(100))), 100).checkpoint})
+    cache.evict_states(1, keep={cache.match(as_tokens(list(range(100))), 100).state_slot})
     assert hit(cache, list(range(100))) == 100 and hit(cache, list(range(60))) == 0
     assert cache.match(as_tokens(list(range(60))), 60).length == 60
 
 
-def test_kv_that_leads_to_no_checkpoint_leaves_first():
+def test_kv_that_leads_to_no_state_leaves_first():
     cache = cache_of()
     put(cache, list(range(100, 110)), 10)
     put(cache, list(range(200, 210)))  # younger, and useless
     assert cache.evict_kv(1) == 10
     assert hit(cache, list(range(100, 110))) == 10
     cache.evict_kv(1)
-    assert cache.num_kv == 0 and cache.checkpoints.num_free == 8, "its checkpoint goes with it"
+    assert cache.num_kv == 0 and cache.state_slots.num_free == 8, "its state slot goes with it"
 
 
 def test_a_match_of_a_thousand_tokens_costs_well_under_a_millisecond():
-    cache = cache_of(checkpoints=40)
+    cache = cache_of(state_slots=40)
     prompt = list(range(1000))
     put(cache, prompt, *range(50, 1000, 50))
     tokens, times = as_tokens(prompt), []

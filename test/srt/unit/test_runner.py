@@ -1,6 +1,6 @@
 """Texts through ModelRunner.execute: the plain model's, whatever drafts, schemes and batches.
 
-DESIGN invariants 4 and 5, on the CPU in float32, token for token.
+Invariants 4 and 5 of docs/design/invariants.md, on the CPU in float32, token for token.
 """
 
 from __future__ import annotations
@@ -338,5 +338,5 @@ def test_a_request_released_before_it_decodes_frees_its_slot(tiny: Tiny) -> None
     engine.execute(releases=[Release(half.slot)])
     engine.free_slots.append(half.slot)
     engine.free(half.kv)
-    engine.free_checkpoint(half.checkpoint)
+    engine.free_state(half.state_slot)
     assert engine.generate(PROMPTS[3], greedy(10)).output == expected.output

@@ -1,7 +1,7 @@
-"""Prefixes that other requests have run: from a checkpoint on, nothing may differ.
+"""Prefixes that other requests have run: from a state slot on, nothing may differ.
 
-Text and draft trees with a hit equal those without one. DESIGN section 5: "a cache hit must not
-make the drafter blind to the prefix".
+Text and draft trees with a hit equal those without one: a cache hit must not leave the drafter
+blind to the prefix (docs/design/invariants.md).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ CUTS = [(), (20,), (CHUNK, 2 * CHUNK), (9, 10, 33)]
     [("tree", cuts) for cuts in CUTS] + [("tree-snapshot", (20,)), ("none", (9, 10, 33))],
     ids=str,
 )
-def test_a_checkpoint_inside_a_prompt_serves_another_request(
+def test_a_state_inside_a_prompt_serves_another_request(
     tiny: Tiny, fresh: Fresh, settings: str, cuts: tuple[int, ...], saves: str
 ) -> None:
     """Wherever it lies, and wherever the prompt was cut into plans."""
@@ -109,7 +109,7 @@ def test_a_hit_and_prompt_chunks_behind_it(tiny: Tiny, fresh: Fresh, settings: s
 @pytest.mark.parametrize(
     "settings", [*SCHEMES, "tree-fewest-rows", "chain", "star", "tree-torch", "tree-snapshot-torch"]
 )
-def test_a_conversation_continues_from_the_last_turns_checkpoint(
+def test_a_conversation_continues_from_the_last_turns_state(
     tiny: Tiny, fresh: Fresh, settings: str
 ) -> None:
     """Each turn is folded to all that was run. Steps in flight when a turn ends change nothing."""
@@ -121,7 +121,7 @@ def test_a_conversation_continues_from_the_last_turns_checkpoint(
         for _ in range(late_steps):
             engine.execute(decode=[live])
         assert_same(live, fresh(settings, tokens, sampled(14, turn)))
-        hit = engine.release(live, fold_to=live.run)
+        hit = engine.release(live, fold_to=live.processed)
         assert hit is not None and len(hit.tokens) == len(live.tokens) - 1
         tokens = live.tokens + random_prompt(5, seed=turn)
 
@@ -139,7 +139,7 @@ def test_a_request_released_after_several_tokens_at_once_leaves_no_gap_for_the_d
             engine.release(live)
             continue
         several += 1
-        prefix = engine.release(live, fold_to=live.run)
+        prefix = engine.release(live, fold_to=live.processed)
         assert prefix is not None
         prompt = prefix.tokens + TAIL
         hit = engine.generate(prompt, sampled(5, 3), hit=prefix)
@@ -171,11 +171,11 @@ def test_a_request_released_inside_its_chain_leaves_the_state_there(
         live = engine.start(PROMPT[:20], how)
         engine.finish([live])
         assert live.output == whole.output
-        if live.run - back < live.folded:
+        if live.processed - back < live.folded:
             engine.release(live)
             break
         inside += back > 0
-        prefix = engine.release(live, fold_to=live.run - back)
+        prefix = engine.release(live, fold_to=live.processed - back)
         assert prefix is not None
         prompt = prefix.tokens + TAIL
         hit = engine.generate(prompt, sampled(6, 3), hit=prefix)
@@ -202,9 +202,7 @@ def test_a_request_that_ended_with_its_first_token_leaves_its_prompts_state(
 
 
 @pytest.mark.parametrize("settings", SCHEMES)
-def test_a_retracted_request_comes_back_through_its_own_checkpoint(
-    tiny: Tiny, settings: str
-) -> None:
+def test_a_retracted_request_comes_back_through_its_own_state(tiny: Tiny, settings: str) -> None:
     """Only its last token is run again; its output so far counts as output."""
     how = sampled(24, 6, frequency_penalty=0.7, repetition_penalty=1.2, min_new_tokens=20)
     engine = tiny.engine(settings)
@@ -213,7 +211,7 @@ def test_a_retracted_request_comes_back_through_its_own_checkpoint(
     for steps in (1, 3, 4):
         for _ in range(steps):
             engine.execute(decode=[live])
-        prefix = engine.release(live, fold_to=live.run)
+        prefix = engine.release(live, fold_to=live.processed)
         live = engine.start(live.tokens, how, hit=prefix, prompt_len=20)
     engine.finish([live])
     assert live.output == whole.output
@@ -221,16 +219,16 @@ def test_a_retracted_request_comes_back_through_its_own_checkpoint(
 
 def drop(engine: Engine, prefix: Prefix) -> None:
     engine.free(prefix.kv_slots)
-    engine.free_checkpoint(prefix.checkpoint)
+    engine.free_state(prefix.state_slot)
 
 
 @pytest.mark.parametrize("settings", SCHEMES)
-def test_requests_from_one_checkpoint_do_not_touch_it(tiny: Tiny, settings: str) -> None:
+def test_requests_from_one_state_do_not_touch_it(tiny: Tiny, settings: str) -> None:
     """Its owner runs on, two others start from it in one plan, and later a third."""
     engine = tiny.engine(settings)
     owner = engine.start(PROMPT, sampled(12, 0), saves=(40,))
     saved = owner.saved[40]
-    before = [part[:, saved.checkpoint].clone() for part in (engine.runner.pool.ssm,)]
+    before = [part[:, saved.state_slot].clone() for part in (engine.runner.pool.ssm,)]
     prompts = [PROMPT[:40] + random_prompt(n, seed=n) for n in (3, 9)]
     pair = [engine.admit(prompt, sampled(9, i), hit=saved) for i, prompt in enumerate(prompts)]
     items = [engine.chunk(live, len(live.tokens)) for live in pair]
@@ -241,7 +239,7 @@ def test_requests_from_one_checkpoint_do_not_touch_it(tiny: Tiny, settings: str)
     third = engine.generate(PROMPT[:40] + TAIL, sampled(9, 2), hit=saved)
     for live in (owner, *pair, third):
         assert live.output == tiny.plain.choices(live)
-    assert torch.equal(engine.runner.pool.ssm[:, saved.checkpoint], before[0])
+    assert torch.equal(engine.runner.pool.ssm[:, saved.state_slot], before[0])
 
 
 @pytest.mark.parametrize("settings", ["tree", "chain"])
@@ -258,14 +256,14 @@ def test_a_drafter_without_its_prefix_would_draft_other_trees(tiny: Tiny, settin
 
 
 @pytest.mark.parametrize("settings", SCHEMES)
-def test_a_checkpoints_feature_is_the_last_tokens(tiny: Tiny, settings: str) -> None:
+def test_a_states_feature_is_the_last_tokens(tiny: Tiny, settings: str) -> None:
     """What a head needs to go on from there, and what gives the next token's logprob."""
     engine = tiny.engine(settings)
     live = engine.start(PROMPT, sampled(20, 1), saves=(7, 32, 51), cuts=(11,))
     engine.finish([live])
-    prefix = engine.release(live, fold_to=live.run)
-    for position, saved in {**live.saved, live.run: prefix}.items():
-        feature = engine.runner.pool.feature[saved.checkpoint]
+    prefix = engine.release(live, fold_to=live.processed)
+    for position, saved in {**live.saved, live.processed: prefix}.items():
+        feature = engine.runner.pool.feature[saved.state_slot]
         logits = engine.runner.model.compute_logits(feature[None])[0]
         expected = tiny.plain.logits(live.tokens[:position])[-1]
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)

@@ -14,7 +14,7 @@ from tiny_model import HEAD_CONFIG, MODEL_CONFIG, load_head, write_head
 from torch import Tensor
 
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels.sampling_noise.naive import gumbel
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.eagle import EagleHead
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from runner_harness import (
@@ -23,11 +24,14 @@ from runner_harness import (
 )
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.backend import CpuBackend
+from mamba_eagle.backend.place import Host
 from mamba_eagle.core import PLAIN
-from mamba_eagle.runner import graphs, memory, model_runner
-from mamba_eagle.runner.decode_step import EagerSteps
-from mamba_eagle.runner.graphs import GraphedSteps, batch_ladder
-from mamba_eagle.spec.drafters.model_drafter import MOST_WITHOUT_ROWS
+from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
+from mamba_eagle.runner import model_runner
+from mamba_eagle.runner.steps import graphs
+from mamba_eagle.runner.steps.decode_step import EagerSteps
+from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
 
 TREE = Settings(topk=3, steps=3, nodes=9)
 SETTINGS = {
@@ -60,18 +64,27 @@ def again(self: GraphedSteps, work: Callable[[], None]) -> SimpleNamespace:
     return SimpleNamespace(replay=replay)
 
 
-def tensors(parts: Tensor | tuple) -> list[Tensor]:
+def tensors(parts: Tensor | np.ndarray | tuple | None) -> list[Tensor]:
     """All of nested tuples."""
-    if isinstance(parts, Tensor):
-        return [parts]
+    if parts is None:
+        return []
+    if not isinstance(parts, tuple):
+        return [torch.as_tensor(parts)]
     return [each for part in parts for each in tensors(part)]
+
+
+class LikeGpu(Host):
+    """A CPU whose tensors are read as seldom as a GPU's."""
+
+    on_host = False
+    padding_slots = 1
 
 
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GraphedSteps, "record", again)
-    for module in (memory, model_runner):
-        monkeypatch.setattr(module, "padding_slots", lambda device: 1)
+    backend = CpuBackend(LikeGpu())
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
     monkeypatch.setattr(model_runner.ModelRunner, "_capturable", lambda self: True)
     cuda = SimpleNamespace(
         graph_pool_handle=lambda: None,
@@ -99,7 +112,7 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     engine.finish(lives)
     for live in lives:
         assert live.output == tiny.plain.choices(live)
-    end = lives[0].run
+    end = lives[0].processed
     left = engine.release(lives[0], fold_to=end)
     turn = engine.start(lives[0].tokens[:end] + [5, 9], greedy(20), hit=left)
     engine.finish([turn])
@@ -120,8 +133,8 @@ def test_plain_steps_have_graphs_with_the_drafter_and_without(tiny: Tiny, graphe
     assert kinds == {(PLAIN, True), (PLAIN, False), (engine.shape, True)}
     live = engine.start(random_prompt(12, 1), greedy(30))
     known = len(steps.graphs)
-    for unfollow in ([], [live]):
-        engine.execute(decode=[live], shape=PLAIN, unfollow=unfollow)
+    for untrack in ([], [live]):
+        engine.execute(decode=[live], shape=PLAIN, untrack=untrack)
     engine.finish([live])
     assert live.output == tiny.plain.choices(live)
     assert len(steps.graphs) == known, "nothing new is captured"
@@ -136,7 +149,7 @@ def test_plain_steps_are_caught_up_on_by_a_graph_of_their_own(tiny: Tiny, graphe
         if not with_graphs:
             engine.runner.steps = EagerSteps(engine.runner.step)
         lives = [engine.start(random_prompt(9 + i, i), greedy(80)) for i in range(5)]
-        for _ in range(MOST_WITHOUT_ROWS + 3):
+        for _ in range(MAX_WITHOUT_ROWS + 3):
             engine.execute(decode=lives, shape=PLAIN)
         engine.execute(decode=lives)
         drafted.append([live.proposals[-1] for live in lives])

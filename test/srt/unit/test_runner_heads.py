@@ -24,9 +24,9 @@ from tiny_model import write_model
 from torch import Tensor
 
 from mamba_eagle.config import ConfigError
+from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.models.config import UnsupportedModel
-from mamba_eagle.spec.drafters.network import DraftNetwork
+from mamba_eagle.model_config import UnsupportedModel
 
 torch.set_num_threads(1)
 
@@ -56,7 +56,7 @@ class PlainDrafts:
         ctx = GrowingSequence(torch.arange(root))
         carry = torch.zeros(1, network.carry_size)
         entries = network.entry_features(before)[None]
-        outputs = network.chain(known[None], entries, carry, ctx)[0, -1:]
+        outputs = network.run_entries(known[None], entries, carry, ctx)[0, -1:]
         for depth, token in enumerate(tokens[root:], start=1):
             at = ctx.then(root + depth - 1)
             outputs = network.lanes(depth, torch.tensor([token]), outputs, at)
@@ -92,7 +92,7 @@ def test_a_cached_prefix_is_there_for_the_drafter(
     engine = DRAFTERS[drafter].engine(tmp_path, model, SETTINGS["tree"])
     first = engine.start(random_prompt(24, 6), greedy(12))
     engine.finish([first])
-    prefix = engine.release(first, fold_to=first.run)
+    prefix = engine.release(first, fold_to=first.processed)
     assert prefix is not None
     live = engine.start([*prefix.tokens, *random_prompt(5, 7)], greedy(12), hit=prefix)
     engine.finish([live])

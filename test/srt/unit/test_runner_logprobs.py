@@ -76,7 +76,7 @@ def test_input_logprobs_do_not_depend_on_chunks(tiny: Tiny, cuts: tuple[int, ...
 
 @pytest.mark.parametrize("settings", ["none", "tree", "tree-snapshot"])
 def test_input_logprobs_after_a_cache_hit_are_the_same(tiny: Tiny, settings: str) -> None:
-    """The token right behind the checkpoint, too: from the checkpoint's feature."""
+    """The token right behind the state slot, too: from the state slot's feature."""
     engine = tiny.engine(settings)
     saver = engine.start(PROMPT, greedy(15), saves=(1, 16, 20, 36))
     engine.finish([saver])
@@ -85,9 +85,9 @@ def test_input_logprobs_after_a_cache_hit_are_the_same(tiny: Tiny, settings: str
             asks = {"return_logprob": True, "logprob_start": first, "top_logprobs": 3}
             live = engine.generate(PROMPT, greedy(2), hit=saved, cuts=(30,), **asks)
             assert_logprobs(tiny, live.input_logprobs, PROMPT, first)
-    # from a checkpoint that a fold has written
+    # from a state slot that a fold has written
     tokens = saver.tokens + PROMPT[:4]
-    folded = engine.release(saver, fold_to=saver.run)
-    asks = {"return_logprob": True, "logprob_start": saver.run}
+    folded = engine.release(saver, fold_to=saver.processed)
+    asks = {"return_logprob": True, "logprob_start": saver.processed}
     live = engine.generate(tokens, greedy(2), hit=folded, **asks)
-    assert_logprobs(tiny, live.input_logprobs, tokens, saver.run)
+    assert_logprobs(tiny, live.input_logprobs, tokens, saver.processed)

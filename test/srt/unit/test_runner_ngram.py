@@ -21,13 +21,15 @@ from runner_harness import (
 )
 from tiny_model import write_model
 
+from mamba_eagle.backend.place import Cuda, Host
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import ConfigError
 from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.base import StepPart
+from mamba_eagle.drafting.ngram import MAX_UNREAD, NgramDrafter
+from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.runner.pools import RequestTable
-from mamba_eagle.spec.accept import Truncated
-from mamba_eagle.spec.drafters.ngram import MOST_UNREAD, NgramDrafter
-from mamba_eagle.spec.drafters.ngram_index import NgramIndex
+from mamba_eagle.tree.accept import Truncated
 
 torch.set_num_threads(1)
 
@@ -47,7 +49,7 @@ def serve(engine: Engine, prompt: list[int], seed: int, kept: bool) -> Live:
     """A request from beginning to end; ``kept``: its text goes to the prefix cache."""
     live = engine.start(prompt, sampled(40, seed))
     engine.finish([live])
-    engine.release(live, fold_to=live.run if kept else -1)
+    engine.release(live, fold_to=live.processed if kept else -1)
     return live
 
 
@@ -104,8 +106,8 @@ def test_a_cached_prefix_is_drafted_from_as_if_it_had_been_run(target: Path, sha
 def test_what_plain_steps_made_is_drafted_from(target: Path) -> None:
     """More of them than are read at once."""
     engine = Engine(target, None, SHAPES["chain"])
-    live = engine.start(PROMPT, greedy(MOST_UNREAD + 20, logit_bias={7: 1e4}))
-    for _ in range(MOST_UNREAD + 5):
+    live = engine.start(PROMPT, greedy(MAX_UNREAD + 20, logit_bias={7: 1e4}))
+    for _ in range(MAX_UNREAD + 5):
         engine.execute(decode=[live], shape=TreeShape())
     engine.execute(decode=[live])
     assert live.proposals[-1].tokens == [7] * 5
@@ -128,25 +130,26 @@ def test_a_released_slot_is_forgotten(target: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_trees_are_the_indexs_on_any_device(device: str) -> None:
     """Told of tensors there, over more steps than are read at once; a request had ended."""
-    shape, texts = TreeShape(topk=2, steps=3, nodes=6), [random_prompt(20, 1), [5, 6, 5, 6]]
+    shape, texts = TreeShape(topk=2, depth=3, nodes=6), [random_prompt(20, 1), [5, 6, 5, 6]]
     alone, told = (NgramIndex(2, 2000, 10_000, 6) for _ in range(2))
-    drafter = NgramDrafter(told, RequestTable(2, 2000, torch.device(device)))
+    place = Cuda(torch.device(device)) if device == "cuda" else Host()
+    drafter = NgramDrafter(told, RequestTable(2, 2000, place.device), place)
     slots = torch.tensor([1, 0], device=device)
     features = torch.zeros(1, device=device)
     for slot, text in enumerate(texts):
-        item = PrefillItem(slot=slot, checkpoint=slot, start=0, token_ids=text, kv_slots=[])
+        item = PrefillItem(slot=slot, state_slot=slot, start=0, token_ids=text, kv_slots=[])
         drafter.observe_prefill([item], slots, features, features)
         drafter.observe_first_tokens([slot], torch.tensor([7 + slot], device=device), features)
         alone.begin(slot, [*text, 7 + slot])
     rng = random.Random(3)
-    for _ in range(MOST_UNREAD + 5):
+    for _ in range(MAX_UNREAD + 5):
         tokens = [[rng.randrange(9) for _ in range(3)] for _ in slots]
         counts = [rng.randint(0, 3) for _ in slots]
         rows = (torch.tensor(part, device=device) for part in (tokens, tokens, counts, counts))
         drafter.observe_accepted(slots, Truncated(*rows), features)
         for slot, row, count in zip((1, 0), tokens, counts):
             alone.append(slot, row[:count])
-    tree = drafter.propose(slots, shape, None)
+    tree = drafter.propose(slots, StepPart(shape), None)
     expected = [np.empty(part.shape, str(part.dtype).removeprefix("torch.")) for part in tree]
     alone.draft([1, 0], shape, *expected)
     for part, wanted in zip(tree, expected):

@@ -28,7 +28,7 @@ def terminate(*_):
 class Runner:
     def __init__(self, config):
         self.ready = RunnerReady(
-            max_kv_slots=1, max_checkpoints=1, max_running_requests=1, context_length=1,
+            max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
             vocab_size=1, eos_token_ids=[], pid=os.getpid(), details={},
         )
     MOMENT = terminate

@@ -19,7 +19,7 @@ from runner_harness import (
 from tiny_model import write_model
 
 from mamba_eagle.core import TreeShape
-from mamba_eagle.spec.drafters.model_drafter import MOST_PENDING
+from mamba_eagle.drafting.model_drafter import MAX_PENDING
 
 torch.set_num_threads(1)
 
@@ -51,7 +51,7 @@ def assert_all_drafts_were_accepted(lives: list[Live], engine: Engine) -> None:
     """Every step but a request's last went as deep as the tree."""
     for live in lives:
         depths = accepted([live])
-        assert depths[:-1] == [engine.shape.steps + 1] * (len(depths) - 1)
+        assert depths[:-1] == [engine.shape.depth + 1] * (len(depths) - 1)
         assert len(depths) > 2, "steps enough to mean something"
 
 
@@ -83,7 +83,7 @@ def test_a_model_drafts_its_own_samples_with_the_targets_noise(model: Path, shap
 def test_drafts_go_on_after_plain_steps(model: Path, shape: str) -> None:
     """As many as fill the room of pending entries, and more."""
     engine = engine_of(model, shape)
-    for plain_steps in (1, 3, MOST_PENDING - 1, MOST_PENDING, MOST_PENDING + 1, 2 * MOST_PENDING):
+    for plain_steps in (1, 3, MAX_PENDING - 1, MAX_PENDING, MAX_PENDING + 1, 2 * MAX_PENDING):
         live = engine.start(random_prompt(17, plain_steps), greedy(plain_steps + 40))
         engine.execute(decode=[live])
         for _ in range(plain_steps):
@@ -96,13 +96,13 @@ def test_drafts_go_on_after_plain_steps(model: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "chain-torch", "chain-snapshot"])
 def test_a_request_that_has_ended_does_not_disturb_the_drafter(model: Path, shape: str) -> None:
-    """It is in one more batch than it should be, and is continued from its checkpoint."""
+    """It is in one more batch than it should be, and is continued from its state slot."""
     engine = engine_of(model, shape)
     first = engine.start(random_prompt(20, 1), greedy(13))
     other = engine.start(random_prompt(9, 2), greedy(60))
     engine.finish([first])
     engine.execute(decode=[first, other])
-    prefix = engine.release(first, fold_to=first.run)
+    prefix = engine.release(first, fold_to=first.processed)
     assert prefix is not None
     turn = engine.start(first.tokens + random_prompt(5, 3), greedy(40), hit=prefix)
     engine.finish([turn, other])
@@ -112,7 +112,7 @@ def test_a_request_that_has_ended_does_not_disturb_the_drafter(model: Path, shap
 @pytest.mark.parametrize("shape", ["chain", "chain-torch"])
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 def test_the_drafter_knows_a_prefix_from_the_cache(model: Path, shape: str, cut: int) -> None:
-    """A checkpoint saved inside a prompt, and that of a request which left; with a text cut
+    """A state slot saved inside a prompt, and that of a request which left; with a text cut
     short there as by a stop string."""
     engine = engine_of(model, shape)
     prompt = random_prompt(30, 4)
@@ -124,7 +124,7 @@ def test_the_drafter_knows_a_prefix_from_the_cache(model: Path, shape: str, cut:
         engine.finish([second])
         assert_all_drafts_were_accepted([second], engine)
         engine.release(second)
-    end = max(first.run - cut, first.folded)
+    end = max(first.processed - cut, first.folded)
     left = engine.release(first, fold_to=end)
     assert left is not None
     third = engine.start(first.tokens[:end] + random_prompt(6, 6), greedy(30), hit=left)

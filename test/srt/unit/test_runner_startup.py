@@ -18,15 +18,20 @@ from runner_harness import (
     write_tiny,
 )
 from safetensors.torch import load_file, save_file
+from tensor_checks import host_backend
 from tiny_drafters import DRAFTERS
 from tiny_model import EOS, VOCAB, write_head, write_model
 from tokenizers import Tokenizer
 
-from mamba_eagle.config import EMBEDDED_MODEL, ConfigError, EngineConfig
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.place import Host
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import TreeShape
-from mamba_eagle.models.config import ModelConfig
+from mamba_eagle.embedded import EMBEDDED_MODEL
+from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver
-from mamba_eagle.runner.memory import default_rows, least_rows, row_bytes, state_bytes
+from mamba_eagle.runner.memory import default_rows, min_rows, row_bytes, state_bytes
 from mamba_eagle.runner.model_runner import ModelRunner
 
 NINE_B = Path(__file__).parents[3] / "benchmark" / "models" / "nemotron-nano-9b-v2"
@@ -42,7 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def test_a_runner_says_what_it_holds(tiny: Tiny) -> None:
     ready = tiny.engine(context_length=300, max_total_tokens=123).runner.ready
     assert (ready.max_kv_slots, ready.context_length) == (123, 300)
-    assert (ready.max_checkpoints, ready.max_running_requests) == (24, 5)
+    assert (ready.max_state_slots, ready.max_running_requests) == (24, 5)
     assert (ready.vocab_size, ready.eos_token_ids) == (VOCAB, [EOS])
     assert ready.details["architecture"] == "NemotronHForCausalLM"
     assert tiny.engine().runner.ready.context_length == 512
@@ -68,9 +73,7 @@ def test_all_that_is_wrong_with_a_drafter_is_said_at_once(tiny: Tiny, tmp_path: 
     save_file(weights, head / "model.safetensors")
     settings = {"speculative_draft_model_path": str(head), "speculative_num_draft_tokens": 99}
     with pytest.raises(ConfigError) as refused:
-        EngineConfig(
-            model_path=str(tiny.model), speculative_algorithm="EAGLE", **settings
-        ).resolved()
+        resolve(EngineConfig(model_path=str(tiny.model), speculative_algorithm="EAGLE", **settings))
     said = str(refused.value)
     for part in (
         "--speculative-num-draft-tokens 99: must be",
@@ -95,7 +98,7 @@ def test_every_reason_against_a_tree_is_said(
     shape: tuple[int, int, int], said: tuple[str, ...]
 ) -> None:
     steps, topk, nodes = shape
-    wrong = TreeShape(steps=steps, topk=topk, nodes=nodes).problems()
+    wrong = TreeShape(depth=steps, topk=topk, nodes=nodes).problems()
     assert len(wrong) == len(said)
     for problem, part in zip(wrong, said):
         assert part in problem
@@ -105,7 +108,7 @@ def test_a_head_of_another_kind_is_named_and_not_its_weights(tiny: Tiny) -> None
     given = {"model_path": str(tiny.model), "speculative_draft_model_path": str(tiny.head)}
     for algorithm in ("EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM"):
         with pytest.raises(ConfigError) as refused:
-            EngineConfig(speculative_algorithm=algorithm, **given).resolved()
+            resolve(EngineConfig(speculative_algorithm=algorithm, **given))
         assert refused.value.problems == [
             f"--speculative-algorithm {algorithm}: {tiny.head} has a head for EAGLE; leave the "
             "flag out, or name the folder of another drafter"
@@ -131,7 +134,7 @@ def test_a_long_list_of_weights_is_cut(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_given_is_one_problem(tiny: Tiny) -> None:
     with pytest.raises(ConfigError) as refused:
-        EngineConfig(model_path=str(tiny.model), speculative_algorithm="STANDALONE").resolved()
+        resolve(EngineConfig(model_path=str(tiny.model), speculative_algorithm="STANDALONE"))
     (problem,) = refused.value.problems
     assert "needs --speculative-draft-model-path" in problem
 
@@ -141,9 +144,9 @@ def test_a_drafters_folder_says_what_it_is_for(tiny: Tiny, tmp_path: Path, draft
     """--speculative-draft-model-path alone is enough."""
     known = DRAFTERS[drafter]
     folder = known.write(tmp_path, tiny.model)
-    config = EngineConfig(
-        model_path=str(tiny.model), speculative_draft_model_path=str(folder or "")
-    ).resolved()
+    config = resolve(
+        EngineConfig(model_path=str(tiny.model), speculative_draft_model_path=str(folder or ""))
+    )
     algorithm = known.algorithm.replace("NEXTN", "MTP")  # two names of one
     assert config.speculative_algorithm == (algorithm if folder else "NONE")
 
@@ -160,22 +163,29 @@ def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
         ModelRunner(config)
 
 
+def backends() -> dict[str, Backend]:
+    """Of both kinds; the GPU's is asked for its numbers alone."""
+    triton = pytest.importorskip("mamba_eagle.backend.triton.backend")
+    return {"cpu": host_backend(), "cuda": triton.TritonBackend(Host(), torch.bfloat16, False)}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_any_tree_gets_rows_enough_where_no_flag_says_how_many(device: str) -> None:
+    backend = backends()[device]
     for steps, nodes in ((5, 8), (30, 40), (24, 3)):
         config = EngineConfig(
             speculative_algorithm="EAGLE",
             speculative_num_steps=steps,
             speculative_num_draft_tokens=nodes,
         )
-        least = least_rows(config, torch.device(device))
-        assert default_rows(config, torch.device(device)) >= max(least, nodes + 1)
+        least = min_rows(config, backend)
+        assert default_rows(config, backend) >= max(least, nodes + 1)
 
 
 def test_a_running_request_of_a_nine_b_model_takes_no_more_than_a_quarter_of_a_state_more() -> None:
-    model = ModelConfig.from_pretrained(NINE_B)
+    model = read_model_config(NINE_B)
     config = EngineConfig(speculative_algorithm="EAGLE", speculative_num_draft_tokens=8)
-    rows = default_rows(config, torch.device("cuda"))
+    rows = default_rows(config, backends()["cuda"])
     beside = row_bytes(model, "deferred", rows, model.hidden_size, itemsize=2)
     assert beside <= 0.25 * state_bytes(model, ssm_itemsize=4, itemsize=2)
 
@@ -184,7 +194,7 @@ def test_what_does_not_fit_the_memory_is_refused_with_the_numbers(tiny: Tiny) ->
     config = TREE.config(tiny.model, tiny.head, max_mamba_cache_size=10**9)
     with pytest.raises(ConfigError) as refused:
         ModelRunner(config)
-    for part in ("1000000000 states", "900 tokens", "5 requests", "GB too much: lower --max-runn"):
+    for part in ("1000000000 states", "900 tokens", "5 requests", "GB: lower --max-runn"):
         assert part in str(refused.value)
 
 
@@ -206,9 +216,11 @@ def test_half_precision_gives_the_text_where_no_two_logits_are_close(dtype: str)
     """In float32 the best logit leads by 1.9 or more along this answer."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     question = "Tom has 3 apples and buys 14 more. How many apples does he have now?"
-    config = EngineConfig(
-        dtype=dtype, device="cpu", cpu_threads=1, max_total_tokens=200, max_mamba_cache_size=4
-    ).resolved()
+    config = resolve(
+        EngineConfig(
+            dtype=dtype, device="cpu", cpu_threads=1, max_total_tokens=200, max_mamba_cache_size=4
+        )
+    )
     runner = ModelRunner(dataclasses.replace(config, max_running_requests=2))
     assert runner.kv.k.dtype == getattr(torch, dtype)
     prompt = tokenizer.encode(f"Question: {question}\nAnswer:").ids

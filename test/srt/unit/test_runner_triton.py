@@ -27,9 +27,11 @@ from tiny_model import write_head, write_model
 
 pytest.importorskip("triton")
 
-from mamba_eagle.kernels import gpu
+from mamba_eagle.backend.place import Host
+from mamba_eagle.backend.triton import attention as triton_attention
+from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.tree_attention import triton as kernel
-from mamba_eagle.runner import triton_attention
+from mamba_eagle.runner import model_runner
 
 torch.set_num_threads(1)
 
@@ -81,7 +83,8 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         calls.append((masks.shape[1], own.shape[1]))
         return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS)
 
-    monkeypatch.setattr(gpu, "usable", lambda device, *dtypes: True)
+    backend = TritonBackend(Host(), torch.float32, flashinfer=False)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
     return calls
 
@@ -123,7 +126,7 @@ def test_a_request_continues_from_one_that_left(
     other = engine.start(random_prompt(15, 5), greedy(9))
     engine.finish([first])
     engine.execute(decode=[first, other])  # one more step than it should be in
-    prefix = engine.release(first, fold_to=first.run)
+    prefix = engine.release(first, fold_to=first.processed)
     turn = engine.start(first.tokens + random_prompt(3, 6), greedy(4), hit=prefix)
     engine.finish([turn, other])
     assert_plain(model, [first, other, turn])

@@ -18,7 +18,7 @@ from tiny_drafters import DRAFTERS
 from tiny_model import write_model
 
 from mamba_eagle.core import PLAIN
-from mamba_eagle.spec.drafters.model_drafter import MOST_WITHOUT_ROWS, ModelDrafter
+from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS, ModelDrafter
 
 torch.set_num_threads(1)
 
@@ -37,29 +37,29 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_texts_are_the_plain_models(
     target: Path, tmp_path: Path, drafter: str, settings: Settings, device: str
 ) -> None:
-    """Never followed, given up while the prompt is run, or later; in trees all the same, and
+    """Never tracked, given up while the prompt is run, or later; in trees all the same, and
     over more plain steps than entries could wait."""
     plain = PlainModel(target)
     engine = DRAFTERS[drafter].engine(tmp_path, target, settings, device=device, dtype="float32")
-    followed = engine.start(random_prompt(19, 1), greedy(40))
-    never = engine.start(random_prompt(26, 2), sampled(90, 2), cuts=(5, 6), follow=False)
+    tracked = engine.start(random_prompt(19, 1), greedy(40))
+    never = engine.start(random_prompt(26, 2), sampled(90, 2), cuts=(5, 6), track=False)
     later = engine.start(random_prompt(9, 3), sampled(100, 3))
     halfway = engine.admit(random_prompt(20, 4), greedy(30))
     for end in (8, 20):
         item = engine.chunk(halfway, end)
         engine.after_chunk(halfway, item, engine.execute(prefill=[item]).prefill[0])
         halfway.asks["follow"] = False
-        engine.execute(unfollow=[halfway], decode=[never, later])
-    lives = [followed, never, later, halfway]
+        engine.execute(untrack=[halfway], decode=[never, later])
+    lives = [tracked, never, later, halfway]
     engine.execute(decode=lives)
-    engine.execute(decode=lives, unfollow=[later])
-    for step in range(MOST_WITHOUT_ROWS):
+    engine.execute(decode=lives, untrack=[later])
+    for step in range(MAX_WITHOUT_ROWS):
         running = [live for live in lives if not engine.ended(live)]
         engine.execute(decode=running, shape=PLAIN if step % 20 else None)
     engine.finish(lives)
     for live in lives:
         assert live.output == plain.choices(live)
-    ends = [live.run for live in (never, later)]
+    ends = [live.processed for live in (never, later)]
     left = [engine.release(live, end) for live, end in zip((never, later), ends)]
     after = [
         engine.start(live.tokens[:end] + [5, 9], sampled(20, 4), hit=hit)
@@ -73,11 +73,11 @@ def test_texts_are_the_plain_models(
 def test_others_are_drafted_for_as_if_they_were_alone(
     target: Path, tmp_path: Path, drafter: str
 ) -> None:
-    """Beside an unfollowed request, their prompts in one pass; and behind it, in its slot."""
+    """Beside an untracked request, their prompts in one pass; and behind it, in its slot."""
     prompt, asked = random_prompt(19, 1), greedy(25)
     alone = DRAFTERS[drafter].engine(tmp_path, target, TREE).generate(prompt, asked)
     engine = DRAFTERS[drafter].engine(tmp_path, target, TREE, max_running_requests=2)
-    other = engine.admit(random_prompt(12, 2), greedy(40), follow=False)
+    other = engine.admit(random_prompt(12, 2), greedy(40), track=False)
     beside = engine.admit(prompt, asked)
     items = [engine.chunk(live, len(live.tokens)) for live in (other, beside)]
     made = engine.execute(prefill=items).prefill
@@ -100,11 +100,11 @@ def test_the_drafter_does_nothing_for_them(
     engine = DRAFTERS[drafter].engine(tmp_path, target, TREE)
     model = engine.runner.drafter
     live = engine.start(random_prompt(9, 3), sampled(60, 3))
-    engine.execute(decode=[live], unfollow=[live])
+    engine.execute(decode=[live], untrack=[live])
     if not isinstance(model, ModelDrafter):
         index = model.index  # type: ignore[attr-defined]
         known = index.num_nodes
-        engine.start(random_prompt(30, 1), greedy(20), follow=False)
+        engine.start(random_prompt(30, 1), greedy(20), track=False)
         assert index.num_nodes <= known + 1, "a root, and nothing below it"
         assert not index.lengths[live.slot]
         return
@@ -113,8 +113,8 @@ def test_the_drafter_does_nothing_for_them(
         raise AssertionError("the drafter's network was run")
 
     monkeypatch.setattr(model.network, "chain", never)
-    new = engine.start(random_prompt(30, 1), greedy(20), follow=False, cuts=(11,))
+    new = engine.start(random_prompt(30, 1), greedy(20), track=False, cuts=(11,))
     for each in (live, new):
         while not engine.ended(each):
             engine.execute(decode=[each], shape=PLAIN)
-        engine.release(each, each.run)
+        engine.release(each, each.processed)

@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
+from tensor_checks import host_backend
 
+from mamba_eagle.backend.choose import choose_backend
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.kernels.sampling_noise import gumbel, naive
-from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.runner.sampler import SamplingState, _keep_best, sample, token_logprobs
-from mamba_eagle.spec.accept import accept, truncate
-from mamba_eagle.spec.tree import Candidates, Tree, ancestor_matrix, single_node_tree
+from mamba_eagle.kernels.sampling_noise import torch as noise_torch
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, _keep_best, sample, token_logprobs
+from mamba_eagle.tree.accept import accept, truncate
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree, ancestor_matrix, single_node_tree
 
 torch.set_num_threads(1)
 EOS = 0
@@ -40,7 +44,7 @@ def rows(count: int, seed: int = 1, first: int = 0) -> tuple[torch.Tensor, torch
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    return naive.hash_bits(seed, position, vocab_size).double() / 2**naive.BITS
+    return noise_torch.hash_bits(seed, position, vocab_size).double() / 2**noise_torch.BITS
 
 
 def splitmix64(state: int) -> int:
@@ -58,10 +62,10 @@ def test_the_hash_is_splitmix64() -> None:
     for seed, position in [(0, 0), (2**63 - 1, 131_071), (1234567, 1)]:
         key = splitmix64(splitmix64(seed) ^ position)
         expected = [
-            splitmix64((key + token * 0x9E3779B97F4A7C15) & mask) >> (64 - naive.BITS)
+            splitmix64((key + token * 0x9E3779B97F4A7C15) & mask) >> (64 - noise_torch.BITS)
             for token in range(5)
         ]
-        got = naive.hash_bits(torch.tensor([seed]), torch.tensor([position]), 5)
+        got = noise_torch.hash_bits(torch.tensor([seed]), torch.tensor([position]), 5)
         assert got[0].tolist() == expected
 
 
@@ -112,10 +116,10 @@ def test_noise_is_finite_and_has_the_gumbel_moments() -> None:
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
 
 
-@pytest.mark.parametrize("bits", [0, 1, 2**naive.BITS - 1], ids=["lowest", "low", "highest"])
+@pytest.mark.parametrize("bits", [0, 1, 2**noise_torch.BITS - 1], ids=["lowest", "low", "highest"])
 def test_noise_is_finite_at_the_ends(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(naive, "hash_bits", lambda *_: torch.tensor([[bits]]))
-    assert naive.gumbel(*rows(1), 1).isfinite().all()
+    monkeypatch.setattr(noise_torch, "hash_bits", lambda *_: torch.tensor([[bits]]))
+    assert noise_torch.gumbel(*rows(1), 1).isfinite().all()
 
 
 def test_noise_depends_on_nothing_else() -> None:
@@ -131,11 +135,13 @@ def test_noise_on_a_gpu_equals_the_cpu(vocab_size: int) -> None:
 
     seed, position = torch.tensor([0, 5, 2**63 - 1]), torch.tensor([0, 131_071, 77])
     on_gpu = seed.cuda(), position.cuda()
-    bits = naive.hash_bits(seed, position, vocab_size)
-    assert torch.equal(naive.hash_bits(*on_gpu, vocab_size).cpu(), bits)
+    bits = noise_torch.hash_bits(seed, position, vocab_size)
+    assert torch.equal(noise_torch.hash_bits(*on_gpu, vocab_size).cpu(), bits)
     assert torch.equal(triton.hash_bits(*on_gpu, vocab_size).cpu(), bits)
-    noise = naive.gumbel(seed, position, vocab_size)
-    torch.testing.assert_close(gumbel(*on_gpu, vocab_size).cpu(), noise, rtol=1e-5, atol=1e-5)
+    noise = noise_torch.gumbel(seed, position, vocab_size)
+    torch.testing.assert_close(
+        triton.gumbel(*on_gpu, vocab_size).cpu(), noise, rtol=1e-5, atol=1e-5
+    )
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────
@@ -143,7 +149,7 @@ def test_noise_on_a_gpu_equals_the_cpu(vocab_size: int) -> None:
 
 def state_with(*params: SamplingParams, vocab: int, prompt_len: int = 0) -> SamplingState:
     """Slot i holds params[i]."""
-    state = SamplingState(len(params), vocab, (EOS,), "cpu")
+    state = SamplingState(len(params), vocab, (EOS,), host_backend())
     for slot, one in enumerate(params):
         state.set(slot, one, prompt_len, [])
     return state
@@ -213,9 +219,7 @@ def test_of_equal_logits_the_first_rank_first(options: dict) -> None:
 
 
 @pytest.mark.parametrize("tries", [1, 7, 30], ids="first-try-{}".format)
-def test_how_many_are_ordered_first_changes_nothing(
-    tries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_are_ordered_first_changes_nothing(tries: int) -> None:
     """The CPU's short cut: whatever it tries first, the same tokens are kept."""
     torch.manual_seed(0)
     logits = torch.randn(4, 200, 300) * 4
@@ -223,17 +227,17 @@ def test_how_many_are_ordered_first_changes_nothing(
     top_k = torch.tensor([300, 10, 5, 300]).view(4, 1, 1)
     top_p = torch.tensor([0.9, 0.9, 2.0, 0.02]).view(4, 1, 1)
 
-    def kept(rows: list[int], nodes: slice, width: int) -> torch.Tensor:
-        return _keep_best(logits[rows, nodes], temperature[rows], top_k[rows], top_p[rows], width)
+    def kept(rows: list[int], nodes: slice, *tries: int) -> torch.Tensor:
+        return _keep_best(logits[rows, nodes], temperature[rows], top_k[rows], top_p[rows], tries)
 
-    expected = kept([0, 1, 2, 3], slice(None), width=300)
-    monkeypatch.setattr("mamba_eagle.runner.sampler.FIRST_TRY", tries)
+    expected = kept([0, 1, 2, 3], slice(None), 300)
     for rows in ([0, 1, 2, 3], [1, 3], [0], [1], [2], [3]):
         width = int(top_k[rows].max())
-        assert torch.equal(kept(rows, slice(None), width), expected[rows])
+        first = min(tries, width)
+        assert torch.equal(kept(rows, slice(None), first, width), expected[rows])
         for node in range(200):  # one alone is often complete at the first try
             here = slice(node, node + 1)
-            assert torch.equal(kept(rows, here, width), expected[rows, here])
+            assert torch.equal(kept(rows, here, first, width), expected[rows, here])
 
 
 MIXED = [
@@ -352,7 +356,7 @@ def best(values: list[float]) -> int:
 def test_penalties_equal_their_definition_over_a_sequence(options: dict) -> None:
     params = SamplingParams(temperature=0.0, **options)
     vocab, prompt = 12, [3, 3, 5, 1]
-    state = SamplingState(2, vocab, (EOS,), "cpu")
+    state = SamplingState(2, vocab, (EOS,), host_backend())
     state.set(1, params, len(prompt), prompt[:1])
     state.observe(1, torch.tensor(prompt[1:]), start=1)
     torch.manual_seed(0)
@@ -407,7 +411,7 @@ def test_a_retracted_request_counts_its_own_output_as_output() -> None:
     sequence, prompt_len = [1, 2, 3, 3, 4], 2
     params = SamplingParams(presence_penalty=1.0)
     for cut in range(len(sequence) + 1):
-        state = SamplingState(1, 6, (EOS,), "cpu")
+        state = SamplingState(1, 6, (EOS,), host_backend())
         state.set(0, params, prompt_len, sequence[:cut])
         state.observe(0, torch.tensor(sequence[cut:], dtype=torch.int64), start=cut)
         assert state.prompt_seen[0].tolist() == [False, True, True, False, False, False]
@@ -476,6 +480,38 @@ def test_stop_tokens_wait_for_min_new_tokens(
                 assert token == favourite
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_where_no_token_can_be_sampled_there_is_none(options: dict) -> None:
+    """Logits that are not finite, all tokens banned, noise that overflows; other nodes and the
+    requests beside it have their tokens."""
+    vocab, banned = 6, {"min_new_tokens": 3, "stop_token_ids": [*range(6)]}
+    state = SamplingState(3, vocab, (EOS,), host_backend())
+    state.set(0, SamplingParams(seed=1, **options), 10, [])
+    state.set(1, SamplingParams(seed=2, **banned, **options), 10, [])
+    state.set(2, SamplingParams(seed=3, **{**options, "temperature": 1e39}), 10, [])
+    logits = torch.randn(3, 6, vocab, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(10, 16).expand(3, 6)
+    clean = sample(state, [0, 1, 2], logits, positions, None)
+    assert (clean[0] >= 0).all()
+    assert clean[1, :3].tolist() == [NO_TOKEN] * 3 and (clean[1, 3:] >= 0).all()
+    assert clean[2].tolist() == [NO_TOKEN] * 6
+    logits[0, 1, 4], logits[0, 2], logits[0, 3, 0] = math.nan, -math.inf, math.inf
+    found = sample(state, [0, 1, 2], logits, positions, None)
+    assert found[0, 1:4].tolist() == [NO_TOKEN] * 3
+    found[0, 1:4] = clean[0, 1:4]
+    assert torch.equal(found, clean)
+
+
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -509,8 +545,8 @@ def test_nothing_waits_for_the_device_and_tokens_equal_the_cpu() -> None:
         logits,
         *steps,
     ]
-    expected = one_step(SamplingState(batch, vocab, (EOS,), "cpu"), inputs)
-    state = SamplingState(batch, vocab, (EOS,), "cuda")
+    expected = one_step(SamplingState(batch, vocab, (EOS,), host_backend()), inputs)
+    state = SamplingState(batch, vocab, (EOS,), choose_backend(torch.device("cuda"), torch.float32))
     limited = [slot for slot in slots if MIXED[slot].top_k > 1]  # without a top-p beside them
     moved = [tensor.cuda() for tensor in inputs]
     one_step(state, moved)  # compiles, allocates

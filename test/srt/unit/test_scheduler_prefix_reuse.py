@@ -1,4 +1,4 @@
-"""Who gets which hit, and where checkpoints are placed."""
+"""Who gets which hit, and where state slots are placed."""
 
 from __future__ import annotations
 
@@ -86,6 +86,52 @@ def test_multi_turn_chat_hits_the_end_of_the_last_output():
         chat = chat + [turn] * 10
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_follow_up_sent_at_once_hits_the_output_of_the_request_that_is_just_ending(overlap):
+    """It arrives with the last output, while a plan in flight still has the request."""
+    serving = server(disable_overlap_schedule=not overlap)
+    chat, end, in_flight = TRUNK[:100], 0, 0
+    for turn in range(6):
+        sampling = SamplingParams(max_new_tokens=300, min_new_tokens=40, seed=turn)
+        serving.add(f"turn{turn}", chat, sampling)
+        while (last := serving.last.get(f"turn{turn}")) is None or last.finish is None:
+            serving.step()
+        assert last.finish.kind == "stop" and last.cached_tokens == end
+        assert serving.texts[f"turn{turn}"] == expected_text(chat, sampling)
+        in_flight += not serving.scheduler.idle
+        chat = chat + serving.texts[f"turn{turn}"]
+        end = len(chat) - 1
+        chat = chat + [turn] * 10
+    serving.finish()
+    assert in_flight > 0
+
+
+def test_an_aborted_request_is_not_waited_for():
+    serving = server()
+    serving.add("a", TRUNK[:100], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    while len(serving.texts.get("a", [])) < 50:
+        serving.step()
+    serving.take(serving.scheduler.abort("a"))
+    assert not serving.scheduler.idle
+    serving.add("b", TRUNK[:100] + serving.texts["a"] + [1], SHORT)
+    serving.step()
+    assert not serving.scheduler.prefill.waiting
+    serving.finish()
+    assert serving.last["b"].cached_tokens == 99
+
+
+def test_with_one_state_slot_a_retracted_request_does_not_prefill_for_every_token():
+    """Its own state can't be kept, so the KV that is cached of it would only get duplicates."""
+    serving = tree_server(130, max_states=1, speculative_adaptive=False)
+    for i in range(3):
+        sampling = SamplingParams(max_new_tokens=60, ignore_eos=True, seed=i)
+        serving.add(f"r{i}", TRUNK[:40], sampling)
+        serving.finish()
+        assert serving.texts[f"r{i}"] == expected_text(TRUNK[:40], sampling)
+    assert serving.scheduler.state()["num_retracted_reqs"] > 0
+    assert serving.runner.prefilled_tokens <= 3 * 40 + 2 * 100
+
+
 def test_a_branch_point_is_saved_and_costs_not_the_tail():
     serving = server(pools=(20000, 8, 2), mamba_checkpoint_interval=0)
     plans = record(serving)
@@ -101,7 +147,7 @@ def test_a_branch_point_is_saved_and_costs_not_the_tail():
     assert serving.last["b again"].cached_tokens == 502
 
 
-def test_the_tail_is_saved_when_there_is_one_checkpoint_to_spare():
+def test_the_tail_is_saved_when_there_is_one_state_to_spare():
     serving = server(pools=(20000, 2, 2), mamba_checkpoint_interval=64)
     plans = record(serving)
     sampling = SamplingParams(max_new_tokens=1)
@@ -112,7 +158,7 @@ def test_the_tail_is_saved_when_there_is_one_checkpoint_to_spare():
     assert saves(plans) == [999, 502]
 
 
-def test_checkpoints_between_come_from_free_slots_only():
+def test_states_between_come_from_free_slots_only():
     serving = server(mamba_checkpoint_interval=64)
     plans = record(serving)
     serving.add("a", TRUNK, SHORT)
@@ -124,7 +170,7 @@ def test_checkpoints_between_come_from_free_slots_only():
     assert serving.last["shorter"].cached_tokens == 640
 
 
-def test_checkpoints_between_are_spread_over_a_long_prompt():
+def test_states_between_are_spread_over_a_long_prompt():
     serving = server(mamba_checkpoint_interval=16)
     plans = record(serving)
     serving.add("a", TRUNK, SHORT)
@@ -228,9 +274,9 @@ def test_no_step_is_planned_for_a_request_that_is_certain_to_end():
     assert sum(plan.decode is not None for plan in plans) == SHORT.max_new_tokens - 1
 
 
-def tree_server(kv_slots: int, **settings) -> Server:
+def tree_server(kv_slots: int, max_states: int = 60, **settings) -> Server:
     tree = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "head", **settings}
-    return server((kv_slots, 60, 8), context=400, **tree)
+    return server((kv_slots, max_states, 8), context=400, **tree)
 
 
 def test_steps_of_all_shapes_are_counted():
@@ -248,7 +294,7 @@ def test_steps_of_all_shapes_are_counted():
     # steps of requests that had ended in the step before are in plans alone
     assert state["verify_steps_total"] <= len(shapes)
     assert sum(output.accepted_drafts + output.verify_steps + 1 for output in last) == 8 * 150
-    assert sum(output.proposed_drafts for output in last) <= sum(shape.steps for shape in shapes)
+    assert sum(output.proposed_drafts for output in last) <= sum(shape.depth for shape in shapes)
     speculation = serving.scheduler.policy.state()
     assert speculation.adaptive
     steps = {name: use.steps for name, use in speculation.shapes.items()}

@@ -23,25 +23,33 @@ def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.argv", ["cli.py"])
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: names.append(name) or Module)
     assert cli.main(["serve", "--port", "1"]) == 0
-    assert cli.main(["train", "tokenizer", "--output", "x"]) == 0
-    assert names == ["mamba_eagle.launch_server", "mamba_eagle.train.tokenizer"]
+    assert cli.main(["train-drafter", "--output", "x"]) == 0
+    assert names == ["mamba_eagle.launch_server", "mamba_eagle.train.command"]
     assert calls == [["--port", "1"], ["--output", "x"]]
 
 
-@pytest.mark.parametrize("command", ["serve", "train pretrain"])
+@pytest.mark.parametrize("command", ["serve", "train-drafter"])
 def test_help_names_the_command(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["cli.py"])
     with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), "--help"])
+        cli.main([command, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: mamba-eagle {command} [-h]")
 
 
-@pytest.mark.parametrize("arguments", [[], ["nope"], ["train"], ["train", "../x"]])
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["train"], ["train", "problems"]])
 def test_unknown_commands_are_code_2(arguments: list[str]) -> None:
     assert cli.main(arguments) == 2
+
+
+def test_train_points_to_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a command once; the file that it names is in every checkout."""
+    assert cli.main(["train", "pretrain"]) == 2
+    said = capsys.readouterr().err
+    assert "recipes/mamba2_math/README.md" in said and "train-drafter" in said
+    assert (Path(__file__).parents[3] / "recipes" / "mamba2_math" / "README.md").is_file()
 
 
 def test_only_folders_of_dead_servers_are_stale(

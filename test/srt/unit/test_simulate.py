@@ -7,10 +7,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.accept import accept
-from mamba_eagle.spec.simulate import simulated_walk
-from mamba_eagle.spec.tree import Candidates, Tree, chain_tree, single_node_tree
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.accept import accept
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.simulate import simulated_walk
+from mamba_eagle.tree.tree import Tree, chain_tree, single_node_tree
 
 STEPS, TOPK, NODES, VOCABULARY = 5, 3, 12, 50
 

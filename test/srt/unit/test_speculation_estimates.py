@@ -64,11 +64,11 @@ def test_a_shape_measured_once_in_a_bad_moment_is_hoped_to_be_better():
     observe(times, CHAIN, 1, 1.3, 1.3)
     observe(times, TREE, 1, 9.0)
     assert times.of(TREE, 1) == 9.0
-    assert times.hoped(TREE, 1) == pytest.approx(1.0 + 0.3 * 12 / 6)
+    assert times.optimistic(TREE, 1) == pytest.approx(1.0 + 0.3 * 12 / 6)
     observe(times, TREE, 1, 8.0, 8.0)
-    assert times.hoped(TREE, 1) == times.of(TREE, 1) == 8.0
+    assert times.optimistic(TREE, 1) == times.of(TREE, 1) == 8.0
     observe(times, PLAIN, 1, *[1.0] * 600)  # long ago
-    assert times.hoped(TREE, 1) < 2.0
+    assert times.optimistic(TREE, 1) < 2.0
 
 
 # ── acceptance ───────────────────────────────────────────────────────────────────────────────
@@ -90,7 +90,7 @@ def test_a_chain_tells_of_shorter_and_longer_ones():
     assert seen.of(TreeShape(1, 2, 3)).mean == pytest.approx(0.75 + 0.5, rel=0.05)
     longer = seen.of(TreeShape(1, 5, 6))
     assert 1.75 < longer.mean < 2.75
-    assert longer.rows == 0 < seen.of(CHAIN).rows  # guessed
+    assert longer.samples == 0 < seen.of(CHAIN).samples  # guessed
     assert longer.error > seen.of(CHAIN).error
 
 

@@ -12,19 +12,20 @@ import pytest
 from simulated_steps import CPU, GPU, Machine, Noise, Run, Simulation
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, TreeShape, candidates
+from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.scheduler.estimates import RequestDrafts
 from mamba_eagle.scheduler.speculation import (
-    SAVINGS,
-    SHARE,
+    EXPLORATION_SHARE,
+    MAX_CREDIT,
     AdaptiveShape,
     Choice,
     FixedShape,
     Outcome,
     shape_policy,
 )
+from mamba_eagle.tree.shapes import candidate_shapes
 
-TREE = TreeShape(topk=2, steps=5, nodes=8)
+TREE = TreeShape(topk=2, depth=5, nodes=8)
 MACHINES = {"gpu": GPU, "cpu": CPU}
 BATCHES = [1, 8, 32]
 
@@ -72,7 +73,7 @@ def test_a_good_drafter_runs_within_3_percent_of_the_best_fixed_shape(machine, b
     shares = []
     for seed in range(3):
         given = (MACHINES[machine], batch, rate(accepted), {1: 1800, 8: 900, 32: 600}[batch])
-        best = max(fixed(shape, *given, seed=seed) for shape in candidates(TREE))
+        best = max(fixed(shape, *given, seed=seed) for shape in candidate_shapes(TREE))
         shares.append(adaptive(*given, seed=seed).rate / best)
     assert mean(shares) >= 0.97
 
@@ -93,7 +94,7 @@ def test_trials_stay_within_their_budget_in_the_long_run():
         machine = machine._replace(following=0.0)  # what trials lose, and nothing else
         run = adaptive(machine, 8, rate(0.0), 5000)
         plain = fixed(PLAIN, machine, 8, rate(0.0), 5000)
-        assert 1 - run.rate / plain <= 1.1 * SHARE
+        assert 1 - run.rate / plain <= 1.1 * EXPLORATION_SHARE
         assert sum(choice.trial for choice in run.choices) > 4  # it goes on looking
 
 
@@ -104,38 +105,38 @@ def test_trials_stay_within_their_budget_in_the_long_run():
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_useless_drafter_that_takes_long_for_prompts_is_given_up(machine, batch):
     """No step tells what it takes for them: half a plain step each, and 1 % of every plain step.
-    If it followed all requests, that alone would be more than 3 % at batch 32."""
+    If it tracked all requests, that alone would be more than 3 % at batch 32."""
     slow = MACHINES[machine]._replace(taking_in=0.5)
     simulation = Simulation(AdaptiveShape(TREE), slow, batch, rate(0.02))
     simulation.run(2000)
-    assert simulation.policy.given_up and simulation.policy.state().given_up
+    assert simulation.policy.disabled and simulation.policy.state().disabled
     plain = fixed(PLAIN, slow, batch, rate(0.02), 2000)
     assert simulation.run(2000).rate >= 0.98 * plain
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_one_that_was_given_up_is_tried_again(batch):
-    """On requests that it has followed from the beginning; when it hits, it follows all."""
+    """On requests that it has tracked from the beginning; when it hits, it follows all."""
     now = [0.0]
     simulation = Simulation(AdaptiveShape(TREE), GPU, batch, lambda request, position: now[0])
     simulation.run(1500)
-    assert simulation.policy.given_up
-    given_up = simulation.run(3000)
-    assert sum(choice.trial for choice in given_up.choices) > 0
+    assert simulation.policy.disabled
+    disabled = simulation.run(3000)
+    assert sum(choice.trial for choice in disabled.choices) > 0
     now[0] = 0.9
     simulation.run(3000)
-    assert not simulation.policy.given_up
-    assert all(request.followed for request in simulation.requests)
+    assert not simulation.policy.disabled
+    assert all(request.tracked for request in simulation.requests)
 
 
 def test_where_nobody_is_followed_nothing_is_drafted():
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.9)).run(600)
-    lost = [RequestDrafts(followed=False) for _ in range(4)]
-    assert policy.choose(lost, []).shape == PLAIN
-    followed = RequestDrafts()
-    policy.admit(followed)
-    assert policy.choose([followed], []).shape != PLAIN
+    lost = [RequestDrafts(tracked=False) for _ in range(4)]
+    assert policy.choose(lost, []).choice.shape == PLAIN
+    tracked = RequestDrafts()
+    policy.admit(tracked)
+    assert policy.choose([tracked], []).choice.shape != PLAIN
 
 
 # ── what changes ─────────────────────────────────────────────────────────────────────────────
@@ -153,7 +154,7 @@ def test_it_follows_when_drafts_become_good_or_bad(batch):
     assert simulation.run(1500).rate >= 1.4 * good
     now[0] = 0.0
     turned = simulation.run(1500)
-    won_before = SAVINGS * GPU.plain(batch)  # seconds that trials may spend
+    won_before = MAX_CREDIT * GPU.plain(batch)  # seconds that trials may spend
     assert turned.tokens / (turned.seconds - won_before) >= 0.97 * plain
     assert simulation.run(1500).rate >= 0.97 * plain
 
@@ -173,10 +174,10 @@ def test_one_request_that_drafts_badly_is_told_from_the_others():
     """Alone it is decoded plainly, among good ones it is not in their way."""
     policy = AdaptiveShape(TREE)
     Simulation(policy, GPU, 8, rate(0.85)).run(600)
-    bad = Simulation(policy, CPU._replace(plain=GPU.plain), 1, rate(0.0)).run(120)
-    assert bad.steps["plain"] > 0.8 * 120
-    half = Simulation(policy, GPU, 8, lambda request, position: 0.85 * (request % 8 > 0)).run(600)
-    assert half.steps["plain"] < 0.1 * sum(half.steps.values())
+    alone = Simulation(policy, CPU._replace(plain=GPU.plain), 1, rate(0.0)).run(120)
+    assert alone.steps["plain"] > 0.8 * 120
+    mixed = Simulation(policy, GPU, 8, lambda request, position: 0.85 * (request % 8 > 0)).run(600)
+    assert mixed.steps["plain"] < 0.1 * sum(mixed.steps.values())
 
 
 @pytest.mark.parametrize("accepted", [0.0, 0.8])
@@ -184,7 +185,7 @@ def test_one_request_that_drafts_badly_is_told_from_the_others():
 def test_other_users_of_the_machine_do_not_mislead_it(accepted, seed):
     """Spells in which every step is up to three times slower, and stalls."""
     given = (GPU, 8, rate(accepted), 1500)
-    best = max(fixed(shape, *given, seed=seed) for shape in candidates(TREE))
+    best = max(fixed(shape, *given, seed=seed) for shape in candidate_shapes(TREE))
     assert adaptive(*given, seed=seed, noise=Noise(seed)).rate >= 0.93 * best
 
 
@@ -210,7 +211,7 @@ def test_a_bad_first_moment_is_not_believed_for_ever():
     seen: Counter[float] = Counter()
     simulation = Simulation(AdaptiveShape(TREE), GPU, 1, rate(0.9), noise=BadStart(0))
     simulation.run(6000)
-    best = max(fixed(shape, GPU, 1, rate(0.9), 1500) for shape in candidates(TREE))
+    best = max(fixed(shape, GPU, 1, rate(0.9), 1500) for shape in candidate_shapes(TREE))
     assert simulation.run(1500).rate >= 0.95 * best
 
 
@@ -224,24 +225,25 @@ def test_the_same_steps_give_the_same_choices():
 
 def test_candidates_are_trees_that_can_be_formed_and_no_larger_than_the_configured_one():
     for topk in (1, 2, 4, 10):
-        for steps in (1, 2, 3, 5, 8):
+        for depth in (1, 2, 3, 5, 8):
             for nodes in (2, 3, 6, 8, 16, 40, 64):
-                shape = TreeShape(topk, steps, nodes)
+                shape = TreeShape(topk, depth, nodes)
                 if shape.problems():
                     continue
-                found = candidates(shape)
+                found = candidate_shapes(shape)
                 assert found[0] == PLAIN and shape in found
                 assert len(found) == len(set(found)) <= 6
                 for each in found[1:]:
                     assert not each.problems()
-                    assert each.topk <= topk and each.steps <= steps and each.nodes <= nodes
+                    assert each.topk <= topk and each.depth <= depth and each.nodes <= nodes
 
 
 def test_without_step_times_it_decodes_plainly():
     policy = AdaptiveShape(TREE)
     request = RequestDrafts()
     for _ in range(50):
-        choice = policy.choose([request], [])
+        choice, untracked = policy.choose([request], [])
+        assert not untracked
         assert choice.shape == PLAIN
         policy.observe(choice, [Outcome(request, 1)], 0.0)
 
@@ -252,8 +254,10 @@ def test_catching_up_after_plain_steps_is_not_taken_for_the_shape():
     run = simulation.run(1500)
     assert sum(choice.catches_up for choice in run.choices) >= 3
     times = simulation.policy.times
-    for shape in candidates(TREE):
-        assert not times.knows(shape) or times.of(shape, 8) == slow.seconds(shape, 8, missed=0)
+    for shape in candidate_shapes(TREE):
+        assert not times.has_samples(shape) or times.of(shape, 8) == slow.seconds(
+            shape, 8, missed=0
+        )
 
 
 def test_fixed_and_adaptive_are_chosen_by_the_flags():
@@ -263,9 +267,9 @@ def test_fixed_and_adaptive_are_chosen_by_the_flags():
         isinstance(policy, AdaptiveShape) and policy.shapes[-1] == EngineConfig(**tree).tree_shape
     )
     policy = shape_policy(EngineConfig(**tree, speculative_adaptive=False))
-    assert policy.choose([RequestDrafts()], []) == Choice(EngineConfig(**tree).tree_shape)
+    assert policy.choose([RequestDrafts()], []).choice == Choice(EngineConfig(**tree).tree_shape)
     policy = shape_policy(EngineConfig(speculative_algorithm="NONE"))
-    assert not policy.adaptive and policy.choose([RequestDrafts()], []) == Choice(PLAIN)
+    assert not policy.adaptive and policy.choose([RequestDrafts()], []).choice == Choice(PLAIN)
 
 
 def test_state_tells_what_was_chosen():

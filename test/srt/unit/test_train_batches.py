@@ -6,25 +6,25 @@ import random
 
 import torch
 
-from mamba_eagle.train.drafter.answers import Answered
-from mamba_eagle.train.drafter.batches import (
-    LENGTH_STEP,
+from mamba_eagle.train.answers import AnsweredPrompt
+from mamba_eagle.train.batches import (
+    LENGTH_MULTIPLE,
     Answer,
     Batches,
-    passes,
-    split,
-    to_rows,
-    usable,
+    group_into_passes,
+    pad_answers,
+    split_held_out,
+    usable_answers,
 )
-from mamba_eagle.train.drafter.trainer import LR_FLOOR, WARM_UP, cosine
+from mamba_eagle.train.trainer import LR_FLOOR, WARM_UP, cosine
 
 CPU = torch.device("cpu")
 
 
 def some_answers(count: int) -> list[Answer]:
     """Each of tokens of its own, so that they can be told apart."""
-    luck = random.Random(1)
-    sizes = [(luck.randint(1, 9), luck.randint(2, 30)) for _ in range(count)]
+    rng = random.Random(1)
+    sizes = [(rng.randint(1, 9), rng.randint(2, 30)) for _ in range(count)]
     return [Answer([i] * (prompt + answer), prompt) for i, (prompt, answer) in enumerate(sizes)]
 
 
@@ -58,41 +58,41 @@ def test_batches_have_answers_of_like_length() -> None:
 
 def test_a_pass_has_no_more_tokens_than_allowed_unless_one_answer_is_longer() -> None:
     answers = some_answers(40)
-    groups = passes(answers, 60)
+    groups = group_into_passes(answers, 60)
     assert sorted(a.tokens[0] for group in groups for a in group) == list(range(40))
     assert all(len(group) * max(len(a.tokens) for a in group) <= 60 for group in groups)
-    assert [len(group) for group in passes(answers, 1)] == [1] * 40
+    assert [len(group) for group in group_into_passes(answers, 1)] == [1] * 40
 
 
 def test_guesses_are_the_marked_places() -> None:
     answers = some_answers(10)
-    rows = to_rows(answers, 4, CPU)
-    length = rows.tokens.shape[1]
-    assert length % LENGTH_STEP == 0
-    roots = rows.drafts[0].flat
-    for depth, places in enumerate(rows.drafts):
+    padded = pad_answers(answers, 4, CPU)
+    length = padded.tokens.shape[1]
+    assert length % LENGTH_MULTIPLE == 0
+    roots = padded.drafts[0].flat
+    for depth, places in enumerate(padded.drafts):
         # the root is the first answer token at the earliest, and the last token follows a guess
         wanted = [
-            row * length + place
-            for row, answer in enumerate(answers)
+            i * length + place
+            for i, answer in enumerate(answers)
             for place in range(answer.prompt_len + depth, len(answer.tokens) - 1)
         ]
         assert places.flat.tolist() == wanted
-        assert len(wanted) == sum(answer.guesses(depth) for answer in answers)
+        assert len(wanted) == sum(answer.num_drafts(depth) for answer in answers)
         assert torch.equal(roots[places.among_roots], places.flat)
 
 
 def test_answers_without_a_place_for_a_draft_are_left_out() -> None:
-    made = [Answered(1, [5, 6], [7]), Answered(2, [5], [7, 8, 9]), Answered(3, [5] * 9, [7, 7])]
-    assert usable(made, 3) == [Answer([5, 7, 8], 1)]
+    made = [(1, [5, 6], [7]), (2, [5], [7, 8, 9]), (3, [5] * 9, [7, 7])]
+    assert usable_answers((AnsweredPrompt(*each) for each in made), 3) == [Answer([5, 7, 8], 1)]
 
 
 def test_held_out_answers_are_not_trained_on() -> None:
     answers = some_answers(20)
-    data = split(answers, 6, seed=3)
+    data = split_held_out(answers, 6, seed=3)
     assert len(data.held_out) == 6
     assert sorted(a.tokens[0] for a in data.training + data.held_out) == list(range(20))
-    assert data.held_out != split(answers, 6, seed=4).held_out
+    assert data.held_out != split_held_out(answers, 6, seed=4).held_out
 
 
 def test_the_learning_rate_rises_then_falls_to_a_hundredth() -> None:

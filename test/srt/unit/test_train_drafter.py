@@ -23,14 +23,15 @@ from train_rig import (
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.train.drafter.batches import split, to_rows, usable
-from mamba_eagle.train.drafter.recipe import draft_loss
-from mamba_eagle.train.drafter.recipes import RECIPES
-from mamba_eagle.train.drafter.settings import TrainSettings
-from mamba_eagle.train.drafter.target import ask_target, load_target
-from mamba_eagle.train.drafter.trainer import Trainer
+from mamba_eagle.train.batches import pad_answers, split_held_out, usable_answers
+from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
+from mamba_eagle.train.loss import draft_loss
+from mamba_eagle.train.settings import TrainSettings
+from mamba_eagle.train.target import load_target, run_target
+from mamba_eagle.train.trainer import Trainer
 
 torch.set_num_threads(1)
 
@@ -74,18 +75,20 @@ def test_a_served_chain_is_accepted_as_the_training_has_measured(
     name: str, rig: Rig, head: Callable[[str], Path]
 ) -> None:
     """Within 2 %: the same answers in float32, but a server's sums have another order."""
-    config = EngineConfig(
-        model_path=str(rig.target),
-        device="cpu",
-        speculative_algorithm=algorithm(name).upper(),
-        speculative_draft_model_path=str(head(name)),
-        speculative_num_steps=DEPTH,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=DEPTH + 1,
-        max_running_requests=HELD_OUT,
-        max_total_tokens=1000,
-    ).resolved()
-    held_out = split(usable(rig.answered(), 2048), HELD_OUT, 0).held_out
+    config = resolve(
+        EngineConfig(
+            model_path=str(rig.target),
+            device="cpu",
+            speculative_algorithm=algorithm(name).upper(),
+            speculative_draft_model_path=str(head(name)),
+            speculative_num_steps=DEPTH,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=DEPTH + 1,
+            max_running_requests=HELD_OUT,
+            max_total_tokens=1000,
+        )
+    )
+    held_out = split_held_out(usable_answers(rig.answered(), 2048), HELD_OUT, 0).held_out
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
     prompts = [answer.tokens[: answer.prompt_len] for answer in held_out]
     made = InProcessDriver(ModelRunner(config), config).generate(prompts, sampling)
@@ -131,17 +134,17 @@ def test_a_step_does_not_wait_for_the_gpu(
 @pytest.mark.parametrize("name", ["eagle", "eagle-mamba", "eagle3", "mtp"])
 def test_mixed_precision_gives_nearly_the_same_loss(name: str, rig: Rig) -> None:
     """What a GPU does: target in bfloat16, head in float32 with products in bfloat16."""
-    part = usable(rig.answered()[:8], 2048)
+    part = usable_answers(rig.answered()[:8], 2048)
     pattern = "M-" if name == "eagle-mamba" else "*-"
     settings = TrainSettings(target=str(rig.target), draft_vocab_size=60, head_pattern=pattern)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         model = load_target(rig.target, torch.device("cpu")).to(dtype)
-        recipe = RECIPES[algorithm(name)](settings, model, part)
-        rows = to_rows(part, DEPTH, torch.device("cpu"))
+        head = TRAINABLE_HEADS[algorithm(name)](settings, model, part)
+        padded = pad_answers(part, DEPTH, torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            loss = draft_loss(recipe, rows, ask_target(model, rows), [100] * DEPTH)
+            loss = draft_loss(head, padded, run_target(model, padded), [100] * DEPTH)
         loss.backward()
-        assert all(p.dtype == p.grad.dtype == torch.float32 for p in recipe.module.parameters())
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in head.module.parameters())
         found.append(loss.item())
     assert found[0] == pytest.approx(found[1], rel=0.02)

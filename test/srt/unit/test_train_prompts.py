@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from tiny_tokenizer import EOS, byte_level, spell
 
-from mamba_eagle.models.config import ModelConfig
-from mamba_eagle.train.drafter.prompts import DataError, Prompt, PromptReader
+from mamba_eagle.models.registry import parse_config
+from mamba_eagle.train.prompts import DataError, Prompt, PromptReader
 
 TEMPLATE = "Question: {question}\nAnswer:"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-CONFIG = ModelConfig.from_dict(
+CONFIG = parse_config(
     {
         "hybrid_override_pattern": "-",
         "vocab_size": 259,
@@ -36,11 +36,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(folder: Path, records: list, own_answers: bool = False, template: str = TEMPLATE):
+def read(folder: Path, records: list, read_answers: bool = False, template: str = TEMPLATE):
     path = folder / "data.jsonl"
     lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return PromptReader(str(folder), CONFIG, template, own_answers).read(path)
+    return PromptReader(str(folder), CONFIG, template, read_answers).read(path)
 
 
 QUESTION = {"question": "1+1?", "answer": "2"}
@@ -60,13 +60,14 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"
 def test_forms(tokenizer: Path, record: dict, prompt: list[int], answer: str) -> None:
     """An answer ends with the stop token, whatever the template writes behind it."""
     assert read(tokenizer, [record]) == [Prompt(1, prompt, [])]
-    assert read(tokenizer, [record], own_answers=True) == [Prompt(1, prompt, [*spell(answer), EOS])]
+    ended = [*spell(answer), EOS]
+    assert read(tokenizer, [record], read_answers=True) == [Prompt(1, prompt, ended)]
 
 
 def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     records = [{"token_ids": [5, 6]}, "", {"token_ids": [7], "answer_ids": [8, EOS]}]
     assert read(tmp_path, records) == [Prompt(1, [5, 6], []), Prompt(3, [7], [])]
-    assert read(tmp_path, records[2:], own_answers=True) == [Prompt(1, [7], [8, EOS])]
+    assert read(tmp_path, records[2:], read_answers=True) == [Prompt(1, [7], [8, EOS])]
     with pytest.raises(DataError, match="has no tokenizer"):
         read(tmp_path, [{"text": "a"}])
 
@@ -80,11 +81,11 @@ def test_a_prompt_template_of_ones_own(tokenizer: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": "a"', "line 2: is no JSON"),
+        ('{"text": "a"', "line 2: is not valid JSON"),
         ("[1]", "line 2: must be a JSON object"),
-        ({"txt": "a"}, r"line 2: has \['txt'\]; needs text, prompt"),
-        ({"text": ""}, "text must be a text that is not empty"),
-        ({"text": 5}, "text must be a text that is not empty, it is 5"),
+        ({"txt": "a"}, r"line 2: needs one of text, prompt, .*; has only \['txt'\]"),
+        ({"text": ""}, "text must be a non-empty string"),
+        ({"text": 5}, "text must be a non-empty string, it is 5"),
         ({"token_ids": [1, 259]}, "token_ids has 259: token ids are between 0 and 258"),
         ({"token_ids": [1.5]}, "token_ids must be a list of integers"),
         ({"token_ids": []}, "the prompt is empty"),
@@ -100,14 +101,14 @@ def test_bad_lines_are_named(tokenizer: Path, line, said: str) -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"text": "a"}, "answer must be a text"),
+        ({"text": "a"}, "answer must be a non-empty string"),
         ({"token_ids": [5]}, "answer_ids must be a list"),
         ({"messages": CHAT[:1]}, "needs a last message of role assistant"),
     ],
 )
 def test_answers_that_are_missing_are_named(tokenizer: Path, record: dict, said: str) -> None:
     with pytest.raises(DataError, match=f"line 1: .*{said}"):
-        read(tokenizer, [record], own_answers=True)
+        read(tokenizer, [record], read_answers=True)
 
 
 def test_all_bad_lines_are_listed_at_once_up_to_ten(tokenizer: Path) -> None:

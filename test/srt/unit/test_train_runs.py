@@ -16,10 +16,11 @@ from train_rig import DEPTH, NEW_TOKENS, PROMPTS, Rig, losses, make_rig, read_re
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.train.drafter import answers, command, run
-from mamba_eagle.train.drafter.trainer import Trainer
+from mamba_eagle.train import answers, command, run
+from mamba_eagle.train.trainer import Trainer
 
 torch.set_num_threads(1)
 
@@ -36,7 +37,7 @@ def test_answers_are_those_of_the_target(rig: Rig) -> None:
     done = rig.answered()
     assert [answered.line for answered in done] == list(range(1, PROMPTS + 1))
     config = EngineConfig(model_path=str(rig.target), device="cpu", speculative_algorithm="NONE")
-    driver = InProcessDriver(ModelRunner(config.resolved()), config.resolved())
+    driver = InProcessDriver(ModelRunner(resolve(config)), resolve(config))
     prompts = [json.loads(line)["token_ids"] for line in rig.data.read_text().splitlines()]
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
     made = driver.generate(prompts[:5], sampling)
@@ -69,7 +70,7 @@ def test_ctrl_c_while_answering_is_no_traceback(
 
     monkeypatch.setattr(answers.AnswerFile, "append", interrupted)
     assert command.main(rig.arguments(tmp_path, "eagle")) == command.INTERRUPTED
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command again" in capsys.readouterr().err
 
 
 def test_answers_of_the_file_need_no_engine(
@@ -134,7 +135,7 @@ def test_a_folder_is_not_gone_on_with_by_other_settings(rig: Rig, tmp_path: Path
     argv = rig._replace(data=other).arguments(tmp_path, "mtp", "--steps", "2")
     assert command.main(argv) == 1
     said = capsys.readouterr().err
-    for part in ("--algorithm mtp", "begun with eagle", "--steps 2", "another content"):
+    for part in ("--algorithm mtp", "started with eagle", "--steps 2", "another content"):
         assert part in said
 
 
@@ -150,7 +151,7 @@ def test_two_processes_train_as_one_does(rig: Rig, tmp_path: Path, capsys) -> No
     lines = rig.answers.read_text().splitlines(keepends=True)
     (output / "answers.jsonl").write_text("".join(lines[:30]))  # the others are made by both
     both = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    both += ["-m", "mamba_eagle.train.drafter.command"]
+    both += ["-m", "mamba_eagle.train.command"]
     ended = subprocess.run(
         [*both, *rig.arguments(output, "eagle", *others)], stdout=subprocess.PIPE, text=True
     )
@@ -176,13 +177,13 @@ def test_all_bad_settings_are_listed_at_once(tmp_path: Path, capsys) -> None:
     for part in ("--output", "--target", "--depth 0", "'*Q'", "--prompt-template 'no place'"):
         assert part in said
     assert command.main([*flags, "--head-pattern", ""]) == 2
-    assert "--head-pattern '': must be letters of layers" in capsys.readouterr().err
+    assert "--head-pattern '': must consist of" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_is_named(rig: Rig, tmp_path: Path, capsys) -> None:
     (tmp_path / "file").write_text("")
     assert command.main(rig.arguments(tmp_path / "file", "eagle")) == 1
-    assert f"--output {tmp_path / 'file'}: no such folder can be made" in capsys.readouterr().err
+    assert f"--output {tmp_path / 'file'}: cannot create this folder" in capsys.readouterr().err
 
 
 def test_too_few_answers_or_none_that_fit(rig: Rig, tmp_path: Path, capsys) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mamba_eagle.kernels.top_log_probs import TopTokens
-from mamba_eagle.spec.tree import (
-    Candidates,
-    Frontier,
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.candidates import Candidates, Frontier
+from mamba_eagle.tree.tree import (
     Tree,
     ancestor_matrix,
+    chain_prefix,
     chain_tree,
-    head_of_chain,
     single_node_tree,
 )
 
@@ -163,7 +162,7 @@ def test_ancestors_of_a_chain_are_the_causal_mask(depth: int) -> None:
 def test_the_head_of_a_chain_is_a_shorter_chain() -> None:
     tokens = torch.randint(0, VOCAB, (3, 4))
     for part, expected in zip(
-        head_of_chain(chain_tree(torch.zeros(1, 9, dtype=torch.int64)), tokens), chain_tree(tokens)
+        chain_prefix(chain_tree(torch.zeros(1, 9, dtype=torch.int64)), tokens), chain_tree(tokens)
     ):
         assert torch.equal(part, expected)
 

@@ -15,11 +15,10 @@ from torch import nn
 
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.config import ModelConfig
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import load_weights, random_weights
 from mamba_eagle.models.nemotron_h import NemotronHForCausalLM
-from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.registry import model_class, parse_config, read_model_config
 
 VOCAB = 96
 CHUNK = 16
@@ -66,7 +65,7 @@ def write_model(folder: Path, seed: int = 0, finer: bool = False, **changes: obj
     are far apart beside any rounding, and sampling at temperature 1 still chooses. Weights are
     bfloat16 numbers, as published ones are, unless ``finer``."""
     config = {**MODEL_CONFIG, **changes}
-    model = NemotronHForCausalLM(ModelConfig.from_dict(config))
+    model = NemotronHForCausalLM(parse_config(config))
     random_weights(model, seed)
     with torch.no_grad():
         model.backbone.embeddings.weight.mul_(20.0)
@@ -86,7 +85,7 @@ def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: objec
     the target's hidden states on random tokens. Its attention sees the whole prefix."""
     target = load_model(model_folder)
     config = {**HEAD_CONFIG, "vocab_size": target.config.vocab_size, **changes}
-    head = EagleHead(ModelConfig.from_dict(config))
+    head = EagleHead(parse_config(config))
     random_weights(head, seed)
     generator = torch.Generator().manual_seed(seed)
     batch, length = 60, 50
@@ -104,14 +103,14 @@ def write_head(folder: Path, model_folder: Path, seed: int = 1, **changes: objec
 
 def load_model(folder: Path) -> CausalLM:
     """The model alone, without a runner, as a full forward pass needs it."""
-    config = ModelConfig.from_pretrained(folder)
+    config = read_model_config(folder)
     model = model_class(config)(config)
     load_weights(model, folder)
     return model.requires_grad_(False)
 
 
 def load_head(folder: Path) -> EagleHead:
-    head = EagleHead(ModelConfig.from_pretrained(folder))
+    head = EagleHead(read_model_config(folder))
     load_weights(head, folder)
     return head.requires_grad_(False)
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_model import VOCAB, write_model
 from torch import Tensor
 
-from mamba_eagle.train.drafter import command
-from mamba_eagle.train.drafter.answers import Answered, AnswerFile
+from mamba_eagle.train import command
+from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile
 
 PROMPTS, HELD_OUT, NEW_TOKENS, DEPTH = 40, 8, 24, 3
 ALGORITHMS = {
@@ -58,7 +58,7 @@ class Rig(NamedTuple):
         assert command.main(self.arguments(self.folder(output), name, *others)) == 0
         return read_record(output)
 
-    def answered(self) -> list[Answered]:
+    def answered(self) -> list[AnsweredPrompt]:
         done = AnswerFile(self.answers.parent, 0).read()
         return [done[line] for line in sorted(done)]
 
@@ -71,10 +71,8 @@ def make_rig(folder: Path) -> Rig:
         if name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
             tensor.mul_(0.2)
     save_file(tensors, target / "model.safetensors")
-    luck = random.Random(0)
-    prompts = [
-        [luck.randrange(3, VOCAB) for _ in range(luck.randint(3, 9))] for _ in range(PROMPTS)
-    ]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(3, 9))] for _ in range(PROMPTS)]
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": prompt}) + "\n" for prompt in prompts))
     rig = Rig(target, data, folder / "answered" / "answers.jsonl")

@@ -1,4 +1,4 @@
-"""Accepting on a CPU: spec/accept.py and runner/commit.py, whose forty small operations on a
+"""Accepting on a CPU: tree/accept.py and backend/torch/accept.py, whose forty small operations on a
 handful of integers cost more than a layer, as one loop each."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ def accept_and_truncate(
 ):
     """As accept, then truncate.
 
-    tree_tokens, parents, target [b, T]; stop_tokens [R, S], remaining [R]; slots [b];
+    tree_tokens, parents, target [b, T], negative where no token could be sampled;
+    stop_tokens [R, S], remaining [R]; slots [b];
     out: nodes, tokens [b, D], count [b], finished [b].
     """
     b, T = parents.shape
@@ -22,7 +23,8 @@ def accept_and_truncate(
         last = False  # the walk has ended
         for step in range(nodes.shape[1]):
             token = target[r, node]
-            nodes[r, step], tokens[r, step] = node, token
+            nodes[r, step], tokens[r, step] = node, max(token, 0)
+            last = last or token < 0
             if last or cut:
                 continue
             if kept < left:

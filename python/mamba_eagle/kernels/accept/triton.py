@@ -1,4 +1,4 @@
-"""Accepting on a GPU: spec/accept.py and runner/commit.py, a program a request."""
+"""Accepting on a GPU: tree/accept.py and backend/torch/accept.py, a program a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def _accept_kernel(
     tree_tokens,  # [b, T]
     parents,  # [b, T]
-    target,  # [b, T]
+    target,  # [b, T]; negative: no token could be sampled
     stop_tokens,  # [R, S]
     remaining,  # [R]
     slots,  # [b]
@@ -44,7 +44,8 @@ def _accept_kernel(
     for step in tl.static_range(D):
         token = tl.load(target + request * T + node)
         tl.store(nodes + request * D + step, node.to(tl.int64))
-        tl.store(tokens + request * D + step, token)
+        tl.store(tokens + request * D + step, tl.maximum(token, 0))
+        walking &= token >= 0
         kept += walking.to(tl.int64)
         stopped |= walking & (tl.sum((stops == token).to(tl.int32), 0) > 0)
         follows = is_child & (parent_of == node) & (token_of == token)
@@ -104,7 +105,7 @@ def _commit_kernel(
     count,  # [b]
     finished,  # [b] uint8
     kv_slots,  # [R, positions]
-    run,  # [R]
+    processed,  # [R]
     last_token,  # [R]
     remaining,  # [R]
     T,
@@ -115,7 +116,7 @@ def _commit_kernel(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
     kept = tl.load(count + request)
-    first = tl.load(run + slot)
+    first = tl.load(processed + slot)
     left = tl.load(remaining + slot)
     over = tl.load(finished + request) != 0
     step = tl.arange(0, DP)
@@ -124,7 +125,7 @@ def _commit_kernel(
     placed = tl.load(own + request * T + node, mask=accepted, other=0)
     tl.debug_barrier()  # all is read before anything is written
     tl.store(kv_slots + slot * positions + first + step, placed, mask=accepted)
-    tl.store(run + slot, first + kept)
+    tl.store(processed + slot, first + kept)
     tl.store(remaining + slot, tl.where(over, 0, left - kept))
     if kept > 0:
         tl.store(last_token + slot, tl.load(tokens + request * D + kept - 1))
@@ -138,7 +139,7 @@ def commit(
     count: Tensor,
     finished: Tensor,
     kv_slots: Tensor,
-    run: Tensor,
+    processed: Tensor,
     last_token: Tensor,
     remaining: Tensor,
 ) -> None:
@@ -147,7 +148,7 @@ def commit(
     Args:
         slots, count: [b]; finished: [b] bool; own: [b, T], the nodes' KV slots; nodes, tokens:
             [b, D].
-        Changed, by request slot: kv_slots [R, positions]; run, last_token, remaining [R].
+        Changed, by request slot: kv_slots [R, positions]; processed, last_token, remaining [R].
     """
     b, D = nodes.shape
     _commit_kernel[(b,)](
@@ -158,7 +159,7 @@ def commit(
         count,
         finished.view(torch.uint8),
         kv_slots,
-        run,
+        processed,
         last_token,
         remaining,
         own.shape[1],

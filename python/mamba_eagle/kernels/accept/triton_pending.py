@@ -1,5 +1,5 @@
-"""A drafter's pending entries on a GPU (spec/drafters/model_drafter.py): which of them are run, and
-which join them. A program has one request."""
+"""A drafter's pending entries on a GPU (drafting/model_drafter.py): which of them are processed
+and which are added. One program per request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["E", "width", "positions", "bin_slot"])
+@triton.jit(do_not_specialize=["E", "width", "positions", "padding_slot"])
 def _take_kernel(
     slots,  # [b]
     counts,  # [b], or none
     remaining,  # [R]
-    run,  # [R]
+    processed,  # [R]
     pending,  # [R]
     pending_tokens,  # [R, width]
     kv_slots,  # [R, positions]
@@ -28,13 +28,13 @@ def _take_kernel(
     E,
     width,
     positions,
-    bin_slot,
-    ALL: tl.constexpr,  # that wait are run, and wait no longer
+    padding_slot,
+    ALL: tl.constexpr,  # that wait are processed, and wait no longer
     EP: tl.constexpr,  # E, padded
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
-    prefix = tl.load(run + slot)
+    prefix = tl.load(processed + slot)
     waiting = tl.load(pending + slot)
     if ALL:
         count = tl.where(tl.load(remaining + slot) > 0, tl.maximum(waiting, 0), 0)
@@ -44,7 +44,7 @@ def _take_kernel(
     inside = entry < E
     token = tl.load(pending_tokens + slot * width + entry, mask=inside, other=0)
     is_run = inside & (entry < count)
-    place = tl.load(kv_slots + slot * positions + prefix + entry, mask=is_run, other=bin_slot)
+    place = tl.load(kv_slots + slot * positions + prefix + entry, mask=is_run, other=padding_slot)
     node = tl.minimum(entry, tl.maximum(count - 1, 0))
     to = request * E + entry
     tl.store(nodes_out + to, node, mask=inside)
@@ -55,7 +55,7 @@ def _take_kernel(
     tl.store(finished_out + request, (count == 0).to(tl.uint8))
     tl.store(prefix_out + request, prefix)
     tl.debug_barrier()  # all is read before anything is written
-    tl.store(run + slot, prefix + count)
+    tl.store(processed + slot, prefix + count)
     if ALL:
         tl.store(pending + slot, waiting - count)
 
@@ -64,11 +64,11 @@ def take_pending(
     slots: Tensor,
     counts: Tensor | None,
     remaining: Tensor,
-    run: Tensor,
+    processed: Tensor,
     pending: Tensor,
     pending_tokens: Tensor,
     kv_slots: Tensor,
-    bin_slot: int,
+    padding_slot: int,
     nodes: Tensor,
     tokens: Tensor,
     count: Tensor,
@@ -82,9 +82,9 @@ def take_pending(
     Args:
         slots: [b]; counts: [b], how many; None: all that wait, of requests that have not ended,
             and they wait no longer; a negative ``pending`` counts as none.
-        remaining, run, pending: [R]; pending_tokens: [R, width]; kv_slots: [R, positions].
+        remaining, processed, pending: [R]; pending_tokens: [R, width]; kv_slots: [R, positions].
         Out: nodes, tokens: [b, E], E entries at most; count: [b]; finished: [b] bool; prefix: [b],
-            what was run before; own: [b, E], KV slots, ``bin_slot`` where there is no entry;
+            what was run before; own: [b, E], KV slots, ``padding_slot`` where there is no entry;
             positions: [b, E]. All others are int64.
     """
     b, E = nodes.shape
@@ -92,7 +92,7 @@ def take_pending(
         slots,
         counts,
         remaining,
-        run,
+        processed,
         pending,
         pending_tokens,
         kv_slots,
@@ -106,7 +106,7 @@ def take_pending(
         E,
         pending_tokens.shape[1],
         kv_slots.shape[1],
-        bin_slot,
+        padding_slot,
         ALL=counts is None,
         EP=triton.next_power_of_2(E),
         num_warps=1,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import previous_done, silu, step_sizes
 
 
@@ -102,8 +102,8 @@ def _step_sizes(
     A,
     dt,
     log_decay,
-    chain,
-    chain_len,
+    journal,
+    journal_len,
     rows,
     ancestors,
     fold,
@@ -126,9 +126,9 @@ def _step_sizes(
     head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     in_block = head < H
     inside = valid[:, None] & in_block[None, :]
-    length = tl.load(chain_len + request).to(tl.int32)
-    last = tl.load(chain + request * M + length - 1, mask=length > 0, other=0).to(tl.int32)
-    started = tl.where(length > 0, H, 0)  # heads that start from the L of the chain's end
+    length = tl.load(journal_len + request).to(tl.int32)
+    last = tl.load(journal + request * M + length - 1, mask=length > 0, other=0).to(tl.int32)
+    started = tl.where(length > 0, H, 0)  # heads that start from the L of the journal's end
     if FOLD:
         started = tl.where(tl.load(fold + request) != 0, 0, started)
     place = slot * W * H + last * H + head
@@ -166,8 +166,8 @@ def _tree_conv_kernel(
     log_decay,  # [R, W, H]
     C,  # [b, T, G*N]
     slots,
-    chain,  # [b, M]
-    chain_len,
+    journal,  # [b, M]
+    journal_len,
     rows,  # [b, T]
     parents,  # [b, T]
     ancestors,  # [b, T]
@@ -202,8 +202,8 @@ def _tree_conv_kernel(
         )  # fmt: skip
     else:
         _step_sizes(
-            block - CHANNEL_BLOCKS, request, slot, dt_raw, dt_bias, A, dt, log_decay, chain,
-            chain_len, rows, ancestors, fold, T, W, M, dt_stride, lowest, highest,
+            block - CHANNEL_BLOCKS, request, slot, dt_raw, dt_bias, A, dt, log_decay, journal,
+            journal_len, rows, ancestors, fold, T, W, M, dt_stride, lowest, highest,
             H, TP, HEAD_BLOCK, FOLD,
         )  # fmt: skip
 
@@ -214,7 +214,7 @@ def tree_conv(
     weights: ConvWeights,
     conv_in: Tensor,
     buffers: RowBuffers,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     block: int | None = None,
     warps: int = 4,
@@ -249,8 +249,8 @@ def tree_conv(
         *buffers,
         C,
         step.slots,
-        step.chain,
-        step.chain_len,
+        step.journal,
+        step.journal_len,
         step.rows,
         step.parents,
         step.ancestors,
@@ -258,7 +258,7 @@ def tree_conv(
         step.fold,
         T,
         buffers.xB.shape[1],
-        step.chain.shape[1],
+        step.journal.shape[1],
         xbc.stride(0),
         dt_raw.stride(0),
         float(low),

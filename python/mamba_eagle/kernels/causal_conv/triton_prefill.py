@@ -1,7 +1,7 @@
 """Before the scan, for all prompts of a batch: convolution from the histories, and step sizes.
 
 One pass over in_proj's output. x, B and C come out as views of one tensor, dt with the tokens of a
-head side by side: as ssd.triton reads them. The histories of saved checkpoints are written, too.
+head side by side: as ssd.triton reads them. The histories of saved state slots are written, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
-from mamba_eagle.kernels.tree_verify.triton import Sizes
+from mamba_eagle.kernels.tree_verify.layout import Sizes
 from mamba_eagle.kernels.triton_math import silu, step_sizes
 
 
@@ -168,7 +168,7 @@ def prefill_conv(
     block: int = 256,
     warps: int = 4,
 ) -> ScanInputs:
-    """naive.conv_prompts, split, and step sizes. Does not wait for the device.
+    """torch.py's conv_prompts, split, and step sizes. Does not wait for the device.
 
     Args:
         xbc: [n, conv_dim] and dt_raw: [n, H], views of in_proj's output will do.

@@ -1,4 +1,4 @@
-"""Growing and cutting a draft tree on a CPU: spec/tree.py's Candidates as two loops.
+"""Growing and cutting a draft tree on a CPU: tree/tree.py's Candidates as two loops.
 
 Equal scores rank as they do there, the lower number first.
 """

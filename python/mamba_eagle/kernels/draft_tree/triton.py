@@ -1,4 +1,4 @@
-"""Growing and cutting a draft tree on a GPU: spec/tree.py's Candidates, a launch for each step.
+"""Growing and cutting a draft tree on a GPU: tree/tree.py's Candidates, a launch for each step.
 
 A program has one request. Scores are ranked by keys that differ (top_log_probs/triton.py), equal
 ones by number, as they rank there. Nothing here waits for the device.

@@ -12,7 +12,7 @@ import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, kernel
 
-MOST_ROWS = 16  # above, oneDNN's blocked product is faster
+MAX_ROWS = 16  # above, oneDNN's blocked product is faster
 _SHIFT = np.uint32(16)
 
 

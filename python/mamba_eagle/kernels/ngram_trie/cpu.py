@@ -20,8 +20,8 @@ from mamba_eagle.kernels.numba_math import kernel
 
 # What naive.py explains; here, because compiled code is kept until its own file changes.
 ESCAPE = 3
-MOST_CHILDREN = 32  # continuations of one context that are looked at, the most recent first
-MOST_TOKENS = 64  # candidates of one node
+MAX_CHILDREN = 32  # continuations of one context that are looked at, the most recent first
+MAX_TOKENS = 64  # candidates of one node
 ENOUGH = 0.1  # of the mass is left: shorter contexts can change little
 UNKNOWN = -20.0  # log-probability of a token that only fills the tree
 
@@ -146,7 +146,7 @@ def count(nodes, buckets, state, root, text, first, end, depth):
 @kernel
 def _predict(nodes, contexts, topk, tokens, mass):
     """Candidates behind ``contexts`` [orders, 2], the nodes of the last 0, 1, … tokens in the
-    request's own text and in the finished ones. Out: tokens, mass [MOST_TOKENS]. Returns how many.
+    request's own text and in the finished ones. Out: tokens, mass [MAX_TOKENS]. Returns how many.
     """
     found, left = 0, 1.0
     for order in range(contexts.shape[0] - 1, -1, -1):
@@ -155,7 +155,7 @@ def _predict(nodes, contexts, topk, tokens, mass):
                 return found
             at, kinds, total = contexts[order, source], 0, 0
             child, looked = nodes[at, CHILD], 0
-            while child and looked < MOST_CHILDREN:
+            while child and looked < MAX_CHILDREN:
                 kinds += nodes[child, COUNT] > 0
                 total += nodes[child, COUNT]
                 child, looked = nodes[child, NEXT], looked + 1
@@ -163,7 +163,7 @@ def _predict(nodes, contexts, topk, tokens, mass):
                 continue
             scale = left / (total + ESCAPE * kinds)
             child, looked = nodes[at, CHILD], 0
-            while child and looked < MOST_CHILDREN:
+            while child and looked < MAX_CHILDREN:
                 if nodes[child, COUNT] > 0:
                     i = 0
                     while i < found and tokens[i] != nodes[child, TOKEN]:
@@ -213,7 +213,7 @@ def _grow(nodes, buckets, contexts, topk, steps, picked, scores, children):
     """Pick the most probable nodes, best first. contexts [T, orders, 2]: those of the root stand
     in row 0. picked [T, 3]: token, parent, depth; the root's is there. Returns how many."""
     T, orders = contexts.shape[0], contexts.shape[1]
-    tokens, mass = np.empty(MOST_TOKENS, np.int64), np.empty(MOST_TOKENS, np.float64)
+    tokens, mass = np.empty(MAX_TOKENS, np.int64), np.empty(MAX_TOKENS, np.float64)
     waiting = np.empty((T * topk, 2), np.int64)  # token and parent; parent -1: picked
     waiting_scores = np.empty(T * topk, np.float64)
     filled, num_waiting = 1, 0

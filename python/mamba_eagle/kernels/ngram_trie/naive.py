@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mamba_eagle.kernels.ngram_trie.cpu import ENOUGH, ESCAPE, MOST_CHILDREN, MOST_TOKENS, UNKNOWN
+from mamba_eagle.kernels.ngram_trie.cpu import ENOUGH, ESCAPE, MAX_CHILDREN, MAX_TOKENS, UNKNOWN
 
 Texts = Sequence[Sequence[int]]  # in the order in which they were seen
 
@@ -31,7 +31,7 @@ def continuations(texts: Texts, context: Sequence[int]) -> dict[int, int]:
         for end in range(n, len(text)):
             if list(text[end - n : end]) == list(context):
                 counts[text[end]] = counts.pop(text[end], 0) + 1
-    return dict(list(counts.items())[: -MOST_CHILDREN - 1 : -1])
+    return dict(list(counts.items())[: -MAX_CHILDREN - 1 : -1])
 
 
 def predict(
@@ -57,7 +57,7 @@ def predict(
                 continue
             scale = left / (sum(counts.values()) + ESCAPE * len(counts))
             for token, count in counts.items():
-                if token in mass or len(mass) < MOST_TOKENS:
+                if token in mass or len(mass) < MAX_TOKENS:
                     mass[token] = mass.get(token, 0.0) + scale * count
             left = scale * ESCAPE * len(counts)
     return mass

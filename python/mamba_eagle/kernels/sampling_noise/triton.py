@@ -1,4 +1,4 @@
-"""The noise of naive.py in one pass: one kernel writes [n, V] and reads two integers a row."""
+"""The noise of torch.py in one pass: one kernel writes [n, V] and reads two integers a row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.sampling_noise import naive
+from mamba_eagle.kernels.sampling_noise import torch as noise
 
-GAMMA = tl.constexpr(naive.GAMMA)
-MULTIPLIER_1 = tl.constexpr(naive.MULTIPLIER_1)
-MULTIPLIER_2 = tl.constexpr(naive.MULTIPLIER_2)
-SHIFT = tl.constexpr(64 - naive.BITS)
-SCALE = tl.constexpr(2.0**-naive.BITS)
+GAMMA = tl.constexpr(noise.GAMMA)
+MULTIPLIER_1 = tl.constexpr(noise.MULTIPLIER_1)
+MULTIPLIER_2 = tl.constexpr(noise.MULTIPLIER_2)
+SHIFT = tl.constexpr(64 - noise.BITS)
+SCALE = tl.constexpr(2.0**-noise.BITS)
 LARGEST = tl.constexpr(1.0 - 2.0**-24)
 
 
@@ -71,10 +71,10 @@ def _launch(seed: Tensor, position: Tensor, vocab_size: int, dtype: torch.dtype)
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """As naive.gumbel: seed, position [n] int64 -> [n, V] float32."""
+    """As torch.py's gumbel: seed, position [n] int64 -> [n, V] float32."""
     return _launch(seed, position, vocab_size, torch.float32)
 
 
 def hash_bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """As naive.hash_bits, bit for bit: seed, position [n] int64 -> [n, V] int64."""
+    """As torch.py's hash_bits, bit for bit: seed, position [n] int64 -> [n, V] int64."""
     return _launch(seed, position, vocab_size, torch.int64)

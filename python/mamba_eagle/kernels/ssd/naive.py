@@ -1,4 +1,4 @@
-"""The Mamba2 recurrence: a sequential float64 oracle and the chunked scan in torch.
+"""The Mamba2 recurrence, token by token in float64 (arXiv 2405.21060, section 3).
 
 Shapes: b sequences, l tokens, H heads of P channels, G groups, N state size. Head h reads B and
 C of group ``h // (H/G)``.
@@ -6,19 +6,8 @@ C of group ``h // (H/G)``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
-
-from mamba_eagle.kernels.prefill_plan import Prompt
-
-
-class ScanResult(NamedTuple):
-    y: Tensor  # [b, l, H, P], dtype of x
-    final_state: Tensor  # [b, H, P, N], float32
-    boundary_states: Tensor  # [b, chunks + 1, H, P, N]: before chunk 0, 1, …, and after the last
 
 
 def recurrence_oracle(
@@ -49,98 +38,3 @@ def recurrence_oracle(
         outputs.append(torch.einsum("hpn,hn->hp", state, C[t]) + D[:, None] * x[t])
         states.append(state)
     return torch.stack(outputs), torch.stack(states)
-
-
-def ssd_chunked(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    chunk: int,
-    initial_state: Tensor | None = None,
-) -> ScanResult:
-    """The chunked scan (SSD, arXiv 2405.21060 section 6); differentiable, sums in float32.
-
-    Within a chunk the dual form, ``y_i += Σ_{j<=i} exp(L_i - L_j) dt_j (C_i·B_j) x_j`` with L the
-    running sum of dt·A; between chunks the state is carried.
-
-    Args:
-        x: [b, l, H, P]; dt: [b, l, H] after softplus, float32; A, D: [H];
-        B, C: [b, l, G, N]; initial_state: [b, H, P, N] or None for zeros.
-    """
-    b, length, heads, _ = x.shape
-    groups = B.shape[2]
-    pad = -length % chunk  # dt = 0 there: such a token neither decays nor adds
-    xf, Bf, Cf = (
-        torch.nn.functional.pad(t.float(), (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, chunk))
-        for t in (x, B, C)
-    )
-    dtf = torch.nn.functional.pad(dt.float(), (0, 0, 0, pad)).unflatten(1, (-1, chunk))
-
-    # [b, c, H, q]: running log decay in each chunk
-    log_decay = (dtf * A.float()).cumsum(2).transpose(2, 3)
-    dtx = (dtf[..., None] * xf).permute(0, 1, 3, 2, 4)  # [b, c, H, q, P]
-
-    # within chunks. Masked before exp: above the diagonal the difference grows without bound
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    gap = log_decay[..., :, None] - log_decay[..., None, :]
-    decay = gap.masked_fill(~causal, float("-inf")).exp()  # [b, c, H, i, j]
-    scores = torch.einsum("bcign,bcjgn->bcgij", Cf, Bf)
-    weights = scores.repeat_interleave(heads // groups, dim=2) * decay
-    y = weights @ dtx  # [b, c, H, q, P]
-
-    # what each chunk adds to the state, and the carry between chunks
-    Bh = Bf.transpose(2, 3).repeat_interleave(heads // groups, dim=2)  # [b, c, H, q, N]
-    to_end = (log_decay[..., -1:] - log_decay).exp()
-    added = (dtx * to_end[..., None]).transpose(-1, -2) @ Bh  # [b, c, H, P, N]
-    through = log_decay[..., -1].exp()  # [b, c, H]
-    state = torch.zeros_like(added[:, 0]) if initial_state is None else initial_state.float()
-    states = [state]
-    for c in range(added.shape[1]):
-        state = through[:, c, :, None, None] * state + added[:, c]
-        states.append(state)
-    boundary = torch.stack(states, dim=1)
-
-    Ch = Cf.transpose(2, 3).repeat_interleave(heads // groups, dim=2)  # [b, c, H, q, N]
-    y = y + (Ch @ boundary[:, :-1].transpose(-1, -2)) * log_decay.exp()[..., None]
-    y = y.transpose(2, 3).flatten(1, 2)[:, :length] + D.float()[:, None] * x.float()
-    return ScanResult(y.to(x.dtype), state, boundary)
-
-
-def scan_prompts(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    prompts: Sequence[Prompt],
-    chunk: int = 64,
-) -> Tensor:
-    """The scan over prompts that lie one after the other, from and to checkpoints.
-
-    Args:
-        x: [n, H, P]; dt: [n, H] after softplus, float32; A, D: [H]; B, C: [n, G, N].
-        state: [slots, H, P, N], a layer's checkpoints; written where the prompts say.
-    Returns: y [n, H, P], dtype of x.
-    """
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for prompt in prompts:
-        carried = state.new_zeros(1, *state.shape[1:], dtype=torch.float32)
-        if prompt.source >= 0:
-            carried = state[prompt.source][None].float()
-        begin = prompt.first
-        for offset, slot in (*prompt.saves, (prompt.length, None)):
-            end = prompt.first + offset
-            if begin < end:
-                parts = (part[None, begin:end] for part in (x, dt, B, C))
-                x_part, dt_part, B_part, C_part = parts
-                found = ssd_chunked(x_part, dt_part, A, B_part, C_part, D, chunk, carried)
-                y[begin:end], carried = found.y[0], found.final_state
-            if slot is not None:
-                state[slot] = carried[0].to(state.dtype)
-            begin = end
-    return y

@@ -1,4 +1,4 @@
-"""The chunked scan over prompts of several requests, from and to checkpoints, in one kernel.
+"""The chunked scan over prompts of several requests, from and to state slots, in one kernel.
 
 A program owns a tile of the channels of one head of one request, with all N states of each: they
 stay in registers while the program walks over the request's tokens, a chunk at a time. Within a
@@ -199,7 +199,7 @@ def scan(
     plan: PrefillPlan,
     config: Config | None = None,
 ) -> Tensor:
-    """naive.scan_prompts. Does not wait for the device.
+    """torch.py's scan_prompts. Does not wait for the device.
 
     Args:
         x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows will do.

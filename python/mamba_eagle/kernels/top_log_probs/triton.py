@@ -1,4 +1,4 @@
-"""top_log_probs of naive.py in two launches: blocks of the vocabulary, then what they found.
+"""top_log_probs of torch.py in two launches: blocks of the vocabulary, then what they found.
 
 A block knows its largest logit, its sum of exponentials relative to that, and its k best tokens:
 in each of k rounds the largest key below the last one. A key has the logit in its high half, as an
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.top_log_probs.naive import MOST, TopTokens
+from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 
 BLOCK = 2048
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
@@ -96,14 +96,14 @@ def _merge_kernel(
 
 
 def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) -> TopTokens:
-    """As naive.top_log_probs; of equal logits the lower token id comes first.
+    """As torch.py's top_log_probs; of equal logits the lower token id comes first.
 
     Args: logits: [n, V] bfloat16, float16 or float32, rows contiguous. block: a power of two.
     Raises: ValueError if k is not in 1 … 16, or above V.
     """
     n, V = logits.shape
-    if not 1 <= k <= min(MOST, V):
-        raise ValueError(f"k = {k}: must be between 1 and {MOST}, and at most the {V} tokens")
+    if not 1 <= k <= min(MAX_TOP, V):
+        raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     device = logits.device
     block = max(block, triton.next_power_of_2(k))

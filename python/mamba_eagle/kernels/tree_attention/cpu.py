@@ -1,4 +1,4 @@
-"""naive.py's attention of tree nodes straight from the paged pool on a CPU, float32, one thread.
+"""torch.py's attention of tree nodes straight from the paged pool on a CPU, float32, one thread.
 
 No keys are gathered and no mask is made: a node looks at its request's prefix, by the slot table,
 and at its ancestors, by parent indices.

@@ -1,4 +1,4 @@
-"""naive.py's attention of tree nodes straight from the paged pool on a GPU, in one or two launches.
+"""torch.py's attention of tree nodes straight from the paged pool on a GPU, in one or two launches.
 
 All query heads of a key head, times the nodes, are the rows of one matrix product with a block of
 keys. The prefix of a request is cut into shares, as many as there is room for; a program takes one
@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.tree_verify.triton import ancestor_bits
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
 WORD = tl.constexpr(64)  # nodes of one integer of a bit mask
@@ -37,15 +36,6 @@ class Config(NamedTuple):
     least: int  # keys of a share but the last: a multiple of ``keys``
     warps: int
     stages: int  # blocks of keys on their way
-
-
-def path_masks(ancestors: Tensor) -> Tensor:
-    """[b, T, E] bool -> [b, T, ceil(E / 64)] int64: bit j of word w says ancestors[:, :, 64 w + j].
-
-    Entry i says which of E nodes node i sees, itself among them.
-    """
-    words = ancestors.split(64, dim=2)
-    return torch.stack([ancestor_bits(part) for part in words], dim=2)
 
 
 @triton.jit
@@ -231,7 +221,7 @@ def _join_kernel(
 
 
 PROGRAMS = 256  # about two on each of a Hopper GPU's 132 multiprocessors
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 JOINED = 1024  # numbers that a program of _join_kernel adds up
 
 
@@ -254,7 +244,7 @@ def choose_config(
     tiles = triton.cdiv(nodes * heads // kv_heads, rows)
     programs = PROGRAMS if rows <= 64 else PROGRAMS // 2
     splits = 1
-    while splits * 2 * batch * kv_heads * tiles <= programs and splits < MOST_SPLITS:
+    while splits * 2 * batch * kv_heads * tiles <= programs and splits < MAX_SPLITS:
         splits *= 2
     # joining shares costs more than it saves on a short prefix, unless the device is nearly empty
     least = max(64, rows) if splits > 8 else 256
@@ -291,7 +281,8 @@ def paged_tree_attention(
         slot_table: [R, positions] integer, contiguous: KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
-        masks: [b, T, words] int64, contiguous, which nodes each new one sees (``path_masks``).
+        masks: [b, T, words] int64, contiguous: which nodes each new one sees, as bits
+            (``pack_ancestors`` in tree_verify/layout.py).
     Returns: [b*T, heads, D], dtype of q.
     """
     b, E = own.shape

@@ -1,4 +1,4 @@
-"""Bit masks of which nodes a node sees, in one launch: path_masks, and how lanes continue them."""
+"""Ancestor sets as bit masks, one launch each: packing them, and continuing those of lanes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _pack_kernel(
 
 
 def pack_paths(ancestors: Tensor) -> Tensor:
-    """As triton.path_masks: [b, T, E] bool, of any strides -> [b, T, ceil(E / 64)] int64."""
+    """As ``pack_ancestors`` in tree_verify/layout.py: [b, T, E] bool of any strides ->
+    [b, T, ceil(E / 64)] int64."""
     b, T, E = ancestors.shape
     words = triton.cdiv(E, 64)
     masks = torch.empty(b, T, words, dtype=torch.int64, device=ancestors.device)

@@ -1,7 +1,7 @@
-"""naive.py's tree verification as one pass per layer on a CPU: float32, one thread.
+"""torch.py's tree verification as one pass per layer on a CPU: float32, one thread.
 
 A call does all of a Mamba2 layer but its matrix products: convolution through each node's
-ancestors, SiLU, step size, decay, and the dual form. Rows and checkpoints are read in place, S0
+ancestors, SiLU, step size, decay, and the dual form. Rows and state slots are read in place, S0
 once; what the nodes feed into the recurrence is written straight into their rows, which are free
 until the nodes are accepted.
 
@@ -30,17 +30,6 @@ class LayerWeights(NamedTuple):
     high: np.float32
 
 
-class Nodes(NamedTuple):
-    """The nodes of b trees and what is before them, as runner/verify.py's Step."""
-
-    slots: np.ndarray  # [b]
-    rows: np.ndarray  # [b, T]
-    parents: np.ndarray  # [b, T]
-    path: np.ndarray  # [b, places + …]
-    chain_len: np.ndarray  # [b]
-    checkpoints: np.ndarray  # [b]
-
-
 class Buffers(NamedTuple):
     """What the deferred scheme keeps of one layer."""
 
@@ -48,7 +37,7 @@ class Buffers(NamedTuple):
     xB: np.ndarray  # [R, W, H*P + G*N] after convolution and SiLU
     dt: np.ndarray  # [R, W, H] after softplus
     log_decay: np.ndarray  # [R, W, H]: L
-    state: np.ndarray  # [checkpoints, H, P, N]: S0
+    state: np.ndarray  # [state slots, H, P, N]: S0
 
 
 @kernel
@@ -60,13 +49,15 @@ def _dot(a, b):
 
 
 @kernel
-def _convolve(out, conv, inputs, history, rows, parents, path, tail, node):
+def _convolve(out, conv, inputs, rows, parents, tail, node):
     """out [C] = silu(bias + Σ taps · the node's K-1 nearest ancestors and itself).
 
-    inputs [K-1 + W, C]; rows, parents [T]; path [places]; ``tail`` is the place in ``path`` of the
-    last token before the tree. Tree parents come first, then the path's tail.
+    inputs [K-1 + W, C]; rows, parents [T]; tail [K-1], places of the tokens before the tree. Tree
+    parents come first, then the tail from its end.
     """
     K = conv.shape[0] - 1
+    history = K - 1
+    before = history - 1  # of the tail, next to be read
     taps, bias, own = conv[K - 1], conv[K], inputs[history + rows[node]]
     for c in range(out.shape[0]):
         out[c] = bias[c] + taps[c] * own[c]
@@ -75,8 +66,8 @@ def _convolve(out, conv, inputs, history, rows, parents, path, tail, node):
             node = parents[node]
             place = history + rows[node]
         else:
-            place = path[tail]
-            tail -= 1
+            place = tail[before]
+            before -= 1
         taps, earlier = conv[k], inputs[place]
         for c in range(out.shape[0]):
             out[c] += taps[c] * earlier[c]
@@ -142,13 +133,14 @@ def _read_row(out, C, L, xB, dt, row_L, scores, weights):
 
 @kernel
 def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """All nodes of b trees in one layer; as causal_conv_windows, then naive.tree_verify, then D x.
+    """All nodes of b trees in one layer: causal_conv_windows, torch.py's tree_verify, then D x.
 
     Args:
-        xbc [b*T, C] before the convolution; dt_raw [b*T, H]; nodes: Nodes; weights: LayerWeights;
-        buffers: Buffers, in which the nodes' rows are written; y [b*T, H*P] out.
+        xbc [b*T, C] before the convolution; dt_raw [b*T, H]; nodes: TreeLayout of arrays; weights:
+        LayerWeights; buffers: Buffers, in which the nodes' rows are written; y [b*T, H*P] out.
     """
-    slots, rows, parents, path, chain_len, checkpoints = nodes
+    slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
+    journal, journal_len, tail = nodes.journal, nodes.journal_len, nodes.tail
     conv_in, xB, dt, log_decay, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
@@ -163,26 +155,25 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     flat_C = C.reshape(T, G * N)
     decay = np.empty((T, H), np.float32)
     scores, scratch = np.empty(H, np.float32), np.empty(H, np.float32)
-    visible = np.empty(path.shape[1] + T, np.int64)  # rows that a node sees
+    visible = np.empty(journal.shape[1] + T, np.int64)  # rows that a node sees
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, slot_rows, above = conv_in[slot], rows[r], parents[r]
-        length = chain_len[r]
-        tail = history + length - 1  # of the path: the last token before the tree
+        length = journal_len[r]
         for k in range(length):
-            visible[k] = path[r, history + k] - history
+            visible[k] = journal[r, k]
         for i in range(T):
             row = slot_rows[i]
             raw, kept = xbc[first + i], inputs[history + row]
             for c in range(raw.shape[0]):
                 kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, history, slot_rows, above, path[r], tail, i)
+            _convolve(convolved, conv, inputs, slot_rows, above, tail[r], i)
             own, own_C = xB[slot, row], flat_C[i]
             for c in range(width):
                 own[c] = convolved[c]
             for c in range(G * N):
                 own_C[c] = convolved[width + c]
-            before = slot_rows[above[i]] if i > 0 else path[r, tail] - history
+            before = slot_rows[above[i]] if i > 0 else journal[r, length - 1]
             for h in range(H):
                 step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
                 since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
@@ -198,7 +189,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
                 for p in range(h * P, (h + 1) * P):
                     out[p] = D[h] * x[p]
             seen, node = length, i
-            while True:  # behind the chain the node itself, then up to the root
+            while True:  # behind the journal the node itself, then up to the root
                 visible[seen] = slot_rows[node]
                 seen += 1
                 if node == 0:
@@ -209,14 +200,14 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
                 _read_row(
                     out, C[i], L, xB[slot, j], dt[slot, j], log_decay[slot, j], scores, scratch
                 )
-        _read_state(y[first : first + T], state[checkpoints[r]], C, decay)
+        _read_state(y[first : first + T], state[state_slots[r]], C, decay)
 
 
 @kernel
-def fold(slots, lengths, path, checkpoints, history, buffers):
-    """naive.fold of one layer, in place: S0 becomes the state after ``lengths[f]`` chain tokens.
+def fold(slots, lengths, path, state_slots, history, buffers):
+    """torch.py's fold of one layer, in place: S0 becomes the state after ``lengths[f]`` rows.
 
-    slots, lengths, checkpoints [f]; path [R, …].
+    slots, lengths, state slots [f]; path [R, …].
     """
     _, xB, dt, log_decay, state = buffers
     H, P, N = state.shape[1:]
@@ -224,18 +215,18 @@ def fold(slots, lengths, path, checkpoints, history, buffers):
     most = 0
     for f in range(slots.shape[0]):
         most = max(most, lengths[f])
-    chain = np.empty(most, np.int64)
+    journal = np.empty(most, np.int64)
     weights = np.empty((H, most), np.float32)
     for f in range(slots.shape[0]):
-        slot, length, S = slots[f], lengths[f], state[checkpoints[f]]
+        slot, length, S = slots[f], lengths[f], state[state_slots[f]]
         if length == 0:
             continue
         for k in range(length):
-            chain[k] = path[slot, history + k] - history
-        last = log_decay[slot, chain[length - 1]]
+            journal[k] = path[slot, history + k] - history
+        last = log_decay[slot, journal[length - 1]]
         for h in range(H):
             for k in range(length):
-                j = chain[k]
+                j = journal[k]
                 weights[h, k] = exp(last[h] - log_decay[slot, j, h]) * dt[slot, j, h]
         for h in range(H):
             decay, of_B = exp(last[h]), H * P + h // heads_per_group * N
@@ -245,7 +236,7 @@ def fold(slots, lengths, path, checkpoints, history, buffers):
                     s[n] *= decay
                 at, k = h * P + p, 0
                 while k + 4 <= length:
-                    j0, j1, j2, j3 = chain[k], chain[k + 1], chain[k + 2], chain[k + 3]
+                    j0, j1, j2, j3 = journal[k], journal[k + 1], journal[k + 2], journal[k + 3]
                     w0, w1 = weights[h, k] * xB[slot, j0, at], weights[h, k + 1] * xB[slot, j1, at]
                     w2, w3 = (
                         weights[h, k + 2] * xB[slot, j2, at],
@@ -257,7 +248,7 @@ def fold(slots, lengths, path, checkpoints, history, buffers):
                         s[n] += (w0 * B0[n] + w1 * B1[n]) + (w2 * B2[n] + w3 * B3[n])
                     k += 4
                 while k < length:
-                    j0 = chain[k]
+                    j0 = journal[k]
                     w0, B0 = weights[h, k] * xB[slot, j0, at], xB[slot, j0, of_B : of_B + N]
                     for n in range(N):
                         s[n] += w0 * B0[n]
@@ -266,11 +257,12 @@ def fold(slots, lengths, path, checkpoints, history, buffers):
 
 @kernel
 def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """The recurrence node by node, as causal_conv_windows, naive.snapshot_verify, then D x.
+    """The recurrence node by node, as causal_conv_windows, torch.py's snapshot_verify, then D x.
 
     As deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
     """
-    slots, rows, parents, path, chain_len, checkpoints = nodes
+    slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
+    tail = nodes.tail
     conv_in, node_states, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
@@ -285,13 +277,12 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
     for r in range(b):
         slot, first = slots[r], r * T
         inputs, above = conv_in[slot], parents[r]
-        tail = history + chain_len[r] - 1
         for i in range(T):
             raw, kept = xbc[first + i], inputs[history + rows[r, i]]
             for c in range(channels):
                 kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, history, rows[r], above, path[r], tail, i)
-            before = node_states[slot, above[i]] if i > 0 else state[checkpoints[r]]
+            _convolve(convolved, conv, inputs, rows[r], above, tail[r], i)
+            before = node_states[slot, above[i]] if i > 0 else state[state_slots[r]]
             after, out = node_states[slot, i], y[first + i]
             for h in range(H):
                 step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
@@ -313,21 +304,32 @@ class SnapshotBuffers(NamedTuple):
 
     conv_in: np.ndarray  # [R, K-1 + W, C]
     node_states: np.ndarray  # [R, W, H, P, N]
-    state: np.ndarray  # [checkpoints, H, P, N]: where the root starts
+    state: np.ndarray  # [state slots, H, P, N]: where the root starts
 
 
 # ── bookkeeping between the layers' passes: indices, and the rows of all layers at once ──
 
 
 @kernel
-def free_rows(slots, path, chain_len, history, rows):
-    """rows [b, T] out: each request's T lowest rows outside its chain of at most W - T."""
+def begin(slots, state_slot, path, lengths, state_slots, journal, journal_len, rows, tail):
+    """A TreeLayout's indices: each request's journal, its lowest free rows, and what precedes it.
+
+    slots [b]; by request slot: state_slot [R], path [R, places], lengths [R], journals of at most
+    W - T rows. Out: state_slots, journal_len [b]; journal [b, M]; rows [b, T]; tail [b, K-1].
+    """
+    history = tail.shape[1]
     taken = np.empty(path.shape[1], np.bool_)
     for r in range(slots.shape[0]):
         slot = slots[r]
+        length = lengths[slot]
+        state_slots[r], journal_len[r] = state_slot[slot], length
         taken[:] = False
-        for k in range(chain_len[slot]):
-            taken[path[slot, history + k] - history] = True
+        for k in range(length):
+            row = path[slot, history + k] - history
+            journal[r, k] = row
+            taken[row] = True
+        for k in range(history):
+            tail[r, k] = path[slot, length + k]
         row = 0
         for i in range(rows.shape[1]):
             while taken[row]:
@@ -337,20 +339,20 @@ def free_rows(slots, path, chain_len, history, rows):
 
 
 @kernel
-def extend_chains(slots, rows, nodes, count, hidden, history, path, chain_len, feature):
-    """The first count[r] of nodes[r] join the chain of slots[r]; their features are kept.
+def extend_journals(slots, rows, nodes, count, hidden, history, path, journal_len, feature):
+    """The first count[r] of nodes[r] join the journal of slots[r]; their features are kept.
 
     rows [b, T]; nodes [b, D]; hidden [b*T, hidden_size]; feature [R, W, hidden_size].
     """
     for r in range(slots.shape[0]):
         slot = slots[r]
-        end = history + chain_len[slot]
+        end = history + journal_len[slot]
         for k in range(count[r]):
             node = nodes[r, k]
             row = rows[r, node]
             path[slot, end + k] = row + history
             feature[slot, row] = hidden[r * rows.shape[1] + node]
-        chain_len[slot] += count[r]
+        journal_len[slot] += count[r]
 
 
 @kernel
@@ -369,17 +371,17 @@ def move_history(slots, lengths, path, history, conv_in):
 
 
 @kernel
-def commit_snapshots(slots, nodes, count, hidden, checkpoints, node_states, state, feature):
-    """Copy the state and the feature of each request's last accepted node to its checkpoint.
+def commit_snapshots(slots, nodes, count, hidden, state_slots, node_states, state, feature):
+    """Copy the state and the feature of each request's last accepted node to its state slot.
 
     nodes [b, D]; hidden [b*T, hidden_size]; node_states [layers, R, W, H, P, N];
-    state [layers, checkpoints, H, P, N]; feature [checkpoints, hidden_size].
+    state [layers, state slots, H, P, N]; feature [state slots, hidden_size].
     """
     b = slots.shape[0]
     for layer in range(state.shape[0]):
         for r in range(b):
             if count[r] > 0:
-                state[layer, checkpoints[r]] = node_states[layer, slots[r], nodes[r, count[r] - 1]]
+                state[layer, state_slots[r]] = node_states[layer, slots[r], nodes[r, count[r] - 1]]
     for r in range(b):
         if count[r] > 0:
-            feature[checkpoints[r]] = hidden[r * (hidden.shape[0] // b) + nodes[r, count[r] - 1]]
+            feature[state_slots[r]] = hidden[r * (hidden.shape[0] // b) + nodes[r, count[r] - 1]]

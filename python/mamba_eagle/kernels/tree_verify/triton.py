@@ -1,4 +1,4 @@
-"""tree_verify and fold of naive.py in one pass over the state, rows and state read in place.
+"""tree_verify and fold of torch.py in one pass over the state, rows and state read in place.
 
 A program owns some tiles of a group of one request: TILE of the H*P channels, all N states. The
 heads of a group share B and C, so it forms B·Cᵀ once; then it streams tile after tile through the
@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
     dual_weights,
     end_shares,
@@ -32,42 +33,6 @@ from mamba_eagle.kernels.triton_math import (
     previous_done,
     split_dot,
 )
-
-
-class Sizes(NamedTuple):
-    """Of one Mamba2 layer: H heads of P channels, G groups, N state size."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_size: int
-
-
-class RowBuffers(NamedTuple):
-    """The row buffers of all request slots in one layer; R slots, W rows."""
-
-    xB: Tensor  # [R, W, H*P + G*N] after convolution and SiLU
-    dt: Tensor  # [R, W, H] float32, after softplus and clamp
-    log_decay: Tensor  # [R, W, H] float32: L, the sum of dt·A from the checkpoint to the row
-
-
-class TreeStep(NamedTuple):
-    """What all layers read of a verify step: b requests, T <= 64 nodes, at most M chain rows.
-
-    A node's parent comes before it and node 0 is the root. ``fold`` asks for the state after the
-    chain to be written to S0 in this step. Nodes of such a request keep an L that starts at the
-    new checkpoint: afterwards its chain must be emptied, and then the accepted nodes appended.
-    """
-
-    slots: Tensor  # [b] int64: the request's slot in the row buffers
-    checkpoints: Tensor  # [b] int64: its checkpoint's slot in the state pool
-    chain: Tensor  # [b, M] int64 row ids, oldest first; what is past chain_len is not looked at
-    chain_len: Tensor  # [b] int64
-    rows: Tensor  # [b, T] int64: a free row for each node
-    parents: Tensor  # [b, T] int64
-    ancestors: Tensor  # [b, T] int64: bit j says that node j is node i or above it
-    tail: Tensor  # [b, K-1] int64: places in conv_in of the last K-1 tokens, oldest first
-    fold: Tensor | None = None  # [b] bool
 
 
 class Config(NamedTuple):
@@ -80,12 +45,6 @@ class Config(NamedTuple):
     bulk: bool = False  # state by the bulk copy engine (TMA)
     vector: bool = False  # for one node and no fold: without the tensor cores
     early: bool = False  # reads the state before the kernel ahead has ended
-
-
-def ancestor_bits(ancestors: Tensor) -> Tensor:
-    """[b, T, T] bool -> [b, T] int64, bit j of entry i: ancestors[:, i, j]."""
-    bits = torch.ones_like(ancestors[0, 0], dtype=torch.int64).cumsum(0) - 1
-    return (ancestors.to(torch.int64) << bits).sum(2)
 
 
 @triton.jit
@@ -106,13 +65,13 @@ def _tree_verify_kernel(
     C,  # [b, T, G*N]
     D,  # [H]
     state,  # [slots, H, P, N]
-    after_chain,  # the same: as one pointer, its addresses would fill registers for all stages
+    after_journal,  # the same: as one pointer, its addresses would fill registers for all stages
     state_rows,  # descriptor of the same as [slots*H*P, N], if BULK
     y,  # [b, T, H*P]
     slots,
-    checkpoints,
-    chain,  # [b, M]
-    chain_len,
+    state_slots,
+    journal,  # [b, M]
+    journal_len,
     rows,  # [b, T]
     ancestors,  # [b, T]
     fold,
@@ -125,7 +84,7 @@ def _tree_verify_kernel(
     G: tl.constexpr,
     N: tl.constexpr,
     TP: tl.constexpr,  # nodes, padded
-    J: tl.constexpr,  # packed rows [tree ; chain], padded
+    J: tl.constexpr,  # packed rows [tree ; journal], padded
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
     TILES: tl.constexpr,  # a program, all of one group
     FOLDING: tl.constexpr,  # takes the requests that fold, and not the others
@@ -144,14 +103,14 @@ def _tree_verify_kernel(
 
     if not EARLY:
         previous_done(OVERLAP)
-    length = tl.load(chain_len + request).to(tl.int32)
+    length = tl.load(journal_len + request).to(tl.int32)
     if not _is_mine(fold, request, length, FOLDING):
         if EARLY:
             previous_done(OVERLAP)
         return
-    checkpoint = tl.load(checkpoints + request).to(tl.int64)
-    state += checkpoint * state_stride
-    after_chain += checkpoint * state_stride
+    state_slot = tl.load(state_slots + request).to(tl.int64)
+    state += state_slot * state_stride
+    after_journal += state_slot * state_stride
     n = tl.arange(0, N)
     in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
     if ONE_LOAD:  # the longest wait begins first
@@ -166,14 +125,14 @@ def _tree_verify_kernel(
     slot = tl.load(slots + request).to(tl.int64)
     node_row = tl.load(rows + request * T + packed, mask=is_node, other=0)
     in_table = (packed >= T) & (packed < T + M)
-    chain_row = tl.load(chain + request * M + packed - T, mask=in_table, other=0)
+    journal_row = tl.load(journal + request * M + packed - T, mask=in_table, other=0)
     own_row = tl.load(rows + request * T + node, mask=valid_nodes, other=0).to(tl.int32)
     bits = tl.load(ancestors + request * T + node, mask=valid_nodes, other=0)
-    in_chain = in_table & (packed < T + length)
-    valid_rows = is_node | in_chain
-    row = tl.where(in_chain, chain_row, tl.where(is_node, node_row, 0)).to(tl.int32)
+    in_journal = in_table & (packed < T + length)
+    valid_rows = is_node | in_journal
+    row = tl.where(in_journal, journal_row, tl.where(is_node, node_row, 0)).to(tl.int32)
     above = (bits[None, :] >> tl.minimum(packed, 63).to(tl.int64)[:, None]) & 1
-    visible = ((above != 0) & is_node[:, None]) | in_chain[:, None]  # [J, TP]
+    visible = ((above != 0) & is_node[:, None]) | in_journal[:, None]  # [J, TP]
     own = packed[:, None] == node[None, :]
     if FOLDING:
         last_row = tl.sum(tl.where(packed == T + length - 1, row, 0))
@@ -202,7 +161,7 @@ def _tree_verify_kernel(
         row_log = tl.load(log_decay + row * H + head, mask=valid_rows, other=0.0)
         node_log = tl.load(log_decay + own_row * H + head, mask=valid_nodes, other=0.0)
         skip = tl.load(D + head)
-        if FOLDING:  # the nodes' L counts from the end of the chain
+        if FOLDING:  # the nodes' L counts from the end of the journal
             end_log = tl.load(log_decay + last_row * H + head)
             row_log += tl.where(is_node, end_log, 0.0)
             node_log += end_log
@@ -220,7 +179,7 @@ def _tree_verify_kernel(
         if ONE_LOAD:
             before = only
         elif BULK:
-            before = state_rows.load([checkpoint.to(tl.int32) * (H * P) + first, 0])
+            before = state_rows.load([state_slot.to(tl.int32) * (H * P) + first, 0])
         else:
             before = tl.load(state + first * N + in_tile)  # [TILE, N]
 
@@ -242,16 +201,16 @@ def _tree_verify_kernel(
         tl.store(outputs, added + node_decay * from_state, mask=valid_nodes[None, :])
 
         if FOLDING:
-            share = end_shares(row_log, end_log, step, in_chain)[:, None]
+            share = end_shares(row_log, end_log, step, in_journal)[:, None]
             decay = tl.exp(end_log)
             if TWO_HEADS:
-                share_2 = end_shares(row_log_2, end_log_2, step_2, in_chain)[:, None]
+                share_2 = end_shares(row_log_2, end_log_2, step_2, in_journal)[:, None]
                 share = tl.where(in_first[None, :], share, share_2)
                 decay = tl.where(in_first, decay, tl.exp(end_log_2))[:, None]
             dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
             gained = split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
             after = before.to(tl.float32) * decay + gained
-            tl.store(after_chain + first * N + in_tile, after)
+            tl.store(after_journal + first * N + in_tile, after)
 
 
 @triton.jit
@@ -264,9 +223,9 @@ def _one_node_kernel(
     state,
     y,
     slots,
-    checkpoints,
-    chain,
-    chain_len,
+    state_slots,
+    journal,
+    journal_len,
     rows,
     fold,
     W,
@@ -289,18 +248,18 @@ def _one_node_kernel(
     head = first // P
     head_2 = (first + TILE - 1) // P
     channel = first + tl.arange(0, TILE)
-    packed = tl.arange(0, J)  # the node, then the chain
+    packed = tl.arange(0, J)  # the node, then the journal
     n = tl.arange(0, N)
 
     if not EARLY:
         previous_done(OVERLAP)
-    length = tl.load(chain_len + request).to(tl.int32)
+    length = tl.load(journal_len + request).to(tl.int32)
     if not _is_mine(fold, request, length, False):
         if EARLY:
             previous_done(OVERLAP)
         return
-    checkpoint = tl.load(checkpoints + request).to(tl.int64)
-    state += checkpoint * state_stride + first * N
+    state_slot = tl.load(state_slots + request).to(tl.int64)
+    state += state_slot * state_stride + first * N
     before = tl.load(state + tl.arange(0, TILE)[:, None] * N + n[None, :])  # [TILE, N]
     if EARLY:
         previous_done(OVERLAP)
@@ -308,9 +267,9 @@ def _one_node_kernel(
     slot = tl.load(slots + request).to(tl.int64)
     own_row = tl.load(rows + request).to(tl.int32)
     in_table = (packed >= 1) & (packed <= M)
-    chain_row = tl.load(chain + request * M + packed - 1, mask=in_table, other=0).to(tl.int32)
+    journal_row = tl.load(journal + request * M + packed - 1, mask=in_table, other=0).to(tl.int32)
     valid = (packed == 0) | (in_table & (packed <= length))
-    row = tl.where(packed == 0, own_row, tl.where(valid, chain_row, 0))
+    row = tl.where(packed == 0, own_row, tl.where(valid, journal_row, 0))
     xB += slot * W * WIDTH
     dt += slot * W * H
     log_decay += slot * W * H
@@ -390,11 +349,11 @@ def tree_verify(
     C: Tensor,
     D: Tensor,
     state: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: Config | None = None,
 ) -> Tensor:
-    """Outputs of all nodes, ``D x`` included; with ``step.fold`` also S0 after the chain, in place.
+    """Outputs of all nodes, ``D x`` included; where ``step.fold`` says so, S0 folds in place.
 
     On Hopper it starts before the kernel launched ahead of it has ended. That one may write rows
     and C, as causal_conv.triton does, but neither the state nor the step's indices.
@@ -415,7 +374,7 @@ def tree_verify(
     # 12.8 mixes up the shared memory addresses of two sides that both multiply
     for folding in (False,) if step.fold is None else (False, True):
         chosen = config or choose_config(
-            b, T, step.chain.shape[1], sizes, buffers.xB.dtype, folding
+            b, T, step.journal.shape[1], sizes, buffers.xB.dtype, folding
         )
         if chosen.vector and T == 1 and not folding:
             _launch_one_node(buffers, C, D, state, y, step, sizes, chosen)
@@ -430,12 +389,12 @@ def _launch_one_node(
     D: Tensor,
     state: Tensor,
     y: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: Config,
 ) -> None:
     H, P, G, N = sizes
-    W, (b, M) = buffers.xB.shape[1], step.chain.shape
+    W, (b, M) = buffers.xB.shape[1], step.journal.shape
     overlap = config.early and launches_overlap(C.device)
     _one_node_kernel[(H * P // config.tile, b)](
         *buffers,
@@ -444,9 +403,9 @@ def _launch_one_node(
         state,
         y,
         step.slots,
-        step.checkpoints,
-        step.chain,
-        step.chain_len,
+        step.state_slots,
+        step.journal,
+        step.journal_len,
         step.rows,
         step.fold,
         W,
@@ -471,13 +430,13 @@ def _launch(
     D: Tensor,
     state: Tensor,
     y: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: Config,
     folding: bool,
 ) -> None:
     (b, T), (H, P, G, N) = step.rows.shape, sizes
-    W, M = buffers.xB.shape[1], step.chain.shape[1]
+    W, M = buffers.xB.shape[1], step.journal.shape[1]
     overlap = launches_overlap(C.device)
     state_rows = None
     if config.bulk:
@@ -491,9 +450,9 @@ def _launch(
         state_rows,
         y,
         step.slots,
-        step.checkpoints,
-        step.chain,
-        step.chain_len,
+        step.state_slots,
+        step.journal,
+        step.journal_len,
         step.rows,
         step.ancestors,
         step.fold,

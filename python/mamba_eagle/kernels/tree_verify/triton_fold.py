@@ -1,7 +1,7 @@
-"""naive.py's fold for all layers in one launch: what a chain leaves in its checkpoint, in place.
+"""torch.py's fold for all layers in one launch: what a journal leaves in its state slot, in place.
 
-For a request that ends, or is put aside, while its chain has rows; in a running one tree_verify
-folds. How many rows are folded is read on the device, and a chain of none moves no state.
+For a request that ends, or is put aside, while its journal has rows; in a running one tree_verify
+folds. How many rows are folded is read on the device, and a journal of none moves no state.
 Precision is that of triton.py's folds.
 """
 
@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, channel_tiles
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
+from mamba_eagle.kernels.tree_verify.triton import channel_tiles
 from mamba_eagle.kernels.triton_math import end_shares, split_dot
 
 
@@ -23,8 +24,8 @@ def _fold_kernel(
     log_decay,  # [layers, R, W, H]
     state,  # [layers, S, H, P, N]
     slots,  # [b]
-    checkpoints,  # [b]
-    chain,  # [b, M]
+    state_slots,  # [b]
+    journal,  # [b, M]
     lengths,  # [b]
     R,
     W,
@@ -34,7 +35,7 @@ def _fold_kernel(
     P: tl.constexpr,
     G: tl.constexpr,
     N: tl.constexpr,
-    J: tl.constexpr,  # rows of a chain, padded
+    J: tl.constexpr,  # rows of a journal, padded
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
     PRECISION: tl.constexpr,
 ):
@@ -47,36 +48,36 @@ def _fold_kernel(
         return
 
     packed = tl.arange(0, J)
-    in_chain = packed < length
-    row = tl.load(chain + request * M + packed, mask=in_chain, other=0).to(tl.int32)
-    last_row = tl.load(chain + request * M + length - 1).to(tl.int32)
+    in_journal = packed < length
+    row = tl.load(journal + request * M + packed, mask=in_journal, other=0).to(tl.int32)
+    last_row = tl.load(journal + request * M + length - 1).to(tl.int32)
     first_row = (layer * R + tl.load(slots + request)) * W
     xB += first_row * WIDTH
     dt += first_row * H
     log_decay += first_row * H
-    state += (layer * S + tl.load(checkpoints + request)) * (H * P * N)
+    state += (layer * S + tl.load(state_slots + request)) * (H * P * N)
 
     n = tl.arange(0, N)
     channel = first + tl.arange(0, TILE)
     in_state = channel[:, None] * N + n[None, :]
     before = tl.load(state + in_state)  # [TILE, N]
-    x = tl.load((xB + row * WIDTH)[:, None] + channel[None, :], mask=in_chain[:, None], other=0.0)
+    x = tl.load((xB + row * WIDTH)[:, None] + channel[None, :], mask=in_journal[:, None], other=0.0)
     B_rows = xB + row * WIDTH + H * P + first // (H // G * P) * N
-    B = tl.load(B_rows[:, None] + n[None, :], mask=in_chain[:, None], other=0.0)  # [J, N]
+    B = tl.load(B_rows[:, None] + n[None, :], mask=in_journal[:, None], other=0.0)  # [J, N]
 
     head = first // P
     end_log = tl.load(log_decay + last_row * H + head)
-    row_log = tl.load(log_decay + row * H + head, mask=in_chain, other=0.0)
-    step = tl.load(dt + row * H + head, mask=in_chain, other=0.0)
-    share = end_shares(row_log, end_log, step, in_chain)[:, None]
+    row_log = tl.load(log_decay + row * H + head, mask=in_journal, other=0.0)
+    step = tl.load(dt + row * H + head, mask=in_journal, other=0.0)
+    share = end_shares(row_log, end_log, step, in_journal)[:, None]
     decay = tl.exp(end_log)
     if P % TILE != 0:
         head = (first + TILE - 1) // P
         in_last = channel >= head * P
         end_log = tl.load(log_decay + last_row * H + head)
-        row_log = tl.load(log_decay + row * H + head, mask=in_chain, other=0.0)
-        step = tl.load(dt + row * H + head, mask=in_chain, other=0.0)
-        last_share = end_shares(row_log, end_log, step, in_chain)[:, None]
+        row_log = tl.load(log_decay + row * H + head, mask=in_journal, other=0.0)
+        step = tl.load(dt + row * H + head, mask=in_journal, other=0.0)
+        last_share = end_shares(row_log, end_log, step, in_journal)[:, None]
         share = tl.where(in_last[None, :], last_share, share)
         decay = tl.where(in_last, tl.exp(end_log), decay)[:, None]
     dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
@@ -84,39 +85,39 @@ def _fold_kernel(
     tl.store(state + in_state, before.to(tl.float32) * decay + gained)
 
 
-def fold_chains(
+def fold_journals(
     buffers: RowBuffers,
     state: Tensor,
     slots: Tensor,
-    checkpoints: Tensor,
-    chain: Tensor,
+    state_slots: Tensor,
+    journal: Tensor,
     length: Tensor,
     sizes: Sizes,
 ) -> None:
-    """S0 := the state after the first ``length[i]`` rows of request i's chain, in all layers.
+    """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
 
-    ``exp(L_end) S0 + Σ_j exp(L_end - L_j) dt_j x_j B_jᵀ``, L counted from the checkpoint, L_end of
-    the last row that is folded. Neither rows nor indices change: what is left of the chain counts
-    from the old checkpoint, so it cannot be gone on with. Nothing waits for the device.
+    ``exp(L_end) S0 + Σ_j exp(L_end - L_j) dt_j x_j B_jᵀ``, L counted from the state slot, L_end of
+    the last row that is folded. Neither rows nor indices change: what is left of the journal counts
+    from the old state slot, so it cannot be gone on with. Nothing waits for the device.
 
     Args:
         buffers: of all layers, [layers, R, W, …] each, contiguous.
         state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
-        slots, checkpoints: [b] int64, in the row buffers and in ``state``; checkpoints differ,
+        slots, state slots: [b] int64, in the row buffers and in ``state``; state slots differ,
             but for those of requests with length 0.
-        chain: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
+        journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
         length: [b] int64, at most M; 0 leaves a request's states as they are, and unread.
     Raises: ValueError when the channels of a group cannot be cut into tiles.
     """
     layers, R, W, _ = buffers.xB.shape
     H, P, G, N = sizes
-    (b, M), tile = chain.shape, min(32, channel_tiles(sizes)[-1])
+    (b, M), tile = journal.shape, min(32, channel_tiles(sizes)[-1])
     _fold_kernel[(H * P // tile, layers, b)](
         *buffers,
         state,
         slots,
-        checkpoints,
-        chain,
+        state_slots,
+        journal,
         length,
         R,
         W,

@@ -1,36 +1,17 @@
 """Which rows a step's nodes take, and what of them stays: the index work of rows and folds.
 
-A program has one request, and another for each block of its features. See runner/verify.py for
-``path``: places in sequence order, K-1 of history first, then the chain's; row r is at K-1 + r.
+Each request has one program, and one more for each block of its features. layout.py says what
+``path`` is.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import TreeStep
-
-
-class Paths(NamedTuple):
-    """By request slot; R slots, W rows of each."""
-
-    checkpoint: Tensor  # [R] int64
-    path: Tensor  # [R, K-1 + W + accepts] int64
-    chain_len: Tensor  # [R] int64
-
-
-class Room(NamedTuple):
-    """Of a request."""
-
-    history: int  # K-1
-    rows: int  # W
-    most_chain: int  # M
-    accepts: int  # most tokens accepted in a step
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 
 
 # other numbers of nodes or rows shall not need other machine code
@@ -38,11 +19,11 @@ class Room(NamedTuple):
 def _begin_kernel(
     slots,  # [b]
     ancestors,  # [b, T, T] uint8
-    checkpoint,  # [R]
+    state_slot,  # [R]
     path,  # [R, PLACES]
-    chain_len,  # [R]
-    checkpoints,  # [b]
-    chain,  # [b, M]
+    journal_len,  # [R]
+    state_slots,  # [b]
+    journal,  # [b, M]
     length_out,  # [b]
     rows,  # [b, T]
     masks,  # [b, T]
@@ -64,20 +45,20 @@ def _begin_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
-    length = tl.load(chain_len + slot)
+    length = tl.load(journal_len + slot)
     path += slot * PLACES
-    tl.store(checkpoints + request, tl.load(checkpoint + slot))
+    tl.store(state_slots + request, tl.load(state_slot + slot))
     tl.store(length_out + request, length)
     tl.store(fold + request, (length + accepts > M).to(tl.uint8))
 
     at = tl.arange(0, MP)
     place = tl.load(path + HISTORY + at, mask=at < M, other=HISTORY)
-    tl.store(chain + request * M + at, place - HISTORY, mask=at < M)
+    tl.store(journal + request * M + at, place - HISTORY, mask=at < M)
     at = tl.arange(0, HP)
     place = tl.load(path + length + at, mask=at < HISTORY, other=0)
     tl.store(tail + request * HISTORY + at, place, mask=at < HISTORY)
 
-    # taken: the chain's rows, and those that serve as history (places below HISTORY are no rows)
+    # taken: the journal's rows, and those that serve as history (places below HISTORY are no rows)
     row = tl.arange(0, WP)
     taken = tl.zeros([WP], tl.int32)
     for first in tl.range(0, HISTORY + length.to(tl.int32), 16):
@@ -101,9 +82,9 @@ def _begin_kernel(
 
 def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
-) -> TreeStep:
-    """A free row for each node, and what all layers read of a step. A request whose chain might
-    outgrow ``most_chain`` in this step folds.
+) -> TreeLayout:
+    """A free row for each node, and what all layers read of a step. A request whose journal might
+    outgrow ``max_journal`` in this step folds.
 
     slots: [b] int64; parents: [b, T] int64; ancestors: [b, T, T] bool; T at most 64.
     """
@@ -112,11 +93,11 @@ def begin_rows(
     def integers(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int64, device=slots.device)
 
-    step = TreeStep(
+    step = TreeLayout(
         slots=slots,
-        checkpoints=integers(b),
-        chain=integers(b, room.most_chain),
-        chain_len=integers(b),
+        state_slots=integers(b),
+        journal=integers(b, room.max_journal),
+        journal_len=integers(b),
         rows=integers(b, T),
         parents=parents.contiguous(),
         ancestors=integers(b, T),
@@ -128,23 +109,23 @@ def begin_rows(
         slots,
         ancestors.view(torch.uint8),
         *paths,
-        step.checkpoints,
-        step.chain,
-        step.chain_len,
+        step.state_slots,
+        step.journal,
+        step.journal_len,
         step.rows,
         step.ancestors,
         step.tail,
         step.fold.view(torch.uint8),
         T,
         room.rows,
-        room.most_chain,
+        room.max_journal,
         room.accepts,
         paths.path.shape[1],
         *ancestors.stride(),
         HISTORY=room.history,
         HP=triton.next_power_of_2(room.history),
         TP=triton.next_power_of_2(T),
-        MP=triton.next_power_of_2(room.most_chain),
+        MP=triton.next_power_of_2(room.max_journal),
         WP=triton.next_power_of_2(room.rows),
         num_warps=1 if T <= 16 and room.rows <= 64 else 4,
     )
@@ -154,8 +135,8 @@ def begin_rows(
 @triton.jit(do_not_specialize=["T", "W", "M"])
 def _accept_kernel(
     slots,  # [b]
-    checkpoints,  # [b]
-    chain,  # [b, M]
+    state_slots,  # [b]
+    journal,  # [b, M]
     lengths,  # [b], before the step
     rows,  # [b, T]
     tail,  # [b, HISTORY]
@@ -163,9 +144,9 @@ def _accept_kernel(
     nodes,  # [b, D]
     count,  # [b]
     path,  # [R, PLACES]
-    chain_len,  # [R]
+    journal_len,  # [R]
     feature,  # [R, W, F]
-    saved,  # [checkpoints, F]
+    saved,  # [state slots, F]
     features,  # [b, T, F]
     T,
     W,
@@ -198,15 +179,15 @@ def _accept_kernel(
         node = tl.load(nodes + request * D + step, mask=accepted, other=0)
         row = tl.load(rows + request * T + node, mask=accepted, other=0)
         tl.store(path + HISTORY + end + step, row + HISTORY, mask=accepted)
-        tl.store(chain_len + slot, end + kept)
+        tl.store(journal_len + slot, end + kept)
     else:
         column = block * BLOCK + tl.arange(0, BLOCK)
         inside = column < F
         if folds & (length > 0):
-            last = tl.load(chain + request * M + length - 1)
+            last = tl.load(journal + request * M + length - 1)
             made = tl.load(feature + (slot * W + last) * F + column, mask=inside)
-            checkpoint = tl.load(checkpoints + request)
-            tl.store(saved + checkpoint * F + column, made, mask=inside)
+            state_slot = tl.load(state_slots + request)
+            tl.store(saved + state_slot * F + column, made, mask=inside)
         for i in tl.range(0, kept.to(tl.int32)):
             source = tl.load(nodes + request * D + i)
             target = tl.load(rows + request * T + source)
@@ -216,7 +197,7 @@ def _accept_kernel(
 
 
 def accept_rows(
-    step: TreeStep,
+    step: TreeLayout,
     nodes: Tensor,
     count: Tensor,
     paths: Paths,
@@ -225,12 +206,12 @@ def accept_rows(
     saved: Tensor,
     features: Tensor,
 ) -> None:
-    """The rows of the accepted nodes join the paths; the chains that were folded are emptied.
+    """The rows of the accepted nodes join the paths; the journals that were folded are emptied.
 
     Args:
         step: as ``begin_rows`` made it; nodes: [b, D] int64; count: [b] int64.
-        feature: [R, W, F], of the rows; saved: [checkpoints, F]: there goes that of the last row
-            of a folded chain; features: [b, T, F], of the nodes, any float dtype.
+        feature: [R, W, F], of the rows; saved: [state slots, F]: there goes that of the last row
+            of a folded journal; features: [b, T, F], of the nodes, any float dtype.
     """
     b, D = nodes.shape
     T, F = step.rows.shape[1], feature.shape[2]
@@ -239,22 +220,22 @@ def accept_rows(
     block = min(1024, triton.next_power_of_2(max(F, 1)))
     _accept_kernel[(1 + triton.cdiv(F, block), b)](
         step.slots,
-        step.checkpoints,
-        step.chain,
-        step.chain_len,
+        step.state_slots,
+        step.journal,
+        step.journal_len,
         step.rows,
         step.tail,
         step.fold.view(torch.uint8),
         nodes,
         count,
         paths.path,
-        paths.chain_len,
+        paths.journal_len,
         feature,
         saved,
         features,
         T,
         room.rows,
-        room.most_chain,
+        room.max_journal,
         F,
         paths.path.shape[1],
         features.stride(0),

@@ -1,4 +1,4 @@
-"""snapshot_verify of naive.py, and the copy on acceptance: what rows and folds are compared with.
+"""snapshot_verify of torch.py, and the copy on acceptance: what rows and folds are compared with.
 
 A program owns TILE channels of a request, with all N states of each, and goes through the nodes in
 their order. A node that follows its parent finds the state in registers; another one reads its
@@ -6,7 +6,7 @@ parent's from the buffer, where every node's state is written. So a step writes 
 one, and one more for each branch; accepting reads and writes one again.
 
 Rows as in triton.py, filled by causal_conv.triton.tree_conv: node i stands in row
-``step.rows[:, i]``, and its state in the place of that row. There is no chain. Nothing here waits
+``step.rows[:, i]``, and its state in the place of that row. There is no journal. Nothing here waits
 for the device.
 """
 
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify.triton import RowBuffers, Sizes, TreeStep
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
 
 class SnapshotConfig(NamedTuple):
@@ -40,7 +40,7 @@ def _snapshot_kernel(
     node_states,  # [R, W, H, P, N]
     y,  # [b, T, H*P]
     slots,  # [b]
-    checkpoints,  # [b]
+    state_slots,  # [b]
     rows,  # [b, T]
     parents,  # [b, T]
     T,
@@ -64,11 +64,11 @@ def _snapshot_kernel(
     skip = tl.load(D + head)
 
     slot = tl.load(slots + request).to(tl.int64)
-    checkpoint = tl.load(checkpoints + request).to(tl.int64)
+    state_slot = tl.load(state_slots + request).to(tl.int64)
     rows += request * T
     parents += request * T
     node_states += slot * W * (H * P * N)
-    state += checkpoint * state_stride
+    state += state_slot * state_stride
     now = tl.load(state + in_tile).to(tl.float32)  # [TILE, N]
     for node in range(T):
         row = tl.load(rows + node)
@@ -96,7 +96,7 @@ def snapshot_verify(
     D: Tensor,
     state: Tensor,
     node_states: Tensor,
-    step: TreeStep,
+    step: TreeLayout,
     sizes: Sizes,
     config: SnapshotConfig | None = None,
 ) -> Tensor:
@@ -128,7 +128,7 @@ def snapshot_verify(
         node_states,
         y,
         step.slots,
-        step.checkpoints,
+        step.state_slots,
         step.rows,
         step.parents,
         T,
@@ -149,7 +149,7 @@ def _copy_kernel(
     node_states,  # [layers, R, W, size]
     state,  # [layers, slots, size]
     slots,  # [b]
-    checkpoints,  # [b]
+    state_slots,  # [b]
     rows,  # [b]
     count,  # [b]
     R,
@@ -162,7 +162,7 @@ def _copy_kernel(
     if tl.load(count + request) > 0:
         layer = tl.program_id(1).to(tl.int64)
         source = (layer * R + tl.load(slots + request)) * W + tl.load(rows + request)
-        target = layer * num_slots + tl.load(checkpoints + request)
+        target = layer * num_slots + tl.load(state_slots + request)
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = number < SIZE
         value = tl.load(node_states + source * SIZE + number, mask=inside)
@@ -173,7 +173,7 @@ def commit_snapshots(
     node_states: Tensor,
     state: Tensor,
     slots: Tensor,
-    checkpoints: Tensor,
+    state_slots: Tensor,
     rows: Tensor,
     count: Tensor,
     block: int = 4096,
@@ -182,7 +182,7 @@ def commit_snapshots(
 
     Args:
         node_states: [layers, R, W, H, P, N] float32; state: [layers, slots, H, P, N], the pool.
-        slots, checkpoints, rows: [b] int64; rows of the last accepted nodes.
+        slots, state slots, rows: [b] int64; rows of the last accepted nodes.
         count: [b] int64, accepted nodes: a request with none keeps its state.
     """
     layers, R, W, *shape = node_states.shape
@@ -191,7 +191,7 @@ def commit_snapshots(
         node_states,
         state,
         slots,
-        checkpoints,
+        state_slots,
         rows,
         count,
         R,

@@ -1,0 +1,85 @@
+"""Which backend runs a model here: the only place that asks for a device, a dtype or a package.
+
+where            weights       needs                           backend
+CPU              float32       numba                           cpu
+CUDA GPU ≥ 8.0   any           triton; flashinfer if 16 bits   triton
+anything else                                                  torch
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.cpu.backend import CpuBackend
+from mamba_eagle.backend.place import Cuda, Host, Place
+from mamba_eagle.backend.torch.backend import TorchBackend
+from mamba_eagle.config import ConfigError
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def resolve_device(name: str) -> torch.device:
+    """name: auto, cpu or cuda. Raises: ConfigError if cuda is asked for and not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(["--device cuda: torch sees no CUDA device; use --device cpu"])
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """``auto`` is float32 on a CPU and ``checkpoint``, config.json's dtype, on a GPU."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else checkpoint
+    return getattr(torch, name)
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The fastest for weights and activations of this dtype on this device."""
+    place: Place = Host() if device.type == "cpu" else Cuda(device)
+    if place.on_host:
+        if dtype == torch.float32 and numba_math.numba is not None:
+            return CpuBackend(place)
+        return TorchBackend(place, dtype)
+    if not triton_usable(place.device, dtype):
+        return TorchBackend(place, dtype)
+    # needs triton
+    from mamba_eagle.backend.triton.backend import TritonBackend
+
+    return TritonBackend(place, dtype, flashinfer_usable(dtype))
+
+
+def triton_usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels take tensors of this dtype on this GPU."""
+    capable = capability(device) >= TENSOR_CORES
+    return dtype in TRITON_DTYPES and capable and find_spec("triton") is not None
+
+
+def flashinfer_usable(dtype: torch.dtype) -> bool:
+    """Whether FlashInfer is installed and takes tensors of this dtype.
+
+    It compiles a kernel when that is first used: minutes for prefill attention, once per machine.
+    """
+    return dtype in FLASHINFER_DTYPES and find_spec("flashinfer") is not None
+
+
+def reason(backend: Backend) -> str:
+    """Why it was chosen, for the start-up log."""
+    place, dtype = backend.place, str(backend.dtype).removeprefix("torch.")
+    if backend.name == "cpu":
+        return "float32 on a CPU, numba is installed"
+    if backend.name == "triton":
+        prompts = "with" if find_spec("flashinfer") else "without"
+        return f"{dtype} on a GPU, triton is installed, {prompts} flashinfer"
+    if place.on_host:
+        missing = "numba is not installed" if dtype == "float32" else f"weights are {dtype}"
+        return f"on a CPU, {missing}"
+    if find_spec("triton") is None:
+        return "on a GPU, triton is not installed"
+    return f"{dtype} on a GPU of compute capability {capability(place.device)}"

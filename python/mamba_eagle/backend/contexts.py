@@ -1,0 +1,38 @@
+"""How the layers of a forward pass over tree nodes or lanes reach their sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.state import StateScheme
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.context import Rotation
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+
+
+class VerifyContext:
+    """The nodes of b trees: attention under the tree mask, recurrence by the state scheme."""
+
+    rotation: Rotation | None = None
+
+    def __init__(
+        self,
+        scheme: StateScheme,
+        layout: Any,
+        attention: NewTokenAttention | None,
+        positions: Tensor,
+    ) -> None:
+        """layout: as the scheme made it. positions [b*T]: of the nodes, that is, tokens processed
+        before the tree + depth."""
+        self.scheme, self.layout = scheme, layout
+        self.paged, self.positions = attention, positions
+
+    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self.paged is not None
+        return self.paged.attend(layer, q, k, v)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        return self.scheme.verify(layer, self.layout, xbc, dt)

@@ -1,0 +1,86 @@
+"""A CPU in float32: Numba kernels that fuse a layer's small operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
+from mamba_eagle.backend.cpu.candidates import CpuCandidates
+from mamba_eagle.backend.cpu.layer_ops import CpuOps
+from mamba_eagle.backend.cpu.pending import CpuPendingEntries
+from mamba_eagle.backend.cpu.state import CPU_SCHEMES
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.torch.accept import empty_truncated
+from mamba_eagle.backend.torch.backend import TorchBackend
+from mamba_eagle.kernels.accept import cpu as accept
+from mamba_eagle.kernels.top_log_probs.cpu import best
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree
+
+
+class CpuBackend(TorchBackend):
+    """Prompts stay with torch, and so does the recurrence if states are not float32."""
+
+    name = "cpu"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place, torch.float32, CpuOps())
+
+    def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
+        return CpuTreeAttention(pool, nodes) if pool.num_layers else None
+
+    def lane_attention(
+        self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
+    ) -> LaneAttention | None:
+        if not pool.num_layers:
+            return None
+        return CpuLanes(pool, slot_table, slots, prefix, max_lanes)
+
+    def state_scheme(
+        self,
+        mode: str,
+        config: Mamba2Config | None,
+        size: SchemeSize,
+        table: RequestTable,
+        pool: StatePool,
+    ) -> StateScheme:
+        if config is None or pool.ssm.dtype != torch.float32:
+            return super().state_scheme(mode, config, size, table, pool)
+        return CPU_SCHEMES[mode](config, size, table, pool)
+
+    def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
+        return CpuCandidates(roots, topk)
+
+    def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
+        return self.top_of(logits.log_softmax(-1), k)
+
+    def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
+        shape = (log_probs.shape[0], k)
+        found = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+        best(log_probs.contiguous().numpy(), *(part.numpy() for part in found))
+        return found
+
+    def accept_tokens(
+        self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
+    ) -> Truncated:
+        accepted = empty_truncated(len(slots), max_depth, self.device)
+        inputs = (tree.tokens, tree.parents, target, table.stop_tokens, table.remaining, slots)
+        accept.accept_and_truncate(*(part.numpy() for part in (*inputs, *accepted)))
+        return accepted
+
+    def commit_tokens(
+        self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
+    ) -> None:
+        changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
+        accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
+        return CpuPendingEntries(table, size)

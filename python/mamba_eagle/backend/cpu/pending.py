@@ -1,0 +1,26 @@
+"""Entries that wait for a drafter on a CPU: appending them is one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mamba_eagle.backend.pending import PendingEntries
+from mamba_eagle.kernels.accept.cpu import append_pending
+from mamba_eagle.tree.accept import Truncated
+
+
+class CpuPendingEntries(PendingEntries):
+    def append(
+        self,
+        slots: Tensor,
+        accepted: Truncated,
+        features: Tensor,
+        entry_features: Callable[[Tensor], Tensor],
+    ) -> None:
+        # of all nodes: in a plain step, where it matters, these are the accepted ones
+        entries = entry_features(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+        new = (slots, accepted.nodes, accepted.tokens, accepted.count, entries)
+        waiting = (self.tokens, self.features, self.pending)
+        append_pending(*(part.numpy() for part in (*new, *waiting)))

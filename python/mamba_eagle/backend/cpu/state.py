@@ -1,0 +1,232 @@
+"""Both state schemes on a CPU in float32: one fused call per layer, no gathers.
+
+The buffers are torch tensors; numpy views of them are made once, since the kernels take arrays.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.torch.state import make_node_states
+from mamba_eagle.kernels.tree_verify import cpu
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+
+class CpuScheme(StateScheme):
+    """What both schemes share: the buffers as arrays, and the call per layer. Layouts are
+    TreeLayouts of arrays."""
+
+    kernel: Callable[..., None]
+
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        self.config, self.size, self.table, self.pool = config, size, table, pool
+        self.rows = RequestRows(config, size, table, pool)
+        self._path, self._journal_len = self.rows.path.numpy(), self.rows.journal_len.numpy()
+        self._processed, self._state_slot = table.processed.numpy(), table.state_slot.numpy()
+        self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        self.rows.start(slots, state_slots)
+
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+        known = self._layers.get(layer.index)
+        if known is None:
+            known = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
+        y = torch.empty(xbc.shape[0], self.config.inner_size)
+        inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
+        self.kernel(*inputs, layout, *known, y.numpy())
+        return y
+
+    @abstractmethod
+    def _buffers(self, layer: int) -> Any:
+        """The layer's buffers, as the kernel takes them."""
+
+
+class CpuDeferred(CpuScheme):
+    """Rows and folds; the journal is ``path`` and ``journal_len`` and nothing else."""
+
+    has_journal = True
+    kernel = staticmethod(cpu.deferred_verify)
+
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        super().__init__(config, size, table, pool)
+        self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        moved = keep > 0
+        if bool(moved.any()):
+            self._fold(slots[moved].numpy(), keep[moved].numpy())
+        self.rows.store_history(slots, state_slots)
+
+    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
+        nodes = tree.parents.shape[1]
+        most = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
+        wanted = slots.numpy()
+        crowded = self._journal_len[wanted] > most
+        if crowded.any():
+            folded = wanted[crowded]
+            self._fold(folded, self._journal_len[folded])
+        return self._layout(wanted, nodes, tree.parents.numpy())
+
+    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
+        cpu.extend_journals(
+            layout.slots,
+            layout.rows,
+            accepted.nodes.numpy(),
+            accepted.count.numpy(),
+            features.flatten(0, 1).numpy(),
+            self.rows.history,
+            self._path,
+            self._journal_len,
+            self.rows.feature.numpy(),
+        )
+
+    def folded(self, slots: Tensor) -> Tensor:
+        used = slots.numpy()
+        return torch.from_numpy(self._processed[used] - self._journal_len[used])
+
+    def journal_len(self, slots: Tensor) -> Tensor:
+        return self.rows.journal_len[slots]
+
+    def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
+        made = self._layout(slots.numpy(), lanes, None)
+        return TreeLayout(*(None if p is None else torch.from_numpy(p) for p in made))
+
+    def lane_layout(self, lanes: TreeLayout) -> TreeLayout:
+        return TreeLayout(*(None if part is None else part.contiguous().numpy() for part in lanes))
+
+    def _layout(self, slots: np.ndarray, nodes: int, parents: np.ndarray | None) -> TreeLayout:
+        b = len(slots)
+        layout = TreeLayout(
+            slots=slots,
+            state_slots=np.empty(b, np.int64),
+            journal=np.empty((b, self.size.rows), np.int64),
+            journal_len=np.empty(b, np.int64),
+            rows=np.empty((b, nodes), np.int64),
+            parents=parents,
+            ancestors=None,
+            tail=np.empty((b, self.rows.history), np.int64),
+        )
+        cpu.begin(
+            slots,
+            self._state_slot,
+            self._path,
+            self._journal_len,
+            layout.state_slots,
+            layout.journal,
+            layout.journal_len,
+            layout.rows,
+            layout.tail,
+        )
+        return layout
+
+    def _buffers(self, layer: int) -> cpu.Buffers:
+        parts = (self.rows.conv_in[layer], *layer_rows(self.recurrence, layer))
+        return cpu.Buffers(*(part.numpy() for part in (*parts, self.pool.ssm[layer])))
+
+    def _fold(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Write the states after the first ``lengths`` [f] journal tokens back to S0; slots [f]."""
+        history, state_slots = self.rows.history, self._state_slot[slots]
+        for layer in range(self.size.layers):
+            buffers = self._buffers(layer)
+            cpu.fold(slots, lengths, self._path, state_slots, history, buffers)
+        last = self._path[slots, history + lengths - 1] - history
+        self.pool.feature.numpy()[state_slots] = self.rows.feature.numpy()[slots, last]
+        cpu.move_history(slots, lengths, self._path, history, self.rows.conv_in.numpy())
+        self._journal_len[slots] = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+
+
+class CpuSnapshot(CpuScheme):
+    """One full state per node. Node i stands in row i, and between steps the journal is empty."""
+
+    kernel = staticmethod(cpu.snapshot_verify)
+
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        super().__init__(config, size, table, pool)
+        self.node_states = make_node_states(self.rows, pool)
+
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        """``keep`` is 0: the states already hold every accepted token."""
+        self.rows.store_history(slots, state_slots)
+
+    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
+        b, nodes = tree.parents.shape
+        used, history = slots.numpy(), self.rows.history
+        return TreeLayout(
+            slots=used,
+            state_slots=self._state_slot[used],
+            journal=np.empty((b, 0), np.int64),
+            journal_len=np.zeros(b, np.int64),
+            rows=np.tile(np.arange(nodes), (b, 1)),
+            parents=tree.parents.numpy(),
+            ancestors=None,
+            tail=np.tile(np.arange(history), (b, 1)),
+        )
+
+    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
+        nodes, count = accepted.nodes.numpy(), accepted.count.numpy()
+        cpu.commit_snapshots(
+            layout.slots,
+            nodes,
+            count,
+            features.flatten(0, 1).numpy(),
+            layout.state_slots,
+            self.node_states.numpy(),
+            self.pool.ssm.numpy(),
+            self.pool.feature.numpy(),
+        )
+        history = self.rows.history
+        self._path[layout.slots, history : history + nodes.shape[1]] = nodes + history
+        cpu.move_history(layout.slots, count, self._path, history, self.rows.conv_in.numpy())
+
+    def folded(self, slots: Tensor) -> Tensor:
+        return self.table.processed[slots]
+
+    def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
+        own = (self.rows.conv_in, self.node_states, self.pool.ssm)
+        return cpu.SnapshotBuffers(*(part[layer].numpy() for part in own))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.conv_in.nbytes + self.node_states.nbytes
+
+
+def layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
+    """A layer's weights in the form that the kernels read."""
+    taps = layer.conv1d.weight.detach()[:, 0].t()  # [K, C]
+    bias = layer.conv1d.bias
+    last = taps.new_zeros(taps.shape[1]) if bias is None else bias.detach()
+    heads = torch.stack([layer.decay_rate(), layer.dt_bias.detach(), layer.D.detach()])
+    low, high = layer.config.time_step_limit
+    return cpu.LayerWeights(
+        torch.cat([taps, last[None]]).float().numpy(),
+        heads.detach().float().numpy(),
+        np.float32(low),
+        np.float32(high),
+    )
+
+
+CPU_SCHEMES = {"deferred": CpuDeferred, "snapshot": CpuSnapshot}

@@ -1,0 +1,77 @@
+"""Drafted lanes: one new token in each, following a request's tokens and the lanes above it.
+
+Most lanes are never accepted, and those that are get true entries in the next step. So nothing of
+them stays: keys and values stand in spare slots, what they feed into a recurrence in free rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import LaneAttention
+from mamba_eagle.backend.contexts import VerifyContext
+from mamba_eagle.backend.state import StateScheme
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+
+
+class LaneRows:
+    """Recurrent state of lanes: each is a tree of one node, whose journal is its request's and the
+    lanes above it."""
+
+    def __init__(self, scheme: StateScheme, stem: TreeLayout, max_depth: int) -> None:
+        """stem: as ``scheme.stem`` gives it; its rows are those of the lanes at all depths,
+        ``max_depth`` at most."""
+        self.scheme, self.stem, self.used = scheme, stem, 0
+        self.history = stem.tail.shape[1]
+        # of each lane of the last depth, before its own row; at first of the one root
+        spare = stem.journal.new_zeros(len(stem.slots), max_depth)
+        self.journal = torch.cat([stem.journal, spare], dim=1)[:, None]  # [b, lanes, M]
+        self.tail = stem.tail[:, None]  # [b, lanes, K-1]
+        self.length = stem.journal_len  # [b]
+
+    def advance(self, above: Tensor) -> Any:
+        """The layout of the next lanes, which continue ``above`` [b, topk] of the last ones."""
+        b, topk = above.shape
+        journal = self.journal.gather(1, above[..., None].expand(-1, -1, self.journal.shape[2]))
+        tail = self.tail.gather(1, above[..., None].expand(-1, -1, self.history))
+        own = self.stem.rows[:, self.used : self.used + topk]
+        layout = self.scheme.lane_layout(
+            TreeLayout(
+                slots=self.stem.slots.repeat_interleave(topk),
+                state_slots=self.stem.state_slots.repeat_interleave(topk),
+                journal=journal.flatten(0, 1),
+                journal_len=self.length.repeat_interleave(topk),
+                rows=own.reshape(-1, 1),
+                parents=own.new_zeros(b * topk, 1),
+                ancestors=None,
+                tail=tail.flatten(0, 1),
+            )
+        )
+        end = self.length[:, None, None].expand(-1, topk, -1)
+        self.journal = journal.scatter(2, end, own[..., None])
+        self.tail = torch.cat([tail, own[..., None] + self.history], dim=2)[:, :, 1:]
+        self.length = self.length + 1
+        self.used += topk
+        return layout
+
+
+class Lanes:
+    """The lanes of b requests, one depth of ``topk`` lanes at a time."""
+
+    def __init__(
+        self, attention: LaneAttention | None, rows: LaneRows | None, scheme: StateScheme
+    ) -> None:
+        """attention, rows: None where the drafter has no such layers."""
+        self.attention, self.rows, self.scheme = attention, rows, scheme
+
+    def context(self, above: Tensor, positions: Tensor) -> VerifyContext:
+        """Of the next lanes, which continue ``above`` [b, topk] of the last ones (at first the one
+        root: zeros). positions [b]: where the lanes stand in their sequences."""
+        if self.attention is not None:
+            self.attention.advance(above)
+        layout = None if self.rows is None else self.rows.advance(above)
+        where = positions.repeat_interleave(above.shape[1])
+        return VerifyContext(self.scheme, layout, self.attention, where)

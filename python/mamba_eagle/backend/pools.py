@@ -1,0 +1,147 @@
+"""The tensors that outlive a step: KV slots, state slots, and what each running request keeps.
+
+Slot numbers come from the scheduler, which alone decides who owns what; nothing here allocates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config
+
+
+class KVPool:
+    """Keys and values of one KV slot per token (page size 1), for all attention layers.
+
+    ``num_spare`` slots of the pool's own follow the scheduler's. The first is ``padding_slot``:
+    padded entries are written there and never read.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        config: AttentionConfig | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_spare: int = 1,
+    ) -> None:
+        self.padding_slot = num_slots
+        shape = (0, num_slots + num_spare, 1, 1)
+        if config is not None and num_layers:
+            shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_layers(self) -> int:
+        return self.k.shape[0]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """slots [n]; k, v [n, kv_heads, D]."""
+        self.k[layer].index_copy_(0, slots, k.to(self.k.dtype))
+        self.v[layer].index_copy_(0, slots, v.to(self.v.dtype))
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """slots [...] -> k, v [..., kv_heads, D]."""
+        flat = slots.reshape(-1)
+        shape = (*slots.shape, *self.k.shape[2:])
+        return (
+            self.k[layer].index_select(0, flat).view(shape),
+            self.v[layer].index_select(0, flat).view(shape),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+class StatePool:
+    """Recurrent states after some token of some sequence, in all Mamba2 layers.
+
+    ssm [layers, slots, H, P, N]; conv [layers, slots, K-1, conv_dim], the raw convolution inputs
+    of the last K-1 tokens, oldest first; feature [slots, feature_size], what the model said of
+    the last token, which a draft head needs to continue from here. Without Mamba2 layers (config
+    None) only the feature is kept.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        config: Mamba2Config | None,
+        feature_size: int,
+        ssm_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        state, history = (0, 0, 0), (0, 0)
+        if config is not None:
+            state = (config.num_heads, config.head_dim, config.state_size)
+            history = (config.conv_kernel - 1, config.conv_dim)
+        self.ssm = torch.zeros(num_layers, num_slots, *state, dtype=ssm_dtype, device=device)
+        self.conv = torch.zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
+        self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
+
+    def begin(self, item: PrefillItem) -> None:
+        """The request's own state slot takes the state to start from."""
+        if item.load_from < 0:
+            self.clear(item.state_slot)
+        else:
+            self.copy(item.load_from, item.state_slot)
+
+    def begin_feature(self, item: PrefillItem) -> None:
+        """The same for its feature alone."""
+        if item.load_from < 0:
+            self.feature[item.state_slot].zero_()
+        else:
+            self.feature[item.state_slot].copy_(self.feature[item.load_from])
+
+    def copy(self, source: int, target: int) -> None:
+        for part in (self.ssm, self.conv):
+            part[:, target].copy_(part[:, source])
+        self.feature[target].copy_(self.feature[source])
+
+    def clear(self, slot: int) -> None:
+        self.ssm[:, slot].zero_()
+        self.conv[:, slot].zero_()
+        self.feature[slot].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ssm.nbytes + self.conv.nbytes + self.feature.nbytes
+
+
+class RequestTable:
+    """What the device knows of each running request, by request slot. R slots."""
+
+    def __init__(self, max_running: int, context_length: int, device: torch.device) -> None:
+        R = max_running
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        # room for a tree past the end: its nodes' slots are looked up by position as well
+        self.kv_slots = zeros(R, context_length + 64)  # KV slot of each position
+        self.processed = zeros(R)  # tokens the target has processed
+        self.state_slot = zeros(R)  # state slot of S0
+        self.last_token = zeros(R)  # the root of the next tree: sampled, not run
+        self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
+        self.stop_tokens = torch.full((R, 8), -1, dtype=torch.int64, device=device)
+        self.wants_logprobs = [False] * R
+        self.top_logprobs = [0] * R
+        self.wants_trace = [False] * R
+
+    def set_stop_tokens(self, slot: int, tokens: frozenset[int]) -> None:
+        """Widens the table when a request has more stop tokens than any before."""
+        missing = len(tokens) - self.stop_tokens.shape[1]
+        if missing > 0:
+            filler = self.stop_tokens.new_full((self.stop_tokens.shape[0], missing), -1)
+            self.stop_tokens = torch.cat([self.stop_tokens, filler], dim=1)
+        self.stop_tokens[slot] = -1
+        if tokens:
+            self.stop_tokens[slot, : len(tokens)] = torch.tensor(
+                sorted(tokens), device=self.stop_tokens.device
+            )

@@ -1,0 +1,65 @@
+"""The state scheme of models without recurrent state: attention alone remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, where
+
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.state import StateScheme
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+
+class StatelessScheme(StateScheme):
+    """Only the feature of the last token, which a draft head needs, follows the sequence."""
+
+    on_device = True
+
+    def __init__(
+        self, table: RequestTable, pool: StatePool, pack: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """pack: makes ancestors [b, T, T] bool into bits [b, T, 1], if attention reads bits."""
+        self.table, self.pool, self.pack = table, pool, pack
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None: ...
+
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None: ...
+
+    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
+        return TreeLayout(
+            slots=slots,
+            state_slots=self.table.state_slot[slots],
+            journal=None,
+            journal_len=None,
+            rows=None,
+            parents=tree.parents,
+            ancestors=None if self.pack is None else self.pack(tree.ancestors)[..., 0],
+            tail=None,
+        )
+
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+        raise AssertionError("the model has no Mamba2 layer")
+
+    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
+        if not features.shape[2]:
+            return  # a drafter that carries nothing along
+        last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])  # [b, 1]
+        made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
+        # a request that had ended accepts nothing: its feature stays
+        feature, alive = self.pool.feature, (accepted.count > 0)[:, None]
+        before = feature[layout.state_slots]
+        feature[layout.state_slots] = where(alive, made.to(feature.dtype), before)
+
+    def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
+        return layout.ancestors
+
+    def folded(self, slots: Tensor) -> Tensor:
+        return self.table.processed[slots]
+
+    @property
+    def num_bytes(self) -> int:
+        return 0

@@ -1,0 +1,112 @@
+"""Attention over slots of a KV pool in torch: keys and values are gathered under a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import LaneAttention, PromptSpan, TreeNodes
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.kernels.tree_attention.torch import masked_attention
+from mamba_eagle.layers.attention import Attention
+
+
+class PagedAttention:
+    """Attention of T new tokens of each of b requests over slots of a KV pool.
+
+    Args:
+        write_slots: [b*T] where the new keys and values go.
+        read_slots: [b, S], the slots each request's tokens look at; the new ones among them.
+        mask_bias: [b, T, S], 0 where a token may look, -inf elsewhere.
+    """
+
+    def __init__(
+        self, pool: KVPool, write_slots: Tensor, read_slots: Tensor, mask_bias: Tensor
+    ) -> None:
+        self.pool, self.write_slots, self.read_slots = pool, write_slots, read_slots
+        self.mask_bias = mask_bias
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
+        self.pool.write(layer.index, self.write_slots, k, v)
+        keys, values = self.pool.read(layer.index, self.read_slots)
+        shape = self.mask_bias.shape[:2]
+        out = masked_attention(
+            q.unflatten(0, shape), keys, values, self.mask_bias.to(q.dtype), layer.scale
+        )
+        return out.flatten(0, 1)
+
+
+class CausalAttention:
+    """Attention of prompt chunks to what is before them in their requests, one after the other."""
+
+    def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
+        self.lengths = [span.length for span in spans]
+        self.parts = [self._part(pool, slot_table[span.slot], span) for span in spans]
+
+    def _part(self, pool: KVPool, table: Tensor, span: PromptSpan) -> PagedAttention:
+        start, end = span.start, span.start + span.length
+        mask = torch.full((1, span.length, end), float("-inf"), device=table.device)
+        return PagedAttention(pool, table[start:end], table[None, :end], mask.triu_(start + 1))
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]; the chunks' tokens in a row."""
+        chunks = zip(self.parts, *(part.split(self.lengths) for part in (q, k, v)), strict=True)
+        outputs = [part.attend(layer, *inputs) for part, *inputs in chunks]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def tree_attention(pool: KVPool, nodes: TreeNodes) -> PagedAttention:
+    longest = int(nodes.prefix.max())
+    before = torch.arange(longest, device=nodes.prefix.device) < nodes.prefix[:, None]
+    T = nodes.kv_slots.shape[1]
+    visible = torch.cat([before[:, None].expand(-1, T, -1), nodes.ancestors], dim=2)
+    bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill_(~visible, float("-inf"))
+    read = torch.cat([nodes.slot_table[nodes.slots, :longest], nodes.kv_slots], dim=1)
+    return PagedAttention(pool, nodes.kv_slots.reshape(-1), read, bias)
+
+
+def seen_by_next(seen: Tensor | None, above: Tensor) -> Tensor:
+    """Which lanes the next ones see: those that the lanes ``above`` [b, topk] saw, and themselves.
+
+    seen: [b, topk, lanes so far] bool, by the last lanes; None at first, when there are none.
+    """
+    b, topk = above.shape
+    own = torch.eye(topk, dtype=torch.bool, device=above.device).expand(b, -1, -1)
+    if seen is None:
+        return own
+    index = above[..., None].expand(-1, -1, seen.shape[2])
+    return torch.cat([seen.gather(1, index), own], dim=2)
+
+
+class GatheredLanes(LaneAttention):
+    """Keys and values of prefix and lanes side by side, under a mask."""
+
+    def __init__(self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor) -> None:
+        """slot_table [R, positions]; slots, prefix [b]: positions of the table that lanes see."""
+        longest = int(prefix.max())
+        read = slot_table[slots, :longest]
+        hidden = torch.arange(longest, device=slots.device) >= prefix[:, None]
+        bias = torch.zeros(hidden.shape, device=slots.device)
+        self.prefix_bias = bias.masked_fill_(hidden, float("-inf"))  # [b, S]
+        self.kv = [pool.read(layer, read) for layer in range(pool.k.shape[0])]
+        self.seen: Tensor | None = None  # [b, topk, lanes so far] bool
+
+    def advance(self, above: Tensor) -> None:
+        self.seen = seen = seen_by_next(self.seen, above)
+        bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, float("-inf"))
+        before = self.prefix_bias[:, None].expand(-1, above.shape[1], -1)
+        self.mask_bias = torch.cat([before, bias], dim=2)
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape = self.mask_bias.shape[:2]
+        keys, values = (
+            torch.cat([seen, new.unflatten(0, shape).to(seen.dtype)], dim=1)
+            for seen, new in zip(self.kv[layer.index], (k, v), strict=True)
+        )
+        self.kv[layer.index] = (keys, values)
+        q = q.unflatten(0, shape)
+        out = masked_attention(q, keys, values, self.mask_bias.to(q.dtype), layer.scale)
+        return out.flatten(0, 1)

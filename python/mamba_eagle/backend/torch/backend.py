@@ -1,0 +1,121 @@
+"""The backend that runs everywhere, and that the others fall back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.stateless import StatelessScheme
+from mamba_eagle.backend.torch import accept
+from mamba_eagle.backend.torch.attention import CausalAttention, GatheredLanes, tree_attention
+from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
+from mamba_eagle.backend.torch.prefill import TorchPrefillContext
+from mamba_eagle.backend.torch.state import TORCH_SCHEMES
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.model_config import Mamba2Config, MoEConfig
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree
+
+
+class TorchBackend(Backend):
+    name = "torch"
+
+    def __init__(self, place: Place, dtype: torch.dtype, layer_ops: LayerOps | None = None) -> None:
+        super().__init__(place, dtype, layer_ops or _layer_ops(place, dtype))
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
+
+    @property
+    def attention_on_device(self) -> bool:
+        return False
+
+    def experts_on_device(self, config: MoEConfig | None) -> bool:
+        return config is None or (not self.place.on_host and self.dtype == torch.bfloat16)
+
+    @property
+    def captures_graphs(self) -> bool:
+        return not self.place.on_host
+
+    def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
+        return tree_attention(pool, nodes) if pool.num_layers else None
+
+    def prompt_attention(
+        self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
+    ) -> NewTokenAttention | None:
+        spans = [part.span for part in parts]
+        return CausalAttention(pool, slot_table, spans) if pool.num_layers else None
+
+    def lane_attention(
+        self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
+    ) -> LaneAttention | None:
+        return GatheredLanes(pool, slot_table, slots, prefix) if pool.num_layers else None
+
+    def state_scheme(
+        self,
+        mode: str,
+        config: Mamba2Config | None,
+        size: SchemeSize,
+        table: RequestTable,
+        pool: StatePool,
+    ) -> StateScheme:
+        if config is None:
+            return StatelessScheme(table, pool)
+        return TORCH_SCHEMES[mode](config, size, table, pool)
+
+    def rows_ahead(self, accepts: int) -> int:
+        return 0
+
+    def prefill_context(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        kv: KVPool,
+        slot_table: Tensor,
+        mamba: Mamba2Config | None,
+    ) -> PrefillContext:
+        return TorchPrefillContext(parts, pool, self.prompt_attention(kv, slot_table, parts))
+
+    def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
+        return Candidates(roots, topk)
+
+    def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
+        return top_log_probs(logits, k)
+
+    def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
+        return TopTokens(*log_probs.topk(k))
+
+    def accept_tokens(
+        self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
+    ) -> Truncated:
+        return accept.accept_tokens(table, slots, tree, target, max_depth)
+
+    def commit_tokens(
+        self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
+    ) -> None:
+        accept.commit_tokens(table, slots, kv_slots, accepted)
+
+    def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
+        return PendingEntries(table, size)
+
+    def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+        return gumbel(seed, position, vocab_size)
+
+
+def _layer_ops(place: Place, dtype: torch.dtype) -> LayerOps:
+    if not place.on_host:
+        return CudaOps()
+    return HostOps() if dtype == torch.float32 else TORCH

@@ -1,0 +1,69 @@
+"""Layer operations that need no kernel of ours: oneDNN's on a CPU, grouped products on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.layers.ops import LayerOps, Product
+
+HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
+MIN_ROWS = 3  # fewer are multiplied as fast by BLAS
+
+
+def padded_rows(rows: int) -> int:
+    """The next larger number of rows for which oneDNN may compile a kernel.
+
+    oneDNN and the layer below torch keep what they compile for each shape, 1,024 shapes each, and
+    prompts have any number of tokens: the process would grow by a gigabyte in minutes.
+    """
+    for limit, multiple in ((64, 8), (128, 16), (256, 32)):
+        if rows <= limit:
+            return -(-rows // multiple) * multiple
+    return -(-rows // 64) * 64
+
+
+class OneDnnLinear:
+    """A product with a second copy of the weight in oneDNN's blocked layout: a dozen rows take half
+    the time of the BLAS product."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 12) if HAS_ONEDNN else None
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.packed is None or x.shape[0] < MIN_ROWS:
+            return F.linear(x, self.weight, bias)
+        rows = x.shape[0]
+        missing = padded_rows(rows) - rows
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return y[:rows] if missing else y
+
+
+class HostOps(LayerOps):
+    """For float32 on a CPU."""
+
+    name = "onednn"
+
+    def pack_linear(self, weight: Tensor) -> Product | None:
+        return OneDnnLinear(weight)
+
+
+class CudaOps(LayerOps):
+    """For any dtype on a GPU."""
+
+    name = "torch"
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """In bfloat16 one kernel without a round trip to the host; it takes rows that begin at
+        multiples of 16 bytes, as those of all published models do."""
+        if x.dtype != torch.bfloat16:
+            return super().grouped_linear(x, weight, ends)
+        inner, width = (-size % 8 for size in weight.shape[1:])
+        padded = F.pad(weight, (0, width, 0, inner)) if inner or width else weight
+        x = F.pad(x, (0, width)) if width else x
+        out = F.grouped_mm(x, padded.transpose(1, 2), offs=ends.int())
+        return out[:, : weight.shape[1]]

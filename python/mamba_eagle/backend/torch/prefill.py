@@ -1,0 +1,95 @@
+"""Prompt chunks in torch: the chunked scan, one request after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.pools import StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.kernels.causal_conv.torch import causal_conv
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.message import PrefillItem
+
+
+class TorchPrefillContext(PrefillContext):
+    """The request's own state slot takes the state that the first chunk starts from."""
+
+    def __init__(
+        self, parts: list[PrefillPart], pool: StatePool, paged: NewTokenAttention | None
+    ) -> None:
+        super().__init__(parts, paged)
+        self.pool = pool
+        for part in parts:
+            if part.item.is_first:
+                pool.begin(part.item)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        dt = layer.step_size(dt)
+        outputs = []
+        for part in self.parts:
+            span = slice(part.first, part.first + part.length)
+            outputs.append(self._mamba_one(part, layer, xbc[span], dt[span]))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _mamba_one(self, part: PrefillPart, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
+        before = conv[item.state_slot]
+        width = before.shape[0]
+        convolved = causal_conv(
+            xbc[None], layer.conv1d.weight[:, 0], layer.conv1d.bias, before[None]
+        )
+        x, B, C = layer.split_xbc(convolved)
+        inputs = torch.cat([before.to(xbc.dtype), xbc])  # raw convolution inputs, history first
+        state = ssm[item.state_slot][None]
+        outputs = []
+        for begin, end, saves in segments(item, part.length, layer.config.chunk_size):
+            span = slice(begin, end)
+            scan = ssd_chunked(
+                x[:, span],
+                dt[None, span],
+                layer.decay_rate(),
+                B[:, span],
+                C[:, span],
+                layer.D,
+                layer.config.chunk_size,
+                state,
+            )
+            outputs.append(scan.y)
+            state = scan.final_state
+            for offset, boundary, state_slot in saves:
+                saved = state if boundary is None else scan.boundary_states[:, boundary]
+                ssm[state_slot] = saved[0].to(ssm.dtype)
+                conv[state_slot] = inputs[offset : offset + width]
+        ssm[item.state_slot] = state[0].to(ssm.dtype)
+        conv[item.state_slot] = inputs[part.length :]
+        return torch.cat(outputs, dim=1)[0].flatten(1)
+
+
+def segments(
+    item: PrefillItem, length: int, chunk: int
+) -> list[tuple[int, int, list[tuple[int, int | None, int]]]]:
+    """Cut a prompt chunk so that each wanted state lies on a boundary that the scan passes.
+
+    The scan of a segment has the states at multiples of ``chunk`` from the segment's begin for
+    nothing; any other wanted position ends the segment.
+
+    Returns: [(begin, end, [(offset, boundary or None for the end, state slot)])], offsets from
+        the chunk's first token.
+    """
+    cuts = []
+    begin = 0
+    saves: list[tuple[int, int | None, int]] = []
+    for save in item.saves:
+        offset = save.position - item.start
+        if offset < length and (offset - begin) % chunk == 0:
+            saves.append((offset, (offset - begin) // chunk, save.state_slot))
+            continue
+        saves.append((offset, None, save.state_slot))
+        cuts.append((begin, offset, saves))
+        begin, saves = offset, []
+    if begin < length:
+        cuts.append((begin, length, saves))
+    return cuts

@@ -1,0 +1,138 @@
+"""An NVIDIA GPU: Triton kernels, and FlashInfer for prompts and norms where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.pending import PendingEntries, PendingSize
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.stateless import StatelessScheme
+from mamba_eagle.backend.torch.accept import empty_truncated
+from mamba_eagle.backend.torch.backend import TorchBackend
+from mamba_eagle.backend.triton.attention import TritonLanes, TritonTreeAttention
+from mamba_eagle.backend.triton.candidates import TritonCandidates
+from mamba_eagle.backend.triton.deferred import TritonDeferred
+from mamba_eagle.backend.triton.layer import sizes_known
+from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
+from mamba_eagle.backend.triton.pending import TritonPendingEntries
+from mamba_eagle.backend.triton.prefill import TritonPrefillContext
+from mamba_eagle.backend.triton.snapshot import TritonSnapshot
+from mamba_eagle.kernels.accept import triton as accept
+from mamba_eagle.kernels.sampling_noise.triton import gumbel
+from mamba_eagle.kernels.top_log_probs import triton as top
+from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
+from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.tree import Tree
+
+MAX_HISTORY = 3  # K-1 of the widest convolution that published models have
+SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
+
+
+class TritonBackend(TorchBackend):
+    """Recurrence and its prompts stay with torch for sizes that the kernels do not know, and so do
+    more than MAX_TOP lanes."""
+
+    name = "triton"
+
+    def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
+        super().__init__(place, dtype, FlashInferOps() if flashinfer else TritonOps())
+        self.flashinfer = flashinfer
+
+    @property
+    def attention_on_device(self) -> bool:
+        return True
+
+    def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
+        return TritonTreeAttention(pool, nodes) if pool.num_layers else None
+
+    def prompt_attention(
+        self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
+    ) -> NewTokenAttention | None:
+        if self.flashinfer and pool.num_layers:
+            # an optional package; importing it takes seconds
+            from mamba_eagle.backend.triton.flashinfer import HEAD_DIMS, FlashInferPrompts
+
+            if pool.k.shape[-1] in HEAD_DIMS:
+                return FlashInferPrompts(pool, slot_table, [part.span for part in parts])
+        return super().prompt_attention(pool, slot_table, parts)
+
+    def lane_attention(
+        self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
+    ) -> LaneAttention | None:
+        if not pool.num_layers:
+            return None
+        return TritonLanes(pool, slot_table, slots, prefix, max_lanes)
+
+    def state_scheme(
+        self,
+        mode: str,
+        config: Mamba2Config | None,
+        size: SchemeSize,
+        table: RequestTable,
+        pool: StatePool,
+    ) -> StateScheme:
+        if config is None:
+            return StatelessScheme(table, pool, pack=pack_paths)
+        if not sizes_known(config):
+            return super().state_scheme(mode, config, size, table, pool)
+        return SCHEMES[mode](config, size, table, pool)
+
+    def rows_ahead(self, accepts: int) -> int:
+        """Folds are decided a step ahead: an accepted path and the history must find room."""
+        return accepts + MAX_HISTORY
+
+    def prefill_context(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        kv: KVPool,
+        slot_table: Tensor,
+        mamba: Mamba2Config | None,
+    ) -> PrefillContext:
+        if mamba is None or not sizes_known(mamba):
+            return super().prefill_context(parts, pool, kv, slot_table, mamba)
+        paged = self.prompt_attention(kv, slot_table, parts)
+        return TritonPrefillContext(parts, pool, paged, self.place)
+
+    def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
+        if topk > MAX_TOP:
+            return super().candidates(roots, topk, depth)
+        return TritonCandidates(roots, topk, depth)
+
+    def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
+        if k > MAX_TOP:
+            return super().top_log_probs(logits, k)
+        return top.top_log_probs(logits, k)
+
+    def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
+        return self.top_log_probs(log_probs, k)
+
+    def accept_tokens(
+        self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
+    ) -> Truncated:
+        accepted = empty_truncated(len(slots), max_depth, self.device)
+        inputs = (tree.tokens, tree.parents, target, table.stop_tokens, table.remaining, slots)
+        accept.accept_and_truncate(*inputs, *accepted)
+        return accepted
+
+    def commit_tokens(
+        self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
+    ) -> None:
+        changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
+        accept.commit(slots, kv_slots, *accepted, *changed)
+
+    def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
+        return TritonPendingEntries(table, size)
+
+    def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+        return gumbel(seed, position, vocab_size)

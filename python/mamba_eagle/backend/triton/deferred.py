@@ -1,0 +1,117 @@
+"""Rows and folds on a GPU: two kernels per layer, and nothing that waits for the device.
+
+Two things differ from the torch scheme. Whether a request folds is a flag on the device, and the
+kernel that verifies also folds: outputs are made from the old state and the whole journal, the
+nodes' L already counts from the new one. And the history is not copied after a fold: ``path`` goes
+on naming the places where the last K-1 tokens stand, and those rows are not given away.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
+from mamba_eagle.kernels.causal_conv.triton import tree_conv
+from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
+from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
+from mamba_eagle.kernels.tree_verify.triton import tree_verify
+from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
+from mamba_eagle.kernels.tree_verify.triton_rows import accept_rows, begin_rows
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+
+class TritonDeferred(StateScheme):
+    """A journal has ``max_journal`` rows at most, and a step in which it might outgrow them folds:
+
+    W rows = max_journal + K-1 of history + nodes of a tree + spare ones
+    """
+
+    on_device = True
+    has_journal = True
+
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        """Raises: ValueError if the tokens accepted in a step find no room."""
+        self.size, self.table, self.pool = size, table, pool
+        self.rows = RequestRows(config, size, table, pool)
+        self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self.max_journal = size.rows - self.rows.history - size.nodes - size.spare
+        if self.max_journal < size.accepts:
+            least = size.rows - self.max_journal + size.accepts
+            raise ValueError(f"{size.rows} rows per request: this tree needs {least} on a GPU")
+        self.sizes = sizes_of(config)
+        self.paths = Paths(table.state_slot, self.rows.path, self.rows.journal_len)
+        self.room = Room(self.rows.history, size.rows, self.max_journal, size.accepts)
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        self.rows.start(slots, state_slots)
+        self.rows.path[slots[:, None], self.rows.offsets] = self.rows.offsets
+
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        """Nothing of the request but its state slot is in order afterwards."""
+        h, path, pool = self.rows.history, self.rows.path[slots], self.pool
+        journal = (path[:, h : h + self.max_journal] - h).contiguous()
+        fold_journals(self.recurrence, pool.ssm, slots, state_slots, journal, keep, self.sizes)
+        last = journal.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+        before = pool.feature[state_slots]
+        made = self.rows.feature[slots, last]
+        pool.feature[state_slots] = torch.where((keep > 0)[:, None], made, before)
+        history = path.gather(1, keep[:, None] + self.rows.offsets)
+        pool.conv[:, state_slots] = self.rows.conv_in[:, slots[:, None], history]
+
+    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
+        return begin_rows(slots, tree.parents, tree.ancestors, self.paths, self.room)
+
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, rows = layer.index, layer_rows(self.recurrence, layer.index)
+        conv_in, state = self.rows.conv_in[i], self.pool.ssm[i]
+        C = tree_conv(xbc, dt, conv_weights(layer), conv_in, rows, layout, self.sizes)
+        return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes)
+
+    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
+        """The kernels have written the folded journals to their state slots: indices follow."""
+        tables = (self.paths, self.room, self.rows.feature, self.pool.feature)
+        accept_rows(layout, accepted.nodes, accepted.count, *tables, features)
+
+    def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
+        return layout.ancestors
+
+    def folded(self, slots: Tensor) -> Tensor:
+        return self.rows.folded(slots)
+
+    def journal_len(self, slots: Tensor) -> Tensor:
+        return self.rows.journal_len[slots]
+
+    def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
+        """Lanes do not fold, since nothing of them stays."""
+        h, path, length = self.rows.history, self.rows.path[slots], self.rows.journal_len[slots]
+        return TreeLayout(
+            slots=slots,
+            state_slots=self.table.state_slot[slots],
+            journal=path[:, h : h + self.max_journal] - h,
+            journal_len=length,
+            rows=free_rows(path, length, h, self.size.rows, lanes),
+            parents=None,
+            ancestors=None,
+            tail=path.gather(1, length[:, None] + self.rows.offsets),
+        )
+
+    def lane_layout(self, lanes: TreeLayout) -> TreeLayout:
+        return lanes._replace(
+            journal=lanes.journal.contiguous(),
+            rows=lanes.rows.contiguous(),
+            ancestors=torch.ones_like(lanes.parents),  # bit 0: itself
+            tail=lanes.tail.contiguous(),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)

@@ -1,0 +1,146 @@
+"""Attention over the paged pool by FlashInfer (https://docs.flashinfer.ai): prompts, and trees.
+
+FlashInfer plans each batch on the host, from the lengths of its sequences. Those of prompts are in
+the plan that the runner executes. Those of running requests are known to the device alone while a
+step is in flight, so trees and plain decoding are left to the Triton kernel; ``FlashInferTrees``
+is what that is measured and tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from mamba_eagle.backend.attention import PromptSpan
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.layers.attention import Attention
+
+HEAD_DIMS = (64, 128, 256)  # for which it has kernels
+WORKSPACE_BYTES = 128 * 2**20  # as its documentation recommends
+# fa3 is faster for long prompts and takes five times as long to compile; no masks
+BACKEND = "fa2"
+
+
+class _Wrappers:
+    """Two of FlashInfer's wrappers in turn, each for one plan.
+
+    A plan is made in pinned memory, and the device copies it when it gets there: until then it must
+    not be overwritten, and the host may be a step ahead. So before its next plan a wrapper waits
+    for the copy of its last one; as the other one was planned in between, that is long done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.turns = [
+            (
+                BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=BACKEND),
+                torch.cuda.Event(),
+            )
+            for _ in range(2)
+        ]
+
+    def planned(self, *args: Any, **options: Any) -> BatchPrefillWithPagedKVCacheWrapper:
+        """A wrapper after ``plan`` with these arguments."""
+        self.turns.reverse()
+        wrapper, copied = self.turns[0]
+        copied.synchronize()
+        wrapper.plan(*args, **options)
+        copied.record()
+        return wrapper
+
+
+_wrappers = cache(_Wrappers)  # of a device
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    """[0, l0, l0 + l1, …] int32, on the host."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+class FlashInferAttention:
+    """Attention of new tokens of some requests to slots of the pool, planned at the first layer."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        write_slots: Tensor,
+        read_slots: Tensor,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        mask: Tensor | None = None,
+    ) -> None:
+        """Args:
+        write_slots: [n], where the new tokens' keys and values go.
+        read_slots: [sum of keys], one request after the other, its new tokens last.
+        queries, keys: of each request, how many; the sum of queries is n.
+        mask: [sum of queries × keys] bool, which keys a token sees, one request after the other;
+            None: those up to itself.
+        """
+        self.pool, self.write_slots = pool, write_slots
+        ones = torch.ones(len(keys), dtype=torch.int32)  # tokens in the last page of each
+        self.pages = (_starts(queries), _starts(keys), read_slots.int(), ones)
+        self.mask = mask
+        self.wrapper: BatchPrefillWithPagedKVCacheWrapper | None = None
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
+        self.pool.write(layer.index, self.write_slots, k, v)
+        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
+        if self.wrapper is None:
+            self.wrapper = _wrappers(q.device).planned(
+                *self.pages,
+                q.shape[1],
+                k.shape[1],
+                q.shape[2],
+                1,  # page size
+                custom_mask=self.mask,
+                causal=self.mask is None,
+                sm_scale=layer.scale,
+                q_data_type=q.dtype,
+                kv_data_type=keys.dtype,
+            )
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return self.wrapper.run(q, (keys[:, None], values[:, None]), out=out)
+
+
+class FlashInferPrompts(FlashInferAttention):
+    """Attention of prompt chunks to what is before them in their requests."""
+
+    def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
+        """slot_table [R, positions], with the KV slots of the spans' tokens."""
+        tables = [slot_table[span.slot, : span.start + span.length] for span in spans]
+        new = [table[span.start :] for table, span in zip(tables, spans)]
+        queries, keys = [len(part) for part in new], [len(table) for table in tables]
+        super().__init__(pool, torch.cat(new), torch.cat(tables), queries, keys)
+
+
+class FlashInferTrees(FlashInferAttention):
+    """Attention of tree nodes to the tokens before the root and to their ancestors, where the host
+    knows how many these are. The mask is as wide as the whole sequence."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        slot_table: Tensor,
+        slots: Sequence[int],
+        prefix: Sequence[int],
+        kv_slots: Tensor,
+        ancestors: Tensor,
+    ) -> None:
+        """slots, prefix: of b requests, on the host; the others as in ``TreeNodes``."""
+        T = kv_slots.shape[1]
+        read, seen = [], []
+        for i, (slot, length) in enumerate(zip(slots, prefix)):
+            read += [slot_table[slot, :length], kv_slots[i]]
+            before = ancestors.new_ones(T, length)
+            seen.append(torch.cat([before, ancestors[i]], dim=1).flatten())
+        keys = [length + T for length in prefix]
+        mask = torch.cat(seen) if T > 1 else None
+        queries = [T] * len(keys)
+        super().__init__(pool, kv_slots.reshape(-1), torch.cat(read), queries, keys, mask)

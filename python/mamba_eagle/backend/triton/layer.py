@@ -1,0 +1,49 @@
+"""A Mamba2 layer as the Triton kernels read it."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from mamba_eagle.kernels.causal_conv.triton import ConvWeights
+from mamba_eagle.kernels.tree_verify.layout import Sizes
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.model_config import Mamba2Config
+
+_weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
+_skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
+
+
+def sizes_known(config: Mamba2Config) -> bool:
+    """Whether the kernels know these sizes; all published models have such."""
+    channels = config.num_heads // config.num_groups * config.head_dim
+    power = config.state_size & (config.state_size - 1) == 0
+    return config.head_dim >= 16 and channels % 16 == 0 and power and config.state_size >= 16
+
+
+def sizes_of(config: Mamba2Config) -> Sizes:
+    return Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
+
+
+def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
+    """What is read before the recurrence; made once per layer."""
+    known = _weights.get(layer)
+    if known is None:
+        bias = layer.conv1d.bias
+        known = _weights[layer] = ConvWeights(
+            layer.conv1d.weight.detach()[:, 0].t().contiguous(),
+            None if bias is None else bias.detach(),
+            layer.dt_bias.detach().float(),
+            layer.decay_rate(),
+            layer.config.time_step_limit,
+        )
+    return known
+
+
+def skip_weights(layer: Mamba2Mixer) -> Tensor:
+    """D [H] float32; made once per layer."""
+    known = _skips.get(layer)
+    if known is None:
+        known = _skips[layer] = layer.D.detach().float()
+    return known

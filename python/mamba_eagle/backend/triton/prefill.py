@@ -1,0 +1,47 @@
+"""Prompt chunks on a GPU: two kernels per layer for all of them, and nothing that waits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.triton.layer import conv_weights, sizes_of
+from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
+from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.ssd.triton import scan
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+
+
+class TritonPrefillContext(PrefillContext):
+    """The kernels read the state to start from where it is: only the feature is copied."""
+
+    def __init__(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        paged: NewTokenAttention | None,
+        place: Place,
+    ) -> None:
+        super().__init__(parts, paged)
+        self.pool = pool
+        for part in parts:
+            if part.item.is_first:
+                pool.begin_feature(part.item)
+        self.plan = prefill_plan([prompt_of(part) for part in parts], place.to_device)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
+        x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
+        return scan(x, dt, weights.A, B, C, layer.D, self.pool.ssm[i], self.plan)
+
+
+def prompt_of(part: PrefillPart) -> Prompt:
+    """The own state slot is the last save, also where one is wanted at the chunk's end."""
+    item = part.item
+    saves = [(save.position - item.start, save.state_slot) for save in item.saves]
+    saves.append((part.length, item.state_slot))
+    source = item.load_from if item.is_first else item.state_slot
+    return Prompt(part.first, part.length, source, saves)

@@ -1,0 +1,95 @@
+"""One full state per node on a GPU: what servers do today, as well as we can write it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.rows import RequestRows
+from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.torch.state import make_node_states
+from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
+from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
+from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, TreeLayout
+from mamba_eagle.kernels.tree_verify.triton_snapshot import commit_snapshots, snapshot_verify
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+
+class TritonSnapshot(StateScheme):
+    """Node i of a tree stands in row i; between steps only the history is kept."""
+
+    on_device = True
+
+    def __init__(
+        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+    ) -> None:
+        self.size, self.table, self.pool = size, table, pool
+        self.rows = RequestRows(config, size, table, pool)
+        self.node_states = make_node_states(self.rows, pool)
+        self.sizes = sizes_of(config)
+        requests, like = table.processed.shape[0], pool.conv
+        width = config.inner_size + config.num_groups * config.state_size
+
+        def inputs(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(requests, size.rows, width, dtype=dtype, device=like.device)
+
+        # of one layer at a time: layers run one after the other
+        self.inputs = RowBuffers(
+            inputs(width, like.dtype), inputs(config.num_heads), inputs(config.num_heads)
+        )
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        self.rows.start(slots, state_slots)
+
+    def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
+        """``keep`` is 0: the states already hold every accepted token."""
+        self.rows.store_history(slots, state_slots)
+
+    def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
+        b, nodes = tree.parents.shape
+        return TreeLayout(
+            slots=slots,
+            state_slots=self.table.state_slot[slots],
+            journal=slots.new_zeros(b, 0),
+            journal_len=self.rows.journal_len[slots],
+            rows=torch.arange(nodes, device=slots.device).expand(b, -1).contiguous(),
+            parents=tree.parents.contiguous(),
+            ancestors=pack_paths(tree.ancestors)[..., 0],
+            tail=self.rows.offsets.expand(b, -1).contiguous(),
+        )
+
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+        i, weights, conv_in = layer.index, conv_weights(layer), self.rows.conv_in[layer.index]
+        C = tree_conv(xbc, dt, weights, conv_in, self.inputs, layout, self.sizes)
+        state, skip, made = self.pool.ssm[i], skip_weights(layer), self.node_states[i]
+        return snapshot_verify(self.inputs, C, weights.A, skip, state, made, layout, self.sizes)
+
+    def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
+        count, pool, own = accepted.count, self.pool, self.rows
+        last = accepted.nodes.gather(1, (count - 1).clamp(min=0)[:, None])  # [b, 1]
+        at = (layout.slots, layout.state_slots, last[:, 0])
+        commit_snapshots(self.node_states, pool.ssm, *at, count)
+        # a request that had ended accepts nothing: its state, feature and history stay
+        made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
+        before = pool.feature[layout.state_slots]
+        alive = (count > 0)[:, None]
+        pool.feature[layout.state_slots] = torch.where(alive, made.to(before.dtype), before)
+        rows = layout.rows.gather(1, accepted.nodes) + own.history
+        path = torch.cat([own.offsets.expand(len(count), -1), rows], dim=1)
+        places = path.gather(1, count[:, None] + own.offsets)
+        move_history(own.conv_in, layout.slots, places, count)
+
+    def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
+        return layout.ancestors
+
+    def folded(self, slots: Tensor) -> Tensor:
+        return self.table.processed[slots]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.conv_in.nbytes + self.node_states.nbytes

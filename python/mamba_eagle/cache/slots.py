@@ -1,0 +1,230 @@
+"""Who holds which slot: the one object that hands slots out and takes them back.
+
+Each slot of the three kinds is free, or has one owner: a request, a plan, or the prefix cache.
+
+                        KV slots                      state slots             request slots
+    waiting             none                          none                    none
+      │ admit           prefix that the cache has:    S0: the request's       the request's
+      │                   the cache's, locked
+      │                 rest of the prompt:
+      │                   the request's
+    prefill
+      │ reserve_state                                 to save a state in:
+      │                                                 the plan's
+      │ insert,         chunk that is sent:           saves: plan → cache,
+      │ attach_state      request → cache, or kept      or free if it has a
+      │                   as a duplicate                state there already
+    decode
+      │ reserve_tree    one per tree node: the plan's
+      │ (in flight)
+      │ settle          accepted: plan → request
+      │                 rejected: free
+    leaving             all stays as it is until no plan in flight names the request
+      │ release         what was processed:           S0: request → cache,    free
+      │                   request → cache               or free
+      │                 duplicates: free
+    gone, or waiting again
+
+A request leaves when it is finished, retracted or aborted. The cache gets nothing of an aborted
+one; its slots are free. What is the cache's is locked while a request reads it, and may be evicted
+(cache → free) afterwards. Plans run in order, so slots change hands as soon as the plan that last
+uses them is sent.
+
+Positions of one request, and who owns the KV slots there (``HeldSlots.kv``):
+
+    0 ──────── hit ─────────── inserted ────────── processed ────── len(kv)
+      cache's      cache's, or           request's           dropped by a
+                   request's own                             late StopAt:
+                   duplicate                                 request's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mamba_eagle.cache.allocator import SlotAllocator
+from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, Tokens
+from mamba_eagle.cache.radix import RadixCache
+
+
+@dataclass(slots=True)
+class HeldSlots:
+    """What one request holds from ``admit`` to ``release``. Changed by ``Slots`` alone."""
+
+    slot: int  # its request slot
+    state_slot: int  # of S0, its own running state
+    kv: list[int]  # the KV slot of each position
+    node: Node  # ends at ``inserted``; its prefix is locked
+    hit: int  # position that prefill starts from: tokens whose KV and state are reused
+    branch: int  # tokens whose KV was cached at admission, hit or not
+    load_from: int  # the cache's state slot at ``hit``; may be evicted once the first chunk is sent
+    inserted: int  # tokens that are in the cache's tree
+    folded: int  # position that S0 was last known to be at
+    duplicates: list[int] = field(default_factory=list)  # own slots of tokens in the tree
+
+    @property
+    def num_own_kv(self) -> int:
+        return len(self.duplicates) + len(self.kv) - self.inserted
+
+
+class Slots:
+    """Owns the slots of all kinds, and the prefix cache that is filled with those not in use.
+
+    free + cached + held by requests + planned trees = total, of every kind.
+    """
+
+    def __init__(
+        self, max_kv_slots: int, max_state_slots: int, max_requests: int, use_cache: bool = True
+    ) -> None:
+        self.kv = SlotAllocator(max_kv_slots, "KV slot")
+        self.states = SlotAllocator(max_state_slots, "state slot")
+        self.requests = SlotAllocator(max_requests, "request slot")
+        self.cache: PrefixCache = RadixCache(self.kv, self.states) if use_cache else NoCache()
+
+    @property
+    def available_kv(self) -> int:
+        """KV slots that are free or could be evicted from the cache."""
+        return self.kv.num_free + self.cache.evictable_kv
+
+    # ── a request's life ─────────────────────────────────────────────────────────────────────
+
+    def admit(
+        self, match: Match, num_tokens: int, headroom: int, keep: Collection[int] = ()
+    ) -> HeldSlots | None:
+        """All that a request needs for its prompt, evicting from the cache where necessary.
+
+        match: what the cache has of the prompt's ``num_tokens`` tokens. headroom: KV slots that
+        must stay available beyond the prompt. keep: state slots that must not be evicted, besides
+        the match's own.
+
+        Returns None, and nothing is held, if there is not enough.
+        """
+        cache, fresh = self.cache, num_tokens - match.position
+        if self.requests.num_free == 0:
+            return None
+        cache.lock(match.node)
+        if self.available_kv >= fresh + headroom:
+            state_slot = self.reserve_state({match.state_slot, *keep})
+            if state_slot is not None:
+                kv, slots = self._take_kv(fresh), self.requests.allocate(1)
+                assert kv is not None and slots is not None
+                return HeldSlots(
+                    slot=slots[0],
+                    state_slot=state_slot,
+                    kv=match.kv_slots + kv,
+                    node=match.node,
+                    hit=match.position,
+                    branch=match.length,
+                    load_from=match.state_slot,
+                    inserted=match.position,
+                    folded=match.position,
+                )
+        cache.unlock(match.node)
+        return None
+
+    def reserve_state(self, keep: Collection[int] = ()) -> int | None:
+        """A state slot; one of ``keep`` is not evicted for it. None if there is no other."""
+        if self.states.num_free == 0:
+            self.cache.evict_states(1, keep)
+        slots = self.states.allocate(1)
+        return slots[0] if slots else None
+
+    def insert(self, held: HeldSlots, tokens: Tokens) -> None:
+        """The tokens from ``inserted`` on enter the tree, and S0 is the state after them: the plan
+        that processes them is complete.
+
+        The cache takes the KV slots of those that it lacks. Where it has them already, the
+        request's own slots are duplicates: the runner reads these until the request is released.
+        """
+        end = held.inserted + len(tokens)
+        fresh = held.kv[held.inserted : end]
+        done = self.cache.insert(held.node, tokens, fresh)
+        held.duplicates += fresh[: len(fresh) - done.taken]
+        self.cache.lock(done.node)
+        self.cache.unlock(held.node)
+        held.node, held.inserted, held.folded = done.node, end, end
+
+    def attach_state(
+        self, held: HeldSlots, position: int, state_slot: int, spare: bool = False
+    ) -> None:
+        """A plan saves the state after ``position`` inserted tokens: the cache gets it, unless it
+        has one already."""
+        if not self.cache.attach_state(held.node, position, state_slot, spare):
+            self.states.free([state_slot])
+
+    def reserve_tree(self, num_nodes: int) -> list[int] | None:
+        """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
+        nothing is evicted, if that many are not available."""
+        return self._take_kv(num_nodes)
+
+    def settle(
+        self, held: HeldSlots, tree: Sequence[int], accepted: Sequence[int], folded: int
+    ) -> None:
+        """The result of a decode step is back: accepted nodes keep their KV slots, the others are
+        free.
+
+        tree: from ``reserve_tree``. accepted: distinct nodes, in the order of their positions.
+        folded: the position that S0 is at now.
+        """
+        held.folded = max(held.folded, folded)
+        if len(accepted) == len(tree):
+            held.kv += tree
+            return
+        kept = set(accepted)
+        held.kv += [tree[node] for node in accepted]
+        self.kv.free(slot for node, slot in enumerate(tree) if node not in kept)
+
+    def release(self, held: HeldSlots, tokens: Tokens | None) -> bool:
+        """The request gives up everything; nothing in flight may name it.
+
+        tokens: those from ``inserted`` on whose KV slots the cache may have, S0 being the state
+        after the last of them; None: the cache gets nothing.
+
+        Returns whether the cache stores what it was given.
+        """
+        stored = tokens is not None and self.cache.stores
+        state_kept = False
+        if tokens is not None and stored:
+            self.insert(held, tokens)
+            state_kept = self.cache.attach_state(held.node, held.inserted, held.state_slot)
+        self.kv.free(held.duplicates)
+        self.kv.free(held.kv[held.inserted :])
+        if not state_kept:
+            self.states.free([held.state_slot])
+        self.cache.unlock(held.node)
+        self.requests.free([held.slot])
+        return stored
+
+    def _take_kv(self, count: int) -> list[int] | None:
+        """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
+        missing = count - self.kv.num_free
+        if missing > 0:
+            if missing > self.cache.evictable_kv:
+                return None
+            # A few more at a time, because each eviction looks at all leaves.
+            self.cache.evict_kv(max(missing, self.kv.total // 128))
+        return self.kv.allocate(count)
+
+    # ── checking ─────────────────────────────────────────────────────────────────────────────
+
+    def check_integrity(
+        self, held: Iterable[HeldSlots] = (), trees: Iterable[Sequence[int]] = ()
+    ) -> None:
+        """Raises: RuntimeError with numbers, unless free + cached + held = total everywhere.
+
+        held: of all admitted requests. trees: of all plans in flight.
+        """
+        self.cache.check_integrity()
+        cache, held = self.cache, list(held)
+        held_kv = sum(each.num_own_kv for each in held) + sum(map(len, trees))
+        for pool, cached, in_use in (
+            (self.kv, cache.num_kv, held_kv),
+            (self.states, cache.num_states, len(held)),
+            (self.requests, 0, len(held)),
+        ):
+            if pool.num_free + cached + in_use != pool.total:
+                raise RuntimeError(
+                    f"{pool.name}s do not add up: {pool.num_free} free + {cached} cached + "
+                    f"{in_use} held by requests != {pool.total}"
+                )

@@ -1,0 +1,27 @@
+"""Whether a drafter fits its target, as seen from config.json and the headers of its files."""
+
+from __future__ import annotations
+
+import os
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafters import DRAFTERS
+from mamba_eagle.drafting import draft_source
+from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.models.registry import read_model_config
+
+
+def drafter_problems(config: EngineConfig) -> list[str]:
+    """Every reason against the drafter of ``config``; none where the folders are not there to be
+    read. The runner checks the same as it starts."""
+    entry, draft = DRAFTERS.get(config.speculative_algorithm), config.speculative_draft_model_path
+    if entry is None or (entry.needs_folder and not draft):
+        return []
+    folders = (config.model_path, draft or config.model_path)
+    if not all(map(os.path.isdir, folders)):
+        return []
+    try:
+        target = read_model_config(config.model_path)
+        return draft_source(config.speculative_algorithm)(config, target).problems()
+    except (OSError, UnsupportedModel) as error:
+        return [str(error)]

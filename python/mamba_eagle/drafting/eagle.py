@@ -1,0 +1,58 @@
+"""EAGLE: a small head guesses the target's next hidden states and drafts a tree from them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.eagle import EagleHead
+from mamba_eagle.models.registry import MODELS
+
+
+class EagleNetwork(DraftNetwork):
+    """The head's output is its guess of the hidden state, and is fed back as one."""
+
+    def __init__(self, head: EagleHead, target: CausalLM) -> None:
+        self.head, self.target = head, target
+        self.config = head.config
+        self.feature_size = self.output_size = head.config.hidden_size
+
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        embedded = self.target.embed(tokens.reshape(-1))
+        return self.head(embedded, features.flatten(0, 1), ctx).unflatten(0, tokens.shape)
+
+    def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.head(self.target.embed(tokens), above, ctx)
+
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.target.raw_logits(outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self.head.parameters())
+
+
+class EagleSource(FolderSource):
+    must_equal = ("vocab_size", "hidden_size")
+
+    def problems(self) -> list[str]:
+        if (name := self.own.architecture) in MODELS:
+            return [
+                f"drafter {self.path} is a {name}, a model and no EAGLE head: a smaller model "
+                "drafts with --speculative-algorithm STANDALONE"
+            ]
+        return super().problems()
+
+    def module(self) -> EagleHead:
+        return EagleHead(self.own)
+
+    def make(self, parts: DraftParts) -> Drafter:
+        head = parts.load(self.module, self.path)
+        assert isinstance(head, EagleHead)
+        return ModelDrafter(EagleNetwork(head, parts.target), parts)

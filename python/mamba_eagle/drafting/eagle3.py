@@ -1,0 +1,126 @@
+"""EAGLE-3: a head on three of the target's hidden states, often with a smaller vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.rotary import Rotary
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.eagle3 import (
+    OWN_WEIGHTS,
+    Eagle3Head,
+    draft_vocab_size,
+    published_name,
+    tap_layers,
+    target_hidden_size,
+)
+from mamba_eagle.models.loader import CheckpointError, stored_tensors
+from mamba_eagle.models.registry import read_as
+
+
+class EagleThreeNetwork(DraftNetwork):
+    """An entry's feature is made of the tapped hidden states; while drafting, the head's output
+    stands in for it."""
+
+    def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
+        self.head, self.config = head, head.config
+        self.feature_size = self.output_size = head.config.hidden_size
+        self.first_tap = target.config.hidden_size
+        self.embed = target.embed if head.embed_tokens is None else head.embed_tokens
+        self.lm_head = target.raw_logits if head.lm_head is None else head.lm_head
+        assert head.config.attention is not None and head.config.attention.rope is not None
+        self.rotary = Rotary(head.config.attention.rope)
+
+    def entry_features(self, target: Tensor) -> Tensor:
+        return self.head.fuse(target[:, self.first_tap :])
+
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        outputs = self._run(tokens.reshape(-1), features.flatten(0, 1), ctx)
+        return outputs.unflatten(0, tokens.shape)
+
+    def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
+        return self._run(tokens, above, ctx)
+
+    def _run(self, tokens: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
+        ctx.rotation = self.rotary(ctx.positions, features.device)
+        return self.head(self.embed(tokens), features, ctx)
+
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.lm_head(self.head.normed(outputs))
+
+    def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
+        own = super().best(depth, outputs, k, backend)
+        ids = self.head.target_ids()
+        return own if ids is None else own._replace(tokens=ids[own.tokens])
+
+    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
+        """-inf for tokens that the head does not know."""
+        own = super().log_probs(depth, outputs)
+        if (ids := self.head.target_ids()) is None:
+            return own
+        whole = own.new_full((own.shape[0], self.config.vocab_size), float("-inf"))
+        whole[:, ids] = own
+        return whole
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self.head.parameters())
+
+
+class EagleThreeSource(FolderSource):
+    must_equal = ("vocab_size",)
+
+    def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
+        super().__init__(config, target)
+        self.topk = config.speculative_eagle_topk
+        self.tap_layers = tap_layers(self.own, len(target.blocks))
+
+    def read(self) -> ModelConfig:
+        return read_as("eagle3", self.path)
+
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        made_for, given = target_hidden_size(self.own), self.target.hidden_size
+        if made_for != given:
+            wrong.append(
+                f"drafter {self.path} was made for a target of hidden_size {made_for}, this one "
+                f"has {given}: use one that was made for this target"
+            )
+        if self.topk > (known := draft_vocab_size(self.own)):
+            wrong.append(
+                f"--speculative-eagle-topk {self.topk}: drafter {self.path} knows {known} tokens; "
+                f"set it to {known} at most"
+            )
+        layers, taps = len(self.target.blocks), self.tap_layers
+        if sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > layers:
+            wrong.append(
+                f"drafter {self.path} reads the inputs of layers {list(taps)} of a target with "
+                f"{layers} layers: name them, rising from 0 to {layers}, in config.json as "
+                "eagle_config.eagle_aux_hidden_state_layer_ids"
+            )
+        return wrong
+
+    def module(self) -> Eagle3Head:
+        names = map(published_name, stored_tensors(Path(self.path))) if self.has_files else ()
+        return Eagle3Head(self.own, {*names} or OWN_WEIGHTS)
+
+    def make(self, parts: DraftParts) -> Drafter:
+        head = parts.load(self.module, self.path)
+        assert isinstance(head, Eagle3Head)
+        try:
+            head.check_tokens()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        return ModelDrafter(EagleThreeNetwork(head, parts.target), parts)

@@ -1,0 +1,300 @@
+"""Drafting with a network: a head on the target's hidden states, or a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import TreeNodes
+from mamba_eagle.backend.contexts import VerifyContext
+from mamba_eagle.backend.lanes import LaneRows, Lanes
+from mamba_eagle.backend.pending import UNTRACKED, PendingSize
+from mamba_eagle.backend.pools import KVPool, StatePool
+from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
+from mamba_eagle.backend.state import SchemeSize
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree
+
+MAX_PENDING = 16  # entries of tokens that plain steps made; beyond that they are processed
+# Limit for drafters without recurrent state, which need no row per entry; large so that plain
+# decoding rarely has to stop for them. The slot table has room for 64 positions past a request.
+MAX_WITHOUT_ROWS = 62
+FEW_PLAIN_STEPS = 2  # a step with drafts takes in the tokens of so many; after more it catches up
+SPARE_ROWS = 8  # make the journals of the drafter's own state longer, and folds rarer
+
+
+def max_lanes(config: EngineConfig) -> int:
+    """Lanes of a request that pass through the network: those of the last depth do not."""
+    shape = config.tree_shape
+    return shape.topk * max(shape.depth - 1, 0)
+
+
+def max_pending(config: EngineConfig) -> int:
+    """Room for entries that wait: plain steps may fill it, and a step of drafts comes on top."""
+    return MAX_PENDING + config.tree_shape.depth + 1
+
+
+def max_without_rows(config: EngineConfig) -> int:
+    """The same of a drafter without recurrent layers."""
+    return max(max_pending(config), MAX_WITHOUT_ROWS)
+
+
+def draft_rows(config: EngineConfig) -> int:
+    """Rows of a request in a drafter with recurrent layers: pending entries, a journal as long,
+    and lanes."""
+    return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
+
+
+class ModelDrafter(Drafter):
+    """EAGLE-2 trees (arXiv 2406.16858) from a DraftNetwork.
+
+    An entry takes a token and what the target said one position before. Entries of tokens that
+    were accepted wait as *pending*, the next root's among them (its KV slot comes only with the
+    next plan), and are processed all at once, as a chain, when the next tree is wanted.
+
+    Lanes are drafted from the root's output and leave nothing behind.
+    """
+
+    def __init__(self, network: DraftNetwork, parts: DraftParts) -> None:
+        config, net, backend = parts.config, network.config, parts.backend
+        self.network, self.table, self.backend = network, parts.table, backend
+        self.place = backend.place
+        self.max_lanes = max_lanes(config)
+        room = max_without_rows if net.mamba is None else max_pending
+        self.max_pending = room(config)
+        requests = parts.table.processed.shape[0]
+        self.kv = KVPool(
+            net.num_attention_layers,
+            parts.kv_slots,
+            net.attention,
+            backend.dtype,
+            backend.device,
+            num_spare=1 + requests * self.max_lanes,
+        )
+        self.pool = StatePool(
+            net.num_mamba_layers,
+            parts.state_slots,
+            net.mamba,
+            network.carry_size,
+            getattr(torch, config.mamba_ssm_dtype),
+            backend.dtype,
+            backend.device,
+        )
+        size = SchemeSize(
+            layers=net.num_mamba_layers,
+            features=network.carry_size,
+            rows=draft_rows(config),
+            nodes=self.max_pending,
+            accepts=self.max_pending,
+            spare=self.max_lanes,
+        )
+        self.scheme = backend.state_scheme("deferred", net.mamba, size, parts.table, self.pool)
+
+        # a step's entries are appended valid or not; hence the room past ``max_pending``
+        self.max_accepted = config.tree_shape.depth + 1
+        width = self.max_pending + self.max_accepted
+        self.waiting = [0] * requests  # entries of each request, or more: what the host knows
+        # entries that a tree's requests take in at most; the same in all steps of a graph
+        self.longest = min(self.max_accepted + FEW_PLAIN_STEPS, self.max_pending)
+        entry = PendingSize(width, network.feature_size, backend.dtype, self.kv.padding_slot)
+        self.entries = backend.pending_entries(parts.table, entry)
+        self.carry = self.pool.feature.new_zeros(requests, network.carry_size)
+        self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
+        attends = not net.num_attention_layers or backend.attention_on_device
+        on_device = self.scheme.on_device and attends
+        self.on_device = on_device and backend.experts_on_device(net.moe)
+
+    # ── what became of the sequence ──
+
+    def observe_prefill(
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        parts = prefill_parts(items)
+        firsts = self.place.to_device([part.first for part in parts])
+        given = features.roll(1, dims=0)
+        given[firsts] = before.to(given.dtype)
+        entries = self.network.entry_features(given)
+        # a chunk whose entries take a carry is a pass of its own
+        for run in [parts] if not self.network.carry_size else [[part] for part in parts]:
+            span = slice(run[0].first, run[-1].first + run[-1].length)
+            mamba = self.network.config.mamba
+            ctx = self.backend.prefill_context(run, self.pool, self.kv, self.table.kv_slots, mamba)
+            carry = self.pool.feature[run[0].item.state_slot][None]
+            outputs = self.network.run_entries(tokens[None, span], entries[None, span], carry, ctx)[
+                0
+            ]
+            self._keep_carries(run, outputs[:, : self.network.carry_size])
+        slots = self.place.to_device([item.slot for item in items])
+        ends = [item.start + len(item.token_ids) for item in items]
+        self.entries.processed[slots] = self.place.to_device(ends)
+        self.entries.pending[slots] = 0
+        start_finished(self.scheme, items, self.place)
+
+    def _keep_carries(self, parts: Sequence[PrefillPart], carries: Tensor) -> None:
+        """carries [n, C] of the parts' tokens."""
+        if not self.network.carry_size:
+            return
+        for part in parts:
+            item, own = part.item, carries[part.first - parts[0].first :]
+            for save in item.saves:
+                self.pool.feature[save.state_slot] = own[save.position - item.start - 1]
+            self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
+
+    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
+        used, waits = self.place.to_device(slots), self.entries
+        waits.tokens[used, 0] = tokens
+        entries = self.network.entry_features(features)
+        waits.features[used, 0] = entries.to(waits.features.dtype)
+        waits.pending[used] = 1
+        for slot in slots:
+            self.waiting[slot] = 1
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        """Steps in flight may have added fewer entries than the host must reckon with."""
+        tracked = [slot for slot in slots if self.waiting[slot] != UNTRACKED]
+        waiting = dict(zip(tracked, self._waiting(tracked), strict=True))
+        added = shape.depth + 1
+        if shape == PLAIN:
+            full = [slot for slot, n in waiting.items() if n + added > self.max_pending]
+            waiting.update(dict.fromkeys(full, 1))
+            for slot, n in waiting.items():
+                self.waiting[slot] = n + added
+            return StepPart(shape, not tracked, full)
+        for slot in tracked:
+            self.waiting[slot] = added
+        if self.place.on_host:
+            return StepPart(shape, longest=max([1, *waiting.values()]))
+        behind = [slot for slot, n in waiting.items() if n > self.longest]
+        return StepPart(shape, False, behind, self.longest)
+
+    def catch_up(self, slots: Tensor) -> None:
+        """All but the roots are processed; these wait on, alone."""
+        waits = self.entries
+        counts = (waits.pending[slots] - 1).clamp(min=0)
+        longest = max(int(counts.max()), 1) if self.place.on_host else self.max_pending
+        self._run_pending(slots, counts, longest)
+        waits.tokens[slots, 0] = waits.tokens[slots, counts]
+        waits.features[slots, 0] = waits.features[slots, counts]
+        waits.pending[slots] -= counts
+
+    def untrack(self, slots: Sequence[int]) -> None:
+        self.entries.pending[self.place.to_device(slots)] = UNTRACKED
+        for slot in slots:
+            self.waiting[slot] = UNTRACKED
+
+    def _waiting(self, slots: Sequence[int]) -> list[int]:
+        if not self.place.on_host or not slots:
+            return [self.waiting[slot] for slot in slots]
+        used = list(slots)  # the exact numbers are at hand
+        return torch.where(self.table.remaining[used] > 0, self.entries.pending[used], 0).tolist()
+
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        """Accepted nodes join those that wait."""
+        self.entries.append(slots, accepted, features, self.network.entry_features)
+
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        kept = [
+            (slot, position)
+            for slot, position in zip(slots, positions)
+            if position >= 0 and self.waiting[slot] != UNTRACKED
+        ]
+        if kept:
+            used, ends = self.place.to_device(list(zip(*kept)))
+            # a stop string may have cut tokens that were processed: then there is less to do, or
+            # a part of the journal is left out
+            missing = (ends - self.entries.processed[used]).clamp(min=0)
+            longest = int(missing.max()) if self.place.on_host else self.max_pending
+            if longest:
+                self._run_pending(used, missing, longest)
+            if self.scheme.has_journal:
+                folded = self.entries.processed[used] - self.scheme.journal_len(used)
+                keep = (ends - folded).clamp(min=0)
+                self.scheme.finish(used, self.table.state_slot[used], keep)
+        self.entries.pending[self.place.to_device(slots)] = 0
+        for slot in slots:
+            self.waiting[slot] = 0
+
+    # ── drafting ──
+
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        table, network, shape = self.table, self.network, part.shape
+        # a request that has ended takes nothing in: what is pending is settled when it leaves
+        above = self._run_pending(slots, None, part.longest)[:, None]  # [b, lanes, O]: the root's
+        root = table.processed[slots]  # its position
+        grown = self.backend.candidates(table.last_token[slots], shape.topk, shape.depth)
+        frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
+        if shape.depth > 1:
+            lanes = self._lanes(slots, root + 1, shape.depth)
+        for depth in range(1, shape.depth):
+            index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
+            above = network.lanes(
+                depth,
+                frontier.tokens.reshape(-1),
+                above.gather(1, index).flatten(0, 1),
+                lanes.context(frontier.lanes, root + depth),
+            ).unflatten(0, frontier.tokens.shape)
+            frontier = grown.expand(self._best(depth, above, root + depth + 1, noise, shape.topk))
+        return grown.select(shape.nodes)
+
+    def _best(
+        self, depth: int, outputs: Tensor, positions: Tensor, noise: KeyedNoise | None, k: int
+    ) -> TopTokens:
+        """outputs [b, lanes, O], positions [b] of the tokens they predict -> [b, lanes, k]."""
+        shape, outputs = outputs.shape[:2], outputs.flatten(0, 1)
+        if noise is None:
+            return self.network.best(depth, outputs, k, self.backend).unflatten(shape)
+        log_probs = self.network.log_probs(depth, outputs).unflatten(0, shape)
+        return self.backend.top_of(noise(log_probs, positions).flatten(0, 1), k).unflatten(shape)
+
+    def _lanes(self, slots: Tensor, prefix: Tensor, depth: int) -> Lanes:
+        """Lanes that follow the first ``prefix`` [b] tokens, the root among them."""
+        stem = self.scheme.stem(slots, self.max_lanes)
+        rows = None if stem is None else LaneRows(self.scheme, stem, depth)
+        attention = self.backend.lane_attention(
+            self.kv, self.table.kv_slots, slots, prefix, self.max_lanes
+        )
+        return Lanes(attention, rows, self.scheme)
+
+    # ── entries of the sequence ──
+
+    def _run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> Tensor:
+        """Process entries as ``PendingEntries.take`` gives them. Returns the output of the last,
+        [b, O] (of a request without any: no meaning)."""
+        taken, prefix, own, positions = self.entries.take(slots, counts, longest)
+        # a chain that follows the prefix; what pads it stands at its end, where nobody looks
+        chain = self._chain(taken.tokens)
+        layout = self.scheme.begin(slots, chain)
+        nodes = TreeNodes(self.table.kv_slots, slots, prefix, own, chain.parents, chain.ancestors)
+        attention = self.backend.tree_attention(self.kv, nodes)
+        outputs = self.network.run_entries(
+            taken.tokens,
+            self.entries.features[slots, :longest],
+            self.carry[slots],
+            VerifyContext(self.scheme, layout, attention, positions.reshape(-1)),
+        )
+        self.scheme.accept(layout, taken, outputs[..., : self.network.carry_size])
+        end = taken.nodes[:, -1:, None].expand(-1, -1, outputs.shape[2])
+        last = outputs.gather(1, end)[:, 0]
+        if self.network.carry_size:
+            carry = last[:, : self.network.carry_size].to(self.carry.dtype)
+            alive = taken.count[:, None] > 0
+            self.carry[slots] = torch.where(alive, carry, self.carry[slots])
+        return last
+
+    def _chain(self, tokens: Tensor) -> Tree:
+        if self.place.on_host:
+            return chain_tree(tokens)
+        return chain_prefix(self.longest_chain, tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        own = (self.kv, self.pool, self.scheme, self.network)
+        return sum(part.num_bytes for part in own)

@@ -1,0 +1,115 @@
+"""NEXTN, or MTP: the multi-token-prediction modules that were trained with the target."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.loader import CheckpointError, stored_tensors
+from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
+from mamba_eagle.models.registry import read_as
+
+
+class MtpNetwork(DraftNetwork):
+    """An output is what all K modules made of an entry, side by side.
+
+    Module j of an entry reads module j-1 of the entry ahead, and module 0 the target's hidden state
+    there, which drafted tokens lack. So the token drafted at depth d+1 is module d's guess at depth
+    d, and there the modules before d have nothing to say:
+
+                 root   depth 1   depth 2
+        module 0  *                         * chooses the tokens of the next depth
+        module 1  +        *                + is run for the entries behind it, which read it or
+        module 2  +        +         *        look at its keys and values
+
+    A single module is as many as are wanted: it reads its own output.
+    """
+
+    def __init__(self, head: MtpHead, target: CausalLM) -> None:
+        self.head, self.target, self.config = head, target, head.config
+        size, modules = head.config.hidden_size, head.num_modules
+        self.size = self.feature_size = size
+        self.output_size = modules * size
+        self.carry_size = (modules - 1) * size
+        self.max_depth = modules if modules > 1 else None
+
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        embeddings = self.target.embed(tokens.reshape(-1))
+        made: list[Tensor] = []
+        for module in range(self.head.num_modules):
+            ahead = features
+            if module:
+                carried = self._of(module - 1, carry)[:, None]
+                ahead = torch.cat([carried, made[-1][:, :-1]], dim=1)
+            flat = self.head(module, embeddings, ahead.flatten(0, 1), ctx)
+            made.append(flat.unflatten(0, tokens.shape))
+        return torch.cat(made, dim=-1)
+
+    def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
+        embeddings = self.target.embed(tokens)
+        if self.max_depth is None:
+            return self.head(0, embeddings, above, ctx)
+        made = [above.new_zeros(above.shape[0], depth * self.size)]
+        for module in range(depth, self.head.num_modules):
+            made.append(self.head(module, embeddings, self._of(module - 1, above), ctx))
+        return torch.cat(made, dim=-1)
+
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        module = 0 if self.max_depth is None else depth
+        return self.target.raw_logits(self._of(module, outputs))
+
+    def _of(self, module: int, outputs: Tensor) -> Tensor:
+        """A module's columns."""
+        return outputs[:, module * self.size : (module + 1) * self.size].contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self.head.parameters())
+
+
+class MtpSource(FolderSource):
+    """In the target's own folder unless another one is named."""
+
+    must_equal = ("vocab_size", "hidden_size")
+
+    def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
+        folder = config.speculative_draft_model_path or config.model_path
+        self.steps = config.speculative_num_steps
+        super().__init__(replace(config, speculative_draft_model_path=folder), target)
+
+    def read(self) -> ModelConfig:
+        own = read_as("mtp", self.path)
+        if self.has_files:
+            with contextlib.suppress(CheckpointError):  # told as one of all problems
+                return stored_modules(own, stored_tensors(Path(self.path)))
+        return own
+
+    def module(self) -> MtpHead:
+        return MtpHead(self.own)
+
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        if 1 < (modules := num_modules(self.own)) < self.steps:
+            wrong.append(
+                f"--speculative-num-steps {self.steps}: drafter {self.path} has {modules} modules, "
+                f"one for each token ahead; set it to {modules} at most"
+            )
+        return wrong
+
+    def make(self, parts: DraftParts) -> Drafter:
+        head = parts.load(self.module, self.path)
+        assert isinstance(head, MtpHead)
+        return ModelDrafter(MtpNetwork(head, parts.target), parts)

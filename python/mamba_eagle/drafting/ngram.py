@@ -1,0 +1,160 @@
+"""NGRAM: no weights. Drafts what followed the same tokens before, in the request's own text or in
+those of finished requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, KeyedNoise, StepPart
+from mamba_eagle.drafting.ngram_index import NgramIndex
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+MAX_UNREAD = 256  # steps whose tokens stay on the device until the next draft is wanted
+
+
+class NgramDrafter(Drafter):
+    """All work is the host's. What a step accepted is one copy from the device, made when the next
+    tree is asked for; the trees of a step go up in one copy."""
+
+    on_device = False
+
+    def __init__(self, index: NgramIndex, table: RequestTable, place: Place) -> None:
+        self.index, self.table, self.place = index, table, place
+        self.unread: list[Tensor] = []  # [b, 2 + D] int64: slot, count, tokens
+        self.untracked: set[int] = set()
+
+    def observe_prefill(
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        for item in items:
+            if item.is_first:
+                assert len(item.history) == item.start, "the cached prefix is not known"
+                self.index.begin(item.slot, item.history)
+            self.index.append(item.slot, item.token_ids)
+
+    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
+        used = self.place.to_device(slots)
+        self._remember(used, torch.ones_like(used), tokens[:, None])
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        return StepPart(shape, idle=self.untracked.issuperset(slots))
+
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        self._remember(slots, accepted.count, accepted.tokens)
+
+    def untrack(self, slots: Sequence[int]) -> None:
+        """What was counted of their texts is forgotten."""
+        self._read()
+        for slot in slots:
+            if self.index.roots[slot]:
+                self.index.end(slot, 0)
+            self.index.begin(slot, [])
+        self.untracked.update(slots)
+
+    def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
+        if self.place.on_host:
+            for slot, count, made in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
+                self._append(slot, made[:count])
+            return
+        self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
+        if len(self.unread) > MAX_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Waits for the device."""
+        for step in self.unread:
+            for slot, count, *made in step.tolist():
+                self._append(slot, made[:count])
+        self.unread.clear()
+
+    def _append(self, slot: int, tokens: list[int]) -> None:
+        if slot not in self.untracked:
+            self.index.append(slot, tokens)
+
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        """The noise is of no use: few tokens of the vocabulary have a probability here."""
+        self._read()
+        b, shape = len(slots), part.shape
+        buffer = self.place.host_buffer(sum(_field_bytes(b, shape.nodes)))
+        fields = _fields(buffer, b, shape.nodes)
+        self.index.draft(slots.tolist(), shape, *(field.numpy() for field in fields))
+        fields = _fields(buffer.to(self.place.device, non_blocking=True), b, shape.nodes)
+        if self.untracked:  # the index does not know where their texts end
+            fields.tokens[:, 0] = self.table.last_token[slots]
+        return fields
+
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        self._read()
+        for slot, position in zip(slots, positions, strict=True):
+            # the last token was never run, and is text all the same
+            self.index.end(slot, position + 1)
+        self.untracked.difference_update(slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host."""
+        return self.index.num_bytes
+
+
+def _field_bytes(b: int, nodes: int) -> list[int]:
+    """Of tokens, parents, depths, scores and ancestors: the most aligned first."""
+    return [8 * b * nodes] * 3 + [4 * b * nodes, b * nodes * nodes]
+
+
+def _fields(buffer: Tensor, b: int, nodes: int) -> Tree:
+    """A tree whose tensors lie in ``buffer`` [bytes] uint8."""
+    tokens, parents, depths, scores, ancestors = buffer.split(_field_bytes(b, nodes))
+    return Tree(
+        tokens=tokens.view(torch.int64).view(b, nodes),
+        parents=parents.view(torch.int64).view(b, nodes),
+        depths=depths.view(torch.int64).view(b, nodes),
+        ancestors=ancestors.view(torch.bool).view(b, nodes, nodes),
+        scores=scores.view(torch.float32).view(b, nodes),
+    )
+
+
+class NgramSource(DraftSource):
+    def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
+        self.engine = config
+
+    @property
+    def config(self) -> ModelConfig | None:
+        return None
+
+    def problems(self) -> list[str]:
+        wrong = []
+        depth = self.engine.speculative_ngram_max_trie_depth
+        capacity = self.engine.speculative_ngram_capacity
+        requests = self.engine.max_running_requests
+        if depth < 2:
+            wrong.append(
+                f"--speculative-ngram-max-trie-depth {depth}: must be 2 or more, "
+                "a token that is matched and the one that follows it"
+            )
+        least = NgramIndex.min_capacity(requests, max(depth, 2))
+        if capacity < least:
+            wrong.append(
+                f"--speculative-ngram-capacity {capacity}: must be {least} or more "
+                f"with {requests} requests and n-grams of {depth} tokens"
+            )
+        return wrong
+
+    def make(self, parts: DraftParts) -> Drafter:
+        requests, positions = parts.table.kv_slots.shape
+        index = NgramIndex(
+            requests,
+            positions,
+            self.engine.speculative_ngram_capacity,
+            self.engine.speculative_ngram_max_trie_depth,
+        )
+        return NgramDrafter(index, parts.table, parts.backend.place)

@@ -1,0 +1,50 @@
+"""STANDALONE: a smaller model drafts, attention, Mamba2 or hybrid, on tokens alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.registry import model_class
+
+
+class StandaloneNetwork(DraftNetwork):
+    """Entries take no features: the model's own caches hold what came before."""
+
+    feature_size = 0
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.config = model.config
+        self.output_size = model.config.hidden_size
+
+    def run_entries(
+        self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        return self.model(tokens.reshape(-1), ctx).unflatten(0, tokens.shape)
+
+    def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.model(tokens, ctx)
+
+    def logits(self, depth: int, outputs: Tensor) -> Tensor:
+        return self.model.raw_logits(outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+
+class StandaloneSource(FolderSource):
+    must_equal = ("vocab_size",)
+
+    def module(self) -> CausalLM:
+        return model_class(self.own)(self.own)
+
+    def make(self, parts: DraftParts) -> Drafter:
+        model = parts.load(self.module, self.path)
+        assert isinstance(model, CausalLM)
+        return ModelDrafter(StandaloneNetwork(model), parts)

@@ -1,0 +1,72 @@
+"""Depthwise causal convolution of Mamba2, in readable torch.
+
+Sums in float32, rounded once to the dtype of the inputs: every token's x and B pass through here,
+and what is lost here is lost in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.kernels.prefill_plan import Prompt
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None = None
+) -> Tensor:
+    """``silu(bias + Σ_k weight[:, k] · x[t - (K-1) + k])`` with zeros, or history, before t = 0.
+
+    Args:
+        x: [batch, length, channels].
+        weight: [channels, K]; the last column weighs the token itself.
+        history: [batch, K-1, channels], the raw inputs before x, oldest first.
+    Returns: [batch, length, channels].
+    """
+    width = weight.shape[1]
+    if history is None:
+        history = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+    padded = torch.cat([history.float(), x.float()], dim=1).transpose(1, 2)
+    bias = None if bias is None else bias.float()
+    out = F.conv1d(padded, weight[:, None].float(), bias, groups=weight.shape[0])
+    return F.silu(out).transpose(1, 2).to(x.dtype)
+
+
+def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same for tokens whose predecessors were gathered: nodes of a tree.
+
+    Args:
+        windows: [n, K, channels], each token's K-1 nearest ancestors, oldest first, and itself.
+        weight: [K, channels], that is, transposed.
+    Returns: [n, channels].
+    """
+    out = (windows.float() * weight.float()).sum(1)
+    return F.silu(out if bias is None else out + bias.float()).to(windows.dtype)
+
+
+def conv_prompts(
+    xbc: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, prompts: Sequence[Prompt]
+) -> Tensor:
+    """The convolution over prompts that lie one after the other, from and to state slots.
+
+    Args:
+        xbc: [n, channels]; weight: [K, channels], that is, transposed.
+        history: [slots, K-1, channels], the raw inputs before a state slot; written where the
+            prompts say.
+    Returns: [n, channels].
+    """
+    out = torch.empty_like(xbc, memory_format=torch.contiguous_format)
+    for prompt in prompts:
+        own = xbc[prompt.first : prompt.first + prompt.length]
+        before = history.new_zeros(history.shape[1:])
+        if prompt.source >= 0:
+            before = history[prompt.source]
+        convolved = causal_conv(own[None], weight.t(), bias, before[None])
+        out[prompt.first : prompt.first + prompt.length] = convolved[0]
+        inputs = torch.cat([before, own])
+        for offset, slot in prompt.saves:
+            history[slot] = inputs[offset : offset + len(before)]
+    return out

@@ -1,0 +1,136 @@
+"""A model's sizes and options, under the names that the layers use. Plain data; models/registry.py
+reads it from a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class UnsupportedModel(ValueError):
+    """The checkpoint needs something that is not implemented; the text says what."""
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int
+    conv_bias: bool
+    time_step_limit: tuple[float, float]
+    chunk_size: int
+    in_bias: bool = False
+    out_bias: bool = False
+    norm: str = "gate_first"  # or norm_first, or gate_only: y * silu(gate) without a norm
+
+    @property
+    def inner_size(self) -> int:
+        """Width of x and of the gate: num_heads * head_dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the causal convolution, which x, B and C share."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All positions are divided by ``factor`` (arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Channels that complete fewer than ``low_turns`` turns within the trained context are slowed
+    down by ``factor``, those with more than ``high_turns`` are left alone, and those in between
+    are interpolated by their number of turns (arXiv 2407.21783)."""
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    trained_length: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Like ``Llama3Scaling``, but interpolated by channel number, and with cosines and sines
+    multiplied by ``magnitude`` (YaRN: arXiv 2309.00071)."""
+
+    factor: float
+    low_turns: float
+    high_turns: float
+    trained_length: int
+    magnitude: float
+    whole_channels: bool  # interpolation begins and ends at whole channel numbers
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position encoding of the first ``dim`` channels of a head."""
+
+    dim: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    scale: float = 0.0  # factor of the scores; 0: head_dim ** -0.5
+    rope: RopeConfig | None = None  # None: no position encoding
+    head_norm: bool = False  # an RMS norm of each head's query and key (Qwen3)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0  # of the expert that every token passes; 0: none
+    latent_size: int = 0  # width of the routed experts' inputs and outputs; 0: hidden_size
+    num_groups: int = 1  # groups of experts; a token's experts come from the best top_groups
+    top_groups: int = 1
+    normalize: bool = True  # make the chosen scores sum to 1
+    scaling: float = 1.0  # factor of the routed experts' sum
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder model. ``blocks`` names the mixer of each layer: mamba, attention, mlp, moe, or
+    hybrid for both attention and Mamba2. What only one family has is read from ``raw``, the
+    config.json itself."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[str, ...]
+    norm_eps: float
+    mamba: Mamba2Config | None
+    attention: AttentionConfig | None
+    intermediate_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str = "float32"
+    tie_word_embeddings: bool = False
+    mlp_bias: bool = False
+    moe: MoEConfig | None = None
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_mamba_layers(self) -> int:
+        return self.blocks.count("mamba") + self.blocks.count("hybrid")
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.blocks.count("attention") + self.blocks.count("hybrid")

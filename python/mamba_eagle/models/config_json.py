@@ -1,0 +1,55 @@
+"""A checkpoint's config.json and the files that complete it, unparsed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mamba_eagle.model_config import UnsupportedModel
+
+
+@contextlib.contextmanager
+def naming(folder: str | Path) -> Iterator[None]:
+    """Puts ``folder`` in front of the message of an UnsupportedModel raised inside."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None
+
+
+def read_values(folder: str | Path) -> dict[str, Any]:
+    """config.json with the stop tokens of generation_config.json and, if it describes no
+    quantization itself, that of ModelOpt's hf_quant_config.json.
+
+    Raises: FileNotFoundError if there is no config.json; UnsupportedModel for broken files.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: give the folder of a checkpoint")
+    values = read_json(path)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id")
+        if eos is not None:
+            values["eos_token_id"] = eos
+    modelopt = folder / "hf_quant_config.json"
+    if modelopt.is_file() and not values.get("quantization_config"):
+        values["quantization_config"] = {"quant_method": "modelopt", **read_json(modelopt)}
+    return values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: UnsupportedModel if the file holds anything but a JSON object."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not valid JSON: {error}; download it again") from None
+    if not isinstance(values, dict):
+        raise UnsupportedModel(
+            f"{path} holds {str(values)[:200]} instead of a JSON object; download it again"
+        )
+    return values

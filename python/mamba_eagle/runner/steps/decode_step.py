@@ -1,0 +1,185 @@
+"""One decode step on tensors: draft a tree, verify it, keep what the target agrees with.
+
+Between verifying and keeping comes the sampler, which learns from the host what each request asks
+for. Everything else here may be captured in a graph (graphs.py) if nothing of it waits for the
+host.
+
+A step is a value: what the drafter's ``prepare`` and the scheme's ``begin`` return is carried
+along, and no object remembers which step it is in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import TreeNodes
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.contexts import VerifyContext
+from mamba_eagle.backend.pools import KVPool, RequestTable
+from mamba_eagle.backend.state import StateScheme
+from mamba_eagle.core import PLAIN
+from mamba_eagle.drafting.base import Drafter, StepPart
+from mamba_eagle.message import DecodeBatch
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.runner.sampler import BatchNoise, SamplingState
+from mamba_eagle.tree.accept import Truncated, truncate
+from mamba_eagle.tree.simulate import simulated_walk
+from mamba_eagle.tree.tree import Tree, single_node_tree
+
+
+class Verified(NamedTuple):
+    """What the target says of a batch's trees."""
+
+    tree: Tree
+    layout: Any  # the state scheme's
+    positions: Tensor  # [b, T] int64, the nodes' own
+    features: Tensor  # [b, T, F]
+    logits: Tensor  # [b, T, V] float32
+
+    def first(self, b: int) -> Verified:
+        """Of the first ``b`` requests; the layout stays that of all."""
+        tree = Tree(*(part[:b] for part in self.tree))
+        return Verified(tree, self.layout, *(part[:b] for part in self[2:]))
+
+
+class Outcome(NamedTuple):
+    """What a step leaves."""
+
+    accepted: Truncated
+    folded: Tensor  # [b] int64, positions of the requests' state slots
+
+    def first(self, b: int) -> Outcome:
+        return Outcome(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
+
+
+class DecodeStep:
+    """The parts of a step. slots [b] and kv_slots [b, T] (the nodes') are int64."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: CausalLM,
+        kv: KVPool,
+        table: RequestTable,
+        scheme: StateScheme,
+        drafter: Drafter,
+        sampling: SamplingState,
+    ) -> None:
+        self.backend, self.model, self.kv, self.table = backend, model, kv, table
+        self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
+        self.forced_length: float | None = None  # of what is accepted, in a benchmark
+        self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
+
+    def draft(self, slots: Tensor, kv_slots: Tensor, part: StepPart, noisy: bool) -> Tree:
+        """noisy: guess what the sampler will take at temperatures above 0."""
+        table = self.table
+        table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
+        if part.shape == PLAIN:
+            return single_node_tree(table.last_token[slots])
+        noise = BatchNoise(self.sampling, slots) if noisy else None
+        return self.drafter.propose(slots, part, noise)
+
+    def verify(
+        self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
+    ) -> Verified:
+        """logits [b*T, V] float32: where they go, if not to new memory."""
+        table, shape = self.table, tree.tokens.shape
+        processed = table.processed[slots]
+        layout = self.scheme.begin(slots, tree)
+        nodes = TreeNodes(
+            table.kv_slots,
+            slots,
+            processed,
+            kv_slots,
+            tree.parents,
+            tree.ancestors,
+            self.scheme.ancestor_bits(layout),
+        )
+        attention = self.backend.tree_attention(self.kv, nodes)
+        positions = processed[:, None] + tree.depths
+        context = VerifyContext(self.scheme, layout, attention, positions.reshape(-1))
+        features = self.model(tree.tokens.reshape(-1), context)
+        made = self.model.compute_logits(features, logits)
+        parts = (features.unflatten(0, shape), made.unflatten(0, shape))
+        return Verified(tree, layout, positions, *parts)
+
+    def commit(
+        self,
+        slots: Tensor,
+        kv_slots: Tensor,
+        verified: Verified,
+        target: Tensor,
+        part: StepPart,
+    ) -> Outcome:
+        """The accepted nodes become part of the sequence: indices only, in every table. target
+        [b, T]: the target's own tokens."""
+        accepted = self._accept(slots, verified.tree, target, part.shape.depth)
+        self.scheme.accept(verified.layout, accepted, verified.features)
+        self.backend.commit_tokens(self.table, slots, kv_slots, accepted)
+        if self.drafter_commits(part):
+            self.drafter.observe_accepted(slots, accepted, verified.features)
+        return Outcome(accepted, self.scheme.folded(slots))
+
+    def _accept(self, slots: Tensor, tree: Tree, target: Tensor, depth: int) -> Truncated:
+        table = self.table
+        if self.forced_length is None:
+            return self.backend.accept_tokens(table, slots, tree, target, depth)
+        walked = simulated_walk(tree, target, depth, self.forced_length, self.num_forced)
+        self.num_forced += 1
+        return truncate(walked, table.stop_tokens[slots], table.remaining[slots])
+
+    def drafter_commits(self, part: StepPart) -> bool:
+        """Whether the drafter's share of committing a step is the device's work."""
+        return self.drafter.on_device and not part.idle
+
+    def observe_on_host(
+        self, slots: Tensor, verified: Verified, accepted: Truncated, part: StepPart
+    ) -> None:
+        """What the host keeps count of."""
+        self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
+        if not self.drafter.on_device and not part.idle:
+            self.drafter.observe_accepted(slots, accepted, verified.features)
+
+
+class EagerRun:
+    """A step of one batch, each operation launched by itself."""
+
+    def __init__(self, step: DecodeStep, batch: DecodeBatch, part: StepPart) -> None:
+        self.step, self.batch, self.part = step, batch, part
+        place = step.backend.place
+        self.slots = place.to_device(batch.slots)
+        self.kv_slots = place.to_device(batch.kv_slots)
+
+    def verify(self) -> Verified:
+        """Draft, and what the target says of it."""
+        noisy = self.step.sampling.any_noise(self.batch.slots)
+        tree = self.step.draft(self.slots, self.kv_slots, self.part, noisy)
+        self.verified = self.step.verify(self.slots, self.kv_slots, tree)
+        return self.verified
+
+    def commit(self, target: Tensor) -> Outcome:
+        """target [b, T] int64, what the target samples at each node."""
+        step, part = self.step, self.part
+        outcome = step.commit(self.slots, self.kv_slots, self.verified, target, part)
+        step.observe_on_host(self.slots, self.verified, outcome.accepted, part)
+        return outcome
+
+
+class EagerSteps:
+    """Steps without graphs."""
+
+    num_bytes = 0
+
+    def __init__(self, step: DecodeStep) -> None:
+        self.step = step
+
+    def prepare(self, batch: DecodeBatch) -> EagerRun:
+        """What comes before the step, and is not part of its time."""
+        drafter = self.step.drafter
+        part = drafter.prepare(batch.slots, batch.shape)
+        if part.needs_catch_up:
+            drafter.catch_up(self.step.backend.place.to_device(part.needs_catch_up))
+        return EagerRun(self.step, batch, part)

@@ -1,0 +1,232 @@
+"""Decode steps as CUDA graphs: a step of hundreds of kernels is two launches for the host.
+
+A graph repeats the same kernels on the same memory, so there is one for each kind of step: tree
+shape, number of requests (a ladder of them; a batch takes the next larger one), whether drafts use
+the sampler's noise, and whether the drafter has a part in it. What pads a batch stands in a request
+slot, a state slot and a KV slot that nobody owns, and has no tokens left to generate: it changes
+nothing of a request's.
+
+    inputs → [ draft → verify ] → logits → sampler, launch by launch → [ accept, commit ] → outcome
+
+The two parts of a kind are run one right after the other, so all graphs share one pool of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.drafting.base import StepPart
+from mamba_eagle.message import DecodeBatch
+from mamba_eagle.runner.steps.decode_step import DecodeStep, Outcome, Verified
+from mamba_eagle.tree.tree import Tree
+
+log = logging.getLogger("mamba_eagle.runner")
+
+
+class Kind(NamedTuple):
+    """Steps that are the same work."""
+
+    shape: TreeShape
+    batch: int
+    noisy: bool
+    drafter_commits: bool
+    stop_tokens: int  # width of their table, which grows
+
+
+def batch_ladder(most: int) -> list[int]:
+    """Batch sizes that have graphs of their own, falling: the steps are at most a third."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+    sizes += range(80, 161, 16)
+    sizes += range(192, max(most, 192) + 32, 32)
+    return sorted({most, *(size for size in sizes if size < most)}, reverse=True)
+
+
+class GraphedRun:
+    """A step of one batch: its requests are the first of the graph's."""
+
+    def __init__(self, graph: _Graph, batch: DecodeBatch, part: StepPart) -> None:
+        self.graph, self.batch, self.part, self.b = graph, batch, part, len(batch.slots)
+        self.slots = graph.slots[: self.b]
+        self.verified = graph.verified.first(self.b)
+
+    def verify(self) -> Verified:
+        """Draft, and what the target says of it."""
+        self.graph.load(self.batch, self.part)
+        return self.verified
+
+    def commit(self, target: Tensor) -> Outcome:
+        """target [b, T] int64, what the target samples at each node."""
+        self.graph.target[: self.b] = target
+        self.graph.commit.replay()
+        outcome = self.graph.outcome.first(self.b)
+        self.graph.step.observe_on_host(self.slots, self.verified, outcome.accepted, self.part)
+        return outcome
+
+
+class _Graph:
+    """The two graphs of a kind, and the memory where their inputs and outputs are."""
+
+    def __init__(self, kind: Kind, part: StepPart, graphs: GraphedSteps) -> None:
+        """part: the drafter's in all steps of this kind."""
+        self.kind, self.part, self.step = kind, part, graphs.step
+        self.place = graphs.place
+        self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
+        self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
+        self.inputs = self.place.to_device([self.padding] * kind.batch)
+        self.slots = self.inputs[:, 0].clone()
+        self.kv_slots = self.inputs[:, 1:].clone()
+        self.target = torch.zeros_like(self.kv_slots)
+        self.logits = graphs.logits[: self.target.numel()]
+        self.tree: Tree | None = None
+        if not self.drafts:
+            self.tree = _empty_tree(*self.target.shape, self.place.device)
+
+        for work in (self._verify, self._commit):  # compiles kernels; padding changes nothing
+            work()
+        self.verify = graphs.record(self._verify)
+        self.commit = graphs.record(self._commit)
+
+    def _verify(self) -> None:
+        self.slots.copy_(self.inputs[:, 0])
+        self.kv_slots.copy_(self.inputs[:, 1:])
+        tree = self.tree
+        if tree is None:
+            tree = self.step.draft(self.slots, self.kv_slots, self.part, self.kind.noisy)
+        self.verified = self.step.verify(self.slots, self.kv_slots, tree, self.logits)
+
+    def _commit(self) -> None:
+        self.outcome = self.step.commit(
+            self.slots, self.kv_slots, self.verified, self.target, self.part
+        )
+
+    def load(self, batch: DecodeBatch, part: StepPart) -> None:
+        """Draft and verify."""
+        inputs = [[slot, *nodes] for slot, nodes in zip(batch.slots, batch.kv_slots)]
+        inputs += [self.padding] * (self.kind.batch - len(inputs))
+        self.inputs.copy_(self.place.host_tensor(inputs), non_blocking=True)
+        if self.tree is not None:
+            own = self.inputs[: len(batch.slots)]
+            slots, kv_slots = own[:, 0].contiguous(), own[:, 1:].contiguous()
+            drafted = self.step.draft(slots, kv_slots, part, self.kind.noisy)
+            for kept, new in zip(self.tree, drafted):
+                kept[: len(new)] = new
+        self.verify.replay()
+
+
+class _CatchUp:
+    """The drafter's pass over what plain steps added, for ``batch`` requests."""
+
+    def __init__(self, batch: int, graphs: GraphedSteps) -> None:
+        self.padding, self.drafter = graphs.padded_slot, graphs.step.drafter
+        self.place = graphs.place
+        self.slots = self.place.to_device([self.padding] * batch)
+        self._work()  # compiles kernels; padding changes nothing
+        self.graph = graphs.record(self._work)
+
+    def _work(self) -> None:
+        self.drafter.catch_up(self.slots)
+
+    def run(self, slots: Sequence[int]) -> None:
+        padded = [*slots, *[self.padding] * (len(self.slots) - len(slots))]
+        self.slots.copy_(self.place.host_tensor(padded), non_blocking=True)
+        self.graph.replay()
+
+
+def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
+    """Nodes that all hang on the root."""
+    zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
+    own = torch.eye(nodes, dtype=torch.bool, device=device).repeat(b, 1, 1)
+    own[:, :, 0] = True
+    depths = zeros.clone()
+    depths[:, 1:] = 1
+    return Tree(zeros, zeros.clone(), depths, own, zeros.float())
+
+
+class GraphedSteps:
+    """Steps by kind; each is captured when it is first wanted, or by ``warm_up``."""
+
+    def __init__(self, step: DecodeStep, padded_slot: int, max_nodes: int, vocab: int) -> None:
+        """padded_slot: a request slot that nobody owns, of which there are so many before it."""
+        self.step, self.padded_slot, self.place = step, padded_slot, step.backend.place
+        self.device = self.place.device
+        self.ladder = batch_ladder(padded_slot)
+        self.logits = torch.empty(padded_slot * max_nodes, vocab, device=self.device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
+        self.graphs: dict[Kind, _Graph] = {}
+        self.catching_up: dict[int, _CatchUp] = {}  # by batch size
+        self.num_bytes = self.logits.nbytes
+
+    def warm_up(self, shapes: list[TreeShape]) -> None:
+        """Capture the steps of these shapes, for all batch sizes of the ladder, greedy ones."""
+        began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        for batch in self.ladder:  # the largest first
+            for shape in reversed(shapes):
+                self._capture([self.padded_slot] * batch, shape)
+            if shapes != [PLAIN] and self.step.drafter.on_device:
+                self._catch_up([self.padded_slot] * batch)
+        # and plain steps of requests that are not tracked
+        drafter, padding = self.step.drafter, [self.padded_slot]
+        drafter.untrack(padding)
+        for batch in self.ladder:
+            self._capture(padding * batch, PLAIN)
+        drafter.release(padding, [-1])
+        self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
+        log.info(
+            "%d CUDA graphs in %.1f s, %.2f GB with the logits",
+            len(self.graphs),
+            time.perf_counter() - began,
+            self.num_bytes / 1e9,
+        )
+
+    def prepare(self, batch: DecodeBatch) -> GraphedRun:
+        """What comes before the step, and is not part of its time: new kinds are captured."""
+        graph, part = self._capture(batch.slots, batch.shape)
+        return GraphedRun(graph, batch, part)
+
+    def _capture(self, slots: list[int], shape: TreeShape) -> tuple[_Graph, StepPart]:
+        part = self.step.drafter.prepare(slots, shape)
+        if part.needs_catch_up:
+            self._catch_up(part.needs_catch_up)
+        kind = Kind(
+            shape,
+            self._size(slots),
+            shape != PLAIN and self.step.sampling.any_noise(slots),
+            self.step.drafter_commits(part),
+            self.step.table.stop_tokens.shape[1],
+        )
+        if kind not in self.graphs:
+            self.graphs[kind] = _Graph(kind, part, self)
+        return self.graphs[kind], part
+
+    def _catch_up(self, slots: Sequence[int]) -> None:
+        if not self.step.drafter.on_device:
+            self.step.drafter.catch_up(self.place.to_device(slots))
+            return
+        size = self._size(slots)
+        if size not in self.catching_up:
+            self.catching_up[size] = _CatchUp(size, self)
+        self.catching_up[size].run(slots)
+
+    def _size(self, slots: Sequence[int]) -> int:
+        return min(size for size in self.ladder if size >= len(slots))
+
+    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What ``work`` launches, as a graph; nothing of it is run."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(self.stream):
+            # other threads may use the device meanwhile
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph

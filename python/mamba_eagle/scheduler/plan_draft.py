@@ -1,0 +1,66 @@
+"""One plan: while it is built, and while its result is awaited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mamba_eagle.cache.slots import HeldSlots
+from mamba_eagle.core import PLAIN
+from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release
+from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.speculation import Choice
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt."""
+
+    request: Request
+    held: HeldSlots  # the request's
+    item: PrefillItem
+    spare_saves: frozenset[int]  # positions of saves that no request is known to ask for
+
+
+class DecodeItem(NamedTuple):
+    """A request's part of the decode step."""
+
+    request: Request
+    held: HeldSlots  # the request's
+    tree: list[int]  # the nodes' KV slots, from Slots.reserve_tree; the plan's until it is settled
+
+
+@dataclass
+class PlanDraft:
+    """What becomes a ``Plan``, and which requests its parts belong to.
+
+    Results come in the order of ``chunks`` and ``decodes``.
+    """
+
+    number: int
+    releases: list[Release] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[DecodeItem] = field(default_factory=list)
+    untracked: list[Request] = field(default_factory=list)  # the drafter stops following them
+    choice: Choice = Choice(PLAIN)  # of the decode step's shape
+    short_of_kv: bool = False  # a running request skips this step for lack of KV slots
+    reads: set[int] = field(default_factory=set)  # state slots that prompts start from
+
+    @property
+    def empty(self) -> bool:
+        return not (self.releases or self.chunks or self.decodes)
+
+    def as_message(self) -> Plan:
+        decode = None
+        if self.decodes:
+            decode = DecodeBatch(
+                shape=self.choice.shape,
+                slots=[item.held.slot for item in self.decodes],
+                kv_slots=[item.tree for item in self.decodes],
+            )
+        return Plan(
+            step=self.number,
+            untrack=[each.held.slot for each in self.untracked if each.held is not None],
+            releases=self.releases,
+            prefill=[chunk.item for chunk in self.chunks],
+            decode=decode,
+        )

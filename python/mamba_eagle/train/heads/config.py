@@ -1,0 +1,99 @@
+"""config.json of a new head. Sizes are those of the target where it has such layers; otherwise they
+are derived from its hidden size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig
+
+MLP_EXPANSION = 3  # intermediate size of an MLP layer / hidden size
+
+
+def head_attention(target: ModelConfig) -> AttentionConfig:
+    """The target's attention sizes, without position encoding. For a target without attention:
+    query heads of 64 or 128 channels, in groups of four per KV head where their number allows."""
+    if target.attention is not None:
+        a = target.attention
+        return AttentionConfig(a.num_heads, a.num_kv_heads, a.head_dim)
+    head_dim = 128 if target.hidden_size >= 2048 else 64
+    heads = max(1, target.hidden_size // head_dim)
+    return AttentionConfig(heads, heads // 4 if heads % 4 == 0 else heads, head_dim)
+
+
+def head_mamba(target: ModelConfig) -> Mamba2Config:
+    """The target's Mamba2 sizes. For a target without Mamba2 layers: an inner width of twice the
+    hidden size, in heads of 64 channels."""
+    if target.mamba is not None:
+        return target.mamba
+    return Mamba2Config(
+        num_heads=max(1, 2 * target.hidden_size // 64),
+        head_dim=64,
+        state_size=64,
+        num_groups=1,
+        conv_kernel=4,
+        conv_bias=True,
+        time_step_limit=(0.0, float("inf")),
+        chunk_size=64,
+    )
+
+
+def head_config(architecture: str, pattern: str, target: ModelConfig) -> dict[str, Any]:
+    """config.json of a head with the layers of ``pattern``, in Nemotron-H's fields."""
+    attention, mamba = head_attention(target), head_mamba(target)
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "torch_dtype": "bfloat16",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "layer_norm_epsilon": target.norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "eos_token_id": list(target.eos_token_ids),
+    }
+    if "*" in pattern:
+        config["num_attention_heads"] = attention.num_heads
+        config["num_key_value_heads"] = attention.num_kv_heads
+        config["head_dim"] = attention.head_dim
+    if "-" in pattern:
+        config["intermediate_size"] = MLP_EXPANSION * target.hidden_size
+        config["mlp_hidden_act"] = "relu2"
+    if "M" in pattern:
+        config["mamba_num_heads"] = mamba.num_heads
+        config["mamba_head_dim"] = mamba.head_dim
+        config["ssm_state_size"] = mamba.state_size
+        config["n_groups"] = mamba.num_groups
+        config["conv_kernel"] = mamba.conv_kernel
+        config["use_conv_bias"] = mamba.conv_bias
+        config["chunk_size"] = mamba.chunk_size
+    return config
+
+
+def eagle3_config(draft_vocab_size: int, taps: list[int], target: ModelConfig) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head, in the fields of published heads.
+
+    Args:
+        taps: the layer ids that the config stores for its three features.
+    """
+    attention = head_attention(target)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": MLP_EXPANSION * target.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.norm_eps,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": target.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "eos_token_id": list(target.eos_token_ids),
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": taps},
+    }

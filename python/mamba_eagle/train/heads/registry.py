@@ -1,0 +1,14 @@
+"""The kinds of heads that can be trained, by the name that --algorithm takes."""
+
+from __future__ import annotations
+
+from mamba_eagle.train.heads.base import TrainableHead
+from mamba_eagle.train.heads.eagle import TrainableEagle
+from mamba_eagle.train.heads.eagle3 import TrainableEagle3
+from mamba_eagle.train.heads.mtp import TrainableMtp
+
+TRAINABLE_HEADS: dict[str, type[TrainableHead]] = {
+    "eagle": TrainableEagle,
+    "eagle3": TrainableEagle3,
+    "mtp": TrainableMtp,
+}

@@ -1,0 +1,115 @@
+"""The settings of ``mamba-eagle train-drafter``: one frozen dataclass, from which its flags are
+generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mamba_eagle.config import setting
+
+# Settings that affect neither the answers nor the weights: a resumed run may change them.
+CHANGEABLE = (
+    "device",
+    "max_running_requests",
+    "micro_tokens",
+    "log_every",
+    "eval_every",
+    "save_seconds",
+)
+MIN_VALUES = {
+    "max_new_tokens": 2,
+    "max_length": 4,
+    "max_running_requests": 1,
+    "depth": 1,
+    "draft_vocab_size": 1,
+    "mtp_modules": 1,
+    "batch_size": 1,
+    "micro_tokens": 1,
+    "held_out": 1,
+    "log_every": 1,
+    "steps": 0,
+    "eval_every": 0,
+    "seed": 0,
+    "temperature": 0,
+    "lr": 0,
+    "save_seconds": 0,
+}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    target: str = setting("", "target model: checkpoint folder, Hugging Face name, or: embedded")
+    algorithm: str = setting("eagle", "kind of head", ("eagle", "eagle3", "mtp"))
+    data: str = setting(
+        "",
+        "jsonl file of prompts, each line with text, prompt, question, messages or token_ids "
+        "(docs/training.md)",
+    )
+    output: str = setting("", "folder for the answers, the training state and the head")
+    device: str = setting("auto", "device to run on", ("auto", "cpu", "cuda"))
+    seed: int = setting(0, "seed for initial weights, the order of the data and sampling")
+
+    prompt_template: str = setting(
+        "Question: {question}\nAnswer:", "prompt for lines with a question"
+    )
+    skip_generation: bool = setting(
+        False, "train on the answers in the data file instead of generating the target's own"
+    )
+    temperature: float = setting(0.0, "sampling temperature of the target's answers")
+    max_new_tokens: int = setting(512, "maximum length of an answer in tokens")
+    max_length: int = setting(2048, "maximum length of prompt and answer together in tokens")
+    max_running_requests: int = setting(64, "prompts answered at the same time")
+
+    depth: int = setting(5, "number of consecutive draft tokens to train for")
+    head_pattern: str = setting(
+        "*-", "layers of the head: * attention, - MLP, M Mamba2 (eagle and mtp)"
+    )
+    draft_vocab_size: int = setting(
+        32000, "vocabulary of an eagle3 head: this many of the answers' most frequent tokens"
+    )
+    mtp_modules: int = setting(
+        1, "modules of an mtp head: 1 (used at every depth) or as many as --depth"
+    )
+
+    epochs: float = setting(3.0, "passes over the answers")
+    steps: int = setting(0, "number of optimizer steps; 0: set by --epochs")
+    batch_size: int = setting(16, "answers per step, over all processes")
+    micro_tokens: int = setting(
+        4096,
+        "maximum number of tokens per forward pass, padding included; a step may take several",
+    )
+    lr: float = setting(0.0, "peak learning rate of AdamW; 0: 0.5 / hidden size of the target")
+    held_out: int = setting(64, "answers kept out of training to measure acceptance")
+    log_every: int = setting(20, "steps between progress lines")
+    eval_every: int = setting(0, "steps between measurements of acceptance; 0: ten per run")
+    save_seconds: float = setting(300.0, "seconds between saves")
+
+    def problems(self) -> list[str]:
+        """All invalid settings, each with its value and a remedy."""
+        problems = [
+            f"{flag(name)} is missing"
+            for name in ("target", "data", "output")
+            if not getattr(self, name)
+        ]
+        problems += [
+            f"{flag(name)} {getattr(self, name)}: must be {minimum} or more"
+            for name, minimum in MIN_VALUES.items()
+            if getattr(self, name) < minimum
+        ]
+        if self.epochs <= 0 and not self.steps:
+            problems.append(f"--epochs {self.epochs}: must be above 0, or give --steps")
+        if "{question}" not in self.prompt_template:
+            problems.append(
+                f"--prompt-template {self.prompt_template!r:.200}: must contain {{question}} where "
+                "the question goes"
+            )
+        if not self.head_pattern or set(self.head_pattern) - set("*-M"):
+            problems.append(
+                f"--head-pattern {self.head_pattern!r:.200}: must consist of one or more of "
+                "* (attention), - (MLP) and M (Mamba2)"
+            )
+        return problems
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,99 @@
+"""Draft trees from a drafter's log-probabilities (EAGLE-2, arXiv 2406.16858).
+
+Shapes: b requests, T tree nodes (the root among them), k = topk lanes, C candidates.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.tree.tree import Tree, ancestor_matrix
+
+
+class Frontier(NamedTuple):
+    """The lanes to draft from next, best first."""
+
+    tokens: Tensor  # [b, k] int64
+    lanes: Tensor  # [b, k] int64; the lane of the previous frontier that is the parent
+    scores: Tensor  # [b, k] float32; cumulative log-probability
+
+
+class Candidates:
+    """Grows a tree of candidates, then keeps its best nodes (EAGLE-2, arXiv 2406.16858).
+
+    The first depth gives the root ``topk`` children. Each further depth gives ``topk`` children to
+    each of the ``topk`` best candidates of the one before. A candidate's score is the sum of the
+    log-probabilities on its path.
+
+    Candidates are numbered in the order in which they are seen: a parent before its children, and
+    with a score no lower. So the order by (score, falling; number, rising) puts every candidate
+    behind all its ancestors, equal scores or not, and any head of that order is a tree.
+    """
+
+    def __init__(self, roots: Tensor, topk: int) -> None:
+        """roots: [b] int64, the last accepted token of each request."""
+        self.roots = roots.unsqueeze(1)
+        self.topk = topk
+        self._tokens = [self.roots]
+        self._parents: list[Tensor] = [torch.zeros_like(self.roots)]  # candidate numbers; root: 0
+        self._scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
+        self._seen, self._depth = 1, 0  # the root among them
+        # the lanes: their candidate numbers and scores, both [b, lanes]
+        self._numbers = self._parents[0]
+        self._frontier_scores = self._scores[0]
+
+    def expand(self, best: TopTokens) -> Frontier:
+        """Add the best children of every lane.
+
+        best: [b, lanes, k], of one lane (the root) at first, then of the lanes of the last
+        Frontier in its order.
+        """
+        # a rounding above 0 must not lift a child above its parent
+        scores = self._frontier_scores.unsqueeze(2) + best.log_probs.clamp(max=0.0)
+        tokens, scores = best.tokens.flatten(1), scores.flatten(1)  # [b, lanes * k]
+        self._tokens.append(tokens)
+        self._parents.append(self._numbers.repeat_interleave(self.topk, dim=1))
+        self._scores.append(scores)
+
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.topk]
+        self._numbers = order + self._seen
+        self._frontier_scores = scores.gather(1, order)
+        self._seen += tokens.shape[1]
+        self._depth += 1
+        return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
+
+    def select(self, num_nodes: int) -> Tree:
+        """The root and the best ``num_nodes - 1`` candidates, by depth, then by score."""
+        self._check(num_nodes)
+        seen = torch.cat(self._scores, dim=1)  # [b, C]
+        order = seen.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]  # [b, T]
+        # Numbers are dense: 1 root, k of depth 1, then k² a depth.
+        square = self.topk * self.topk
+        below_root = (order + (square - self.topk - 1)).div(square, rounding_mode="floor") + 1
+        depths, by_depth = torch.where(order == 0, 0, below_root).sort(dim=1, stable=True)
+        chosen = order.gather(1, by_depth)
+
+        node_of = torch.zeros_like(seen, dtype=torch.int64)
+        index = torch.arange(num_nodes, device=chosen.device).expand_as(chosen)
+        node_of.scatter_(1, chosen, index)
+        parents = node_of.gather(1, torch.cat(self._parents, dim=1).gather(1, chosen))
+        return Tree(
+            tokens=torch.cat(self._tokens, dim=1).gather(1, chosen),
+            parents=parents,
+            depths=depths,
+            ancestors=ancestor_matrix(parents, max_depth=self._depth),
+            scores=seen.gather(1, chosen),
+        )
+
+    def _check(self, num_nodes: int) -> None:
+        if not 1 <= num_nodes <= self._seen:
+            raise ValueError(
+                f"num_nodes = {num_nodes}: must be between 1 and {self._seen}, the root and the "
+                f"candidates of {self._depth} depths with topk {self.topk}"
+            )

@@ -1,0 +1,75 @@
+"""Token trees: the nodes that the target verifies.
+
+Shapes: b requests, T tree nodes, the root among them.
+A chain is the tree with ``parents[i] == i - 1``; plain decoding is the tree with one node.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """One tree per request. Parents come before their children; ``depths`` never decrease."""
+
+    tokens: Tensor  # [b, T] int64; node 0 is the root: accepted, not yet run through the target
+    parents: Tensor  # [b, T] int64; the parent's node index, below the node's own; root: 0
+    depths: Tensor  # [b, T] int64; root: 0
+    ancestors: Tensor  # [b, T, T] bool; [:, i, j]: node j is node i or one of its ancestors
+    scores: Tensor  # [b, T] float32; cumulative log-probability of the drafter; root: 0
+
+
+def single_node_tree(roots: Tensor) -> Tree:
+    """The tree of plain decoding. roots: [b] int64."""
+    tokens = roots.unsqueeze(1)
+    zeros = torch.zeros_like(tokens)
+    return Tree(
+        tokens=tokens,
+        parents=zeros,
+        depths=zeros,
+        ancestors=torch.ones_like(zeros, dtype=torch.bool).unsqueeze(2),
+        scores=torch.zeros_like(zeros, dtype=torch.float32),
+    )
+
+
+def chain_tree(tokens: Tensor) -> Tree:
+    """Each token behind the one before it. tokens: [b, T] int64."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    shape = tokens.shape
+    return Tree(
+        tokens=tokens,
+        parents=(index - 1).clamp_(min=0).expand(shape).contiguous(),
+        depths=index.expand(shape),
+        ancestors=(index[:, None] >= index).expand(*shape, -1),
+        scores=torch.zeros(shape, device=tokens.device),
+    )
+
+
+def chain_prefix(chain: Tree, tokens: Tensor) -> Tree:
+    """``chain_tree(tokens)`` without a launch: views of the one longer ``chain`` [1, …]."""
+    b, nodes = tokens.shape
+    parents, depths, ancestors, scores = (
+        part[:, :nodes].expand(b, *[-1] * (part.dim() - 1)) for part in chain[1:]
+    )
+    return Tree(tokens, parents, depths, ancestors[..., :nodes], scores)
+
+
+def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
+    """Who is above whom. parents: [b, T] int64, root 0 -> [b, T, T] bool, a node above itself too.
+
+    With P the matrix of the parent edges, entry (i, j) of ``(I + P)**m`` counts the ways to go
+    from i to j in m steps that stay or climb: above 0 if and only if j is at most m above i.
+    """
+    nodes = parents.shape[1]
+    reach = torch.eye(nodes, device=parents.device).repeat(parents.shape[0], 1, 1)
+    reach.scatter_(2, parents.unsqueeze(2), 1.0)
+    climbed = 1
+    while climbed < min(max_depth, nodes - 1):
+        reach = reach @ reach
+        climbed *= 2
+    return reach > 0

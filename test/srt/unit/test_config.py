@@ -1,0 +1,118 @@
+"""Settings: the command line made from them, and what is wrong with them, without any file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.resolve import resolve
+
+AUTO = [spec.name for spec in dataclasses.fields(ServerConfig) if spec.default is None]
+
+
+def parsed(*flags: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ServerConfig)
+    return from_arguments(ServerConfig, parser.parse_args(flags))
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parsed() == ServerConfig()
+
+
+def test_flags_become_settings_of_their_type() -> None:
+    config = parsed(
+        *("--model-path", "a", "--port", "1", "--mem-fraction-static", "0.5"),
+        *("--disable-radix-cache", "--no-speculative-adaptive", "--mamba-rows", "20"),
+    )
+    assert config == ServerConfig(
+        model_path="a",
+        port=1,
+        mem_fraction_static=0.5,
+        disable_radix_cache=True,
+        speculative_adaptive=False,
+        mamba_rows=20,
+    )
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_and_zero_leave_the_choice_to_the_runner(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert parsed(flag, "auto") == parsed(flag, "0") == ServerConfig()
+    assert getattr(parsed(flag, "7"), name) == 7
+
+
+def test_zero_is_not_auto_where_it_means_none() -> None:
+    assert parsed("--mamba-checkpoint-interval", "0").mamba_checkpoint_interval == 0
+
+
+def test_what_is_neither_number_nor_auto_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--mamba-rows", "many")
+    assert "--mamba-rows: 'many' is neither a number nor auto" in capsys.readouterr().err
+
+
+def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    words = " ".join(capsys.readouterr().out.split())
+    for spec in dataclasses.fields(ServerConfig):
+        flag = "--" + spec.name.replace("_", "-")
+        assert f"{flag} " in words
+        if spec.default is None:
+            assert f"{spec.metadata['help']} (default: auto)" in words
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("max_running_requests", 0, "--max-running-requests 0: must be 1 or more"),
+        ("mamba_rows", 0, "--mamba-rows 0: must be 1 or more, or auto"),
+        ("cpu_threads", -1, "--cpu-threads -1: must be 1 or more, or auto"),
+        ("mamba_checkpoint_interval", -1, "--mamba-checkpoint-interval -1: must be 0 or more"),
+        ("mem_fraction_static", 0.0, "--mem-fraction-static 0.0: must be above 0 and at most 1"),
+        ("mem_fraction_static", 1.1, "--mem-fraction-static 1.1: must be above 0 and at most 1"),
+        ("port", 0, "--port 0: must be between 1 and 65535"),
+        ("port", 65536, "--port 65536: must be between 1 and 65535"),
+        ("stream_interval", 0, "--stream-interval 0: must be 1 or more"),
+        ("max_queued_requests", -1, "--max-queued-requests -1: must be 0 or more"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: str) -> None:
+    config = dataclasses.replace(ServerConfig(speculative_algorithm="NONE"), **{name: value})
+    assert config.problems() == [problem]
+
+
+def test_defaults_have_no_problems() -> None:
+    assert ServerConfig().problems() == []
+
+
+def test_all_problems_are_said_at_once() -> None:
+    """Of numbers, of folders and of the drafter's tree."""
+    config = ServerConfig(
+        model_path="/not/there",
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=0,
+        port=0,
+    )
+    with pytest.raises(ConfigError) as refused:
+        resolve(config)
+    said = str(refused.value)
+    for part in (
+        "--model-path /not/there: no such folder",
+        "--speculative-num-steps 0",
+        "--port 0: must be",
+        "EAGLE needs --speculative-draft-model-path",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize("module", ["config", "resolve", "server.launch", "scheduler.process"])
+def test_only_the_runner_loads_torch(module: str) -> None:
+    code = f"import sys, mamba_eagle.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
