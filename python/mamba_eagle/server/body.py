@@ -12,7 +12,7 @@ from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
 from mamba_eagle.server.json_body import decode_object
-from mamba_eagle.server.lanes import Lanes
+from mamba_eagle.server.threads import BodyThreads
 
 # What clients send JSON as; curl -d says it sends a form, and some say nothing.
 READABLE_TYPES = (
@@ -34,7 +34,7 @@ class Bodies:
         self.max_size = max_size
         self.capacity = max(MAX_BODIES_IN_MEMORY, 2 * max_size)
         self.held = 0  # bytes of the bodies that are being received or read
-        self.lanes = Lanes()
+        self.threads = BodyThreads()
 
     async def read(
         self, request: Request, read_fields: Callable[[Fields], T], max_size: int = 0
@@ -47,7 +47,9 @@ class Bodies:
         reception = _Reception(self, request, max_size or self.max_size)
         try:
             body = await reception.body()
-            return await self.lanes.run(len(body), lambda: read_fields(Fields(decode_object(body))))
+            return await self.threads.run(
+                len(body), lambda: read_fields(Fields(decode_object(body)))
+            )
         finally:
             self.held -= reception.held
 

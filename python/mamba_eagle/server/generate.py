@@ -19,7 +19,7 @@ from mamba_eagle.server.sse import (
     wait_until_done,
 )
 from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.sample import LiveRequest
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 router = APIRouter()
 
@@ -34,9 +34,12 @@ async def generate(request: Request) -> Response:
     if job.stream:
         events = stream_replies(state, job, live, replies)
         return EventStream(events, lambda: state.manager.release(live))
+
+    def take(sample: Sample) -> None:
+        replies[sample.index].take_logprobs()
+
     wants_logprobs = any(prompt.return_logprob for prompt in job.prompts)
-    take = (lambda sample: replies[sample.index].take_logprobs()) if wants_logprobs else None
-    if not await wait_until_done(request, state.manager, live, take):
+    if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
         return Response(status_code=499)  # nobody reads it
     for sample in live.samples:
         if (error := sample_error(sample)) is not None:

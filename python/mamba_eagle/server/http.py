@@ -63,7 +63,7 @@ def make_app(state: ServerState) -> FastAPI:
     if state.api_keys:
         app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
     # Pages of any origin may ask, as with SGLang: browsers hide the answers from them otherwise.
-    # Added last, so that it comes first: a preflight request carries no key.
+    # Added after the key's, so that it comes first: a preflight request carries no key.
     app.add_middleware(
         CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
     )

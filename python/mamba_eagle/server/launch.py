@@ -33,9 +33,9 @@ from mamba_eagle.resolve import resolve
 from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.http import make_app
-from mamba_eagle.server.lanes import share_interpreter
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
+from mamba_eagle.server.threads import share_interpreter
 from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.text import TextTokenizer
 

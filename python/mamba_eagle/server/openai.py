@@ -50,10 +50,12 @@ async def _serve(
     if job.stream:
         events = _stream(state, job, live, choices, head)
         return EventStream(events, lambda: state.manager.release(live))
-    take = None
-    if job.logprobs is not None:
-        take = lambda sample: choices[sample.index].take_logprobs()  # noqa: E731
-    if not await wait_until_done(request, state.manager, live, take):
+
+    def take(sample: Sample) -> None:
+        choices[sample.index].take_logprobs()
+
+    wants_logprobs = job.logprobs is not None
+    if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
         return Response(status_code=499)  # nobody reads it
     for sample in live.samples:
         if (error := choice_error(sample)) is not None:

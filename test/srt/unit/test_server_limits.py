@@ -17,8 +17,8 @@ from tiny_tokenizer import byte_level
 
 from mamba_eagle import limits
 from mamba_eagle.message import Abort, Generate
-from mamba_eagle.server.lanes import SMALL_BODY
 from mamba_eagle.server.prompts import CHARACTERS_PER_TOKEN
+from mamba_eagle.server.threads import SMALL_BODY
 from mamba_eagle.tokenizer.text import BATCH_CHARACTERS, BATCH_TEXTS
 
 PROMPT = {"prompt": "a"}
@@ -255,7 +255,7 @@ def test_json_goes_by_several_names(kind: str) -> None:
 # ── long bodies are read in threads ──────────────────────────────────────────────────────────
 
 
-async def same_in_all_lanes(server: Harness, path: str, body: dict[str, Any]) -> None:
+async def same_wherever_it_is_read(server: Harness, path: str, body: dict[str, Any]) -> None:
     """Spaces make it longer, so that it is read on the loop, then in either kind of thread."""
     text = json.dumps(body)
     replies = []
@@ -282,7 +282,7 @@ def test_where_a_body_is_read_changes_nothing() -> None:
                 ("/detokenize", {"tokens": [[70, 71], [72]]}),
                 ("/generate", {"text": "x" * 100}),
             ):
-                await same_in_all_lanes(server, path, body)
+                await same_wherever_it_is_read(server, path, body)
 
     run(test())
 

@@ -35,11 +35,11 @@ def share_interpreter() -> None:
     gc.freeze()
 
 
-class Lanes:
-    """Two pools of threads, for bodies of some and of many bytes."""
+class BodyThreads:
+    """Two pools, for bodies of some and of many bytes."""
 
     def __init__(self) -> None:
-        threads = max(1, len(os.sched_getaffinity(0)) // 4)
+        threads = max(1, (os.cpu_count() or 1) // 4)
         self._quick = ThreadPoolExecutor(threads, "quick-body")
         self._slow = ThreadPoolExecutor(threads, "slow-body")
 
