@@ -1,7 +1,6 @@
 """Drives a StateScheme without a model: random layer inputs, random trees, random accepts.
 
-Beside it runs the plain recurrence in float64, token by token, for every node of every tree: what
-the scheme must equal.
+The oracle is the plain recurrence in float64, token by token, for every node of every tree.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def backend_of(form: str, dtype: torch.dtype) -> Backend:
-    """form: "" for what a CPU takes, torch, or triton in its interpreter."""
+    """form: "" for the default backend of a CPU, torch, or triton in its interpreter."""
     if form == "triton":
         from triton_rig import triton_backend  # needs triton
 
@@ -42,7 +41,7 @@ def mamba_config(
     num_groups: int = 2,
     time_step_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Mamba2Config:
-    """Few numbers, hardly two of them alike."""
+    """Small sizes, most of them different from each other."""
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=head_dim,
@@ -67,13 +66,14 @@ def random_mixer(config: Mamba2Config, index: int, seed: int) -> Mamba2Mixer:
 
 
 class Sequence(NamedTuple):
-    """What one Mamba2 layer remembers of a sequence, in float64."""
+    """The state of one Mamba2 layer after a sequence, in float64."""
 
     state: Tensor  # [H, P, N]
     history: Tensor  # [K-1, conv_dim], raw convolution inputs, oldest first
 
     def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
-        """One more token: xbc [conv_dim] and dt [H], raw. Also its output y [H, P]."""
+        """The state after one more token, and the token's output y [H, P]; raw xbc [conv_dim] and
+        dt [H]."""
         c = layer.config
         window = torch.cat([self.history, xbc.double()[None]])
         mixed = (window * layer.conv1d.weight.double()[:, 0].t()).sum(0) + layer.conv1d.bias
@@ -88,22 +88,22 @@ class Sequence(NamedTuple):
 
 
 class Timestamp(NamedTuple):
-    """A request after some token: each layer's memory, and the token's feature."""
+    """A request's state after some token: one Sequence per layer, and the token's feature."""
 
     layers: list[Sequence]
     feature: Tensor  # [hidden]
 
 
 class Inputs(NamedTuple):
-    """What the layers hand over for the nodes of b trees, and the target's hidden states."""
+    """Inputs of all layers for the nodes of b trees, and the target's hidden states."""
 
-    xbc: list[Tensor]  # a layer: [b, T, conv_dim]
-    dt: list[Tensor]  # a layer: [b, T, H]
+    xbc: list[Tensor]  # per layer: [b, T, conv_dim]
+    dt: list[Tensor]  # per layer: [b, T, H]
     hidden: Tensor  # [b, T, hidden]
 
 
 def random_tree(batch: int, nodes: int, max_depth: int, generator: torch.Generator) -> Tree:
-    """Any shape; nodes in order of depth, as trees always are."""
+    """Trees of random shape, with nodes in order of depth as in all trees."""
     all_parents = []
     for _ in range(batch):
         parents, depths = [0], [0]
@@ -122,7 +122,7 @@ def random_tree(batch: int, nodes: int, max_depth: int, generator: torch.Generat
 
 
 def tree_of(parents: Tensor) -> Tree:
-    """parents [b, T] -> a tree whose tokens mean nothing."""
+    """parents [b, T] -> trees whose tokens are all 0."""
     ancestors = ancestor_matrix(parents, parents.shape[1])
     depths = ancestors.sum(2) - 1
     zeros = torch.zeros_like(parents)
@@ -133,12 +133,12 @@ def chain_tree(batch: int, nodes: int) -> Tree:
     return tree_of((torch.arange(nodes) - 1).clamp(min=0).expand(batch, -1))
 
 
-def path_to(tree: Tree, row: int, node: int) -> list[int]:
-    return tree.ancestors[row, node].nonzero()[:, 0].tolist()
+def path_to(tree: Tree, request: int, node: int) -> list[int]:
+    return tree.ancestors[request, node].nonzero()[:, 0].tolist()
 
 
 def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
-    """The walk ``paths[r]`` from the root, of which ``counts[r]`` nodes are kept."""
+    """The paths ``paths[i]`` from the root, of which the first ``counts[i]`` nodes are kept."""
     longest = max(map(len, paths))
     padded = [path + [path[-1]] * (longest - len(path)) for path in paths]
     nodes = torch.tensor(padded)
@@ -147,8 +147,11 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the plain run of each request. scheme: deferred or snapshot,
-    with "-torch" behind it for the form without fused CPU kernels, "-triton" for a GPU's."""
+    """One scheme, its pools, and the oracle's states of each request.
+
+    scheme: deferred or snapshot, with suffix "-torch" for the form without fused CPU kernels, or
+    "-triton" for the GPU kernels.
+    """
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class Rig:
         make = backend_of(form, dtype).state_scheme
         self.scheme: StateScheme = make(name, self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
-        self.plain: dict[int, dict[int, Timestamp]] = {}  # slot -> position -> moment
+        self.plain: dict[int, dict[int, Timestamp]] = {}  # request slot -> position -> state
         self.folds = 0
 
     def normal(self, *shape: int) -> Tensor:
@@ -183,7 +186,7 @@ class Rig:
     # ── the life of a request ──
 
     def admit(self, slot: int, state_slot: int, position: int = 17) -> None:
-        """A prompt of ``position`` tokens has been run: anything may be in its state slot."""
+        """Start a request after a prompt of ``position`` tokens, with a random state."""
         for part in (self.pool.ssm, self.pool.conv):
             part[:, state_slot] = self.normal(*part[:, state_slot].shape).to(part.dtype)
         self.pool.feature[state_slot] = self.normal(HIDDEN)
@@ -201,10 +204,11 @@ class Rig:
         return Timestamp(layers, pool.feature[state_slot].clone())
 
     def finish(self, slot: int, position: int | None = None) -> Timestamp:
-        """Bring the state slot to ``position`` (all that was run) and return what it holds."""
+        """Bring the state slot to ``position`` (None: all processed tokens) and return its
+        contents."""
         state_slot = int(self.table.state_slot[slot])
-        run, folded = int(self.table.processed[slot]), self.folded(slot)
-        keep = (run if position is None else position) - folded
+        processed, folded = int(self.table.processed[slot]), self.folded(slot)
+        keep = (processed if position is None else position) - folded
         self.scheme.finish(*(torch.tensor([n]) for n in (slot, state_slot, keep)))
         return self.stored(state_slot)
 
@@ -222,7 +226,7 @@ class Rig:
         )
 
     def verify(self, slots: list[int], tree: Tree, inputs: Inputs) -> list[Tensor]:
-        """Outputs of each layer, [b, T, H, P]."""
+        """Verify the trees. Returns the output of each layer, [b, T, H, P]."""
         before = [self.folded(slot) for slot in slots]
         self.layout = self.scheme.begin(torch.tensor(slots), tree)
         self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))
@@ -237,38 +241,38 @@ class Rig:
         self.table.processed[slots] += accepted.count
 
     def plain_nodes(
-        self, slot: int, row: int, tree: Tree, inputs: Inputs
+        self, slot: int, request: int, tree: Tree, inputs: Inputs
     ) -> tuple[list[Timestamp], list[list[Tensor]]]:
-        """Each node after its root path, and each layer's outputs of the nodes."""
+        """The oracle's state after each node's path from the root, and its outputs by layer."""
         moments: list[Timestamp] = []
         outputs: list[list[Tensor]] = [[] for _ in self.layers]
         for node in range(tree.parents.shape[1]):
             start = self.plain[slot][int(self.table.processed[slot])]
-            before = moments[int(tree.parents[row, node])] if node else start
+            before = moments[int(tree.parents[request, node])] if node else start
             after = []
             for i, layer in enumerate(self.layers):
-                xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
+                xbc, dt = inputs.xbc[i][request, node], inputs.dt[i][request, node]
                 sequence, y = before.layers[i].after(layer, xbc, dt)
                 after.append(sequence)
                 outputs[i].append(y)
-            moments.append(Timestamp(after, inputs.hidden[row, node]))
+            moments.append(Timestamp(after, inputs.hidden[request, node]))
         return moments, outputs
 
     def step(self, slots: list[int], tree: Tree, ends: list[int], counts: list[int]) -> float:
-        """Verify random inputs, accept ``counts[r]`` nodes of the path to ``ends[r]``, keep the
-        plain run going. Returns the largest error of a node's output."""
+        """Verify random inputs and accept the first ``counts[i]`` nodes of the path to ``ends[i]``,
+        in the scheme and in the oracle. Returns the largest relative error of a node's output."""
         inputs = self.random_inputs(len(slots), tree.parents.shape[1])
         outputs = self.verify(slots, tree, inputs)
         worst = 0.0
-        paths = [path_to(tree, row, end) for row, end in enumerate(ends)]
-        for row, slot in enumerate(slots):
-            moments, expected = self.plain_nodes(slot, row, tree, inputs)
-            for found, exact in zip(outputs, expected):
+        paths = [path_to(tree, request, end) for request, end in enumerate(ends)]
+        for request, slot in enumerate(slots):
+            moments, expected = self.plain_nodes(slot, request, tree, inputs)
+            for actual, exact in zip(outputs, expected):
                 for node, y in enumerate(exact):
-                    worst = max(worst, relative_error(found[row, node], y))
-            run = int(self.table.processed[slot])
-            for i, node in enumerate(paths[row][: counts[row]]):
-                self.plain[slot][run + 1 + i] = moments[node]
+                    worst = max(worst, relative_error(actual[request, node], y))
+            processed = int(self.table.processed[slot])
+            for i, node in enumerate(paths[request][: counts[request]]):
+                self.plain[slot][processed + 1 + i] = moments[node]
         self.accept(slots, truncated(paths, counts), inputs.hidden)
         return worst
 
@@ -277,11 +281,11 @@ class Rig:
         tree = random_tree(len(slots), nodes, self.max_depth - 1, self.generator)
         ends = torch.randint(0, nodes, (len(slots),), generator=self.generator).tolist()
         counts = []
-        for row, (slot, end) in enumerate(zip(slots, ends)):
-            most = len(path_to(tree, row, end))
+        for request, (slot, end) in enumerate(zip(slots, ends)):
+            length = len(path_to(tree, request, end))
             cut = float(torch.rand((), generator=self.generator)) < 0.2
-            fewer = int(torch.randint(0, most + 1, (), generator=self.generator))
-            counts.append(0 if slot in ended else fewer if cut else most)
+            fewer = int(torch.randint(0, length + 1, (), generator=self.generator))
+            counts.append(0 if slot in ended else fewer if cut else length)
         return self.step(slots, tree, ends, counts)
 
 
