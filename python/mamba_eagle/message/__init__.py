@@ -4,6 +4,7 @@
     server    ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
     scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
+    server process ◀── Heartbeat ───────────────────── scheduler and runner
 
 Two rules make slots safe without locks. Plans are executed in the order in which they are sent, so
 a slot may be reused as soon as the last plan that uses it has been sent. And it is not known which
@@ -262,7 +263,7 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The accepted path: its ``nodes``, and as many new ``tokens``.
 
     Both are already cut after a stop token and at max_new_tokens. Both are empty if the request
-    had ended in the previous step, or if no token could be sampled.
+    had ended in the previous step, or if no token could be sampled: the scheduler then fails it.
     """
 
     tokens: list[int] = []
@@ -283,7 +284,26 @@ class StepResult(Message):
     idle_seconds: float = 0.0  # between the end of the previous step and the start of this one
 
 
+# ── scheduler and runner → watchdog of the server process ────────────────────────────────────
+
+
+class Heartbeat(Message):
+    """Sent every BEAT_SECONDS; the watchdog concludes from it that a process still works.
+
+    The scheduler sends it from its main loop, the runner from a thread of its own: a step may
+    take minutes.
+    """
+
+    role: str  # "scheduler" or "runner"
+    busy: bool = False  # scheduler: requests run or wait; runner: it has a plan to execute
+    steps: int = 0  # scheduler: planned since the start; runner: finished since the start
+    stuck_seconds: float = 0.0  # runner: how long its main thread has shown no sign of progress
+
+
+BEAT_SECONDS = 0.5
+
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
 ToTokenizer = Ready | Outputs | FlushReply | StateReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult
+ToWatchdog = Heartbeat

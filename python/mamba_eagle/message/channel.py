@@ -20,6 +20,7 @@ PIPES: dict[str, Any] = {
     "to_tokenizer": message.ToTokenizer,
     "to_runner": message.ToRunner,
     "from_runner": message.FromRunner,
+    "to_watchdog": message.ToWatchdog,
 }
 
 
@@ -38,7 +39,7 @@ def address(socket_dir: str, pipe: str) -> str:
 
 
 class Sender(Generic[T]):
-    """The pushing end; connects, so either side may start first."""
+    """The pushing end. It connects, so either side may start first. Not safe across threads."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         assert pipe in PIPES
@@ -56,7 +57,7 @@ class Sender(Generic[T]):
 
 
 class Receiver(Generic[T]):
-    """The pulling end; binds."""
+    """The pulling end, which binds. Several senders may share one."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         self.socket = context.socket(zmq.PULL)
@@ -65,10 +66,7 @@ class Receiver(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(PIPES[pipe]).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:
-        """The next message, or None if none arrives within ``timeout_ms`` (-1: no limit).
-
-        Raises: msgspec.DecodeError for bytes that are not a message of this pipe.
-        """
+        """The next message; None if none arrives within ``timeout_ms`` (-1: wait forever)."""
         if timeout_ms != 0 and not self.socket.poll(timeout_ms):
             return None
         try:

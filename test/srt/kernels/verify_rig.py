@@ -1,6 +1,7 @@
 """Drives a StateScheme without a model: random layer inputs, random trees, random accepts.
 
-The oracle is the plain recurrence in float64, token by token, for every node of every tree.
+Beside it runs the plain recurrence in float64, token by token, for every node of every tree: what
+the scheme must equal.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from tensor_checks import host_backend, relative_error, torch_backend
+from forms import backend_of
+from tensor_checks import relative_error
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
@@ -24,15 +27,6 @@ HIDDEN = 8
 CPU = torch.device("cpu")
 
 
-def backend_of(form: str, dtype: torch.dtype) -> Backend:
-    """form: "" for the default backend of a CPU, torch, or triton in its interpreter."""
-    if form == "triton":
-        from triton_rig import triton_backend  # needs triton
-
-        return triton_backend(dtype)
-    return torch_backend() if form == "torch" else host_backend(dtype)
-
-
 def mamba_config(
     conv_kernel: int = 4,
     num_heads: int = 4,
@@ -41,7 +35,7 @@ def mamba_config(
     num_groups: int = 2,
     time_step_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Mamba2Config:
-    """Small sizes, most of them different from each other."""
+    """Small sizes, nearly all of them different."""
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=head_dim,
@@ -74,21 +68,18 @@ class Sequence(NamedTuple):
     def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
         """The state after one more token, and the token's output y [H, P]; raw xbc [conv_dim] and
         dt [H]."""
-        c = layer.config
         window = torch.cat([self.history, xbc.double()[None]])
-        mixed = (window * layer.conv1d.weight.double()[:, 0].t()).sum(0) + layer.conv1d.bias
-        x, B, C = layer.split_xbc(mixed * torch.sigmoid(mixed))
-        step = torch.log1p(torch.exp(dt.double() + layer.dt_bias))
-        decay = torch.exp(step * -torch.exp(layer.A_log.double()))
-        B, C = (part.repeat_interleave(c.num_heads // c.num_groups, 0) for part in (B, C))
-        added = (step[:, None] * x)[:, :, None] * B[:, None, :]
-        state = decay[:, None, None] * self.state + added
-        y = (state @ C[:, :, None])[:, :, 0] + layer.D.double()[:, None] * x
-        return Sequence(state, window[1:]), y
+        bias = layer.conv1d.bias
+        convolved = convolve(window, layer.conv1d.weight[:, 0].t(), bias)
+        x, B, C = layer.split_xbc(convolved[None])
+        step = step_sizes(dt[None], layer.dt_bias, layer.config.time_step_limit)
+        A = -torch.exp(layer.A_log.double())
+        y, states = recurrence_oracle(x, step, A, B, C, layer.D, self.state)
+        return Sequence(states[0], window[1:]), y[0]
 
 
-class Timestamp(NamedTuple):
-    """A request's state after some token: one Sequence per layer, and the token's feature."""
+class RequestState(NamedTuple):
+    """A request after some token: each layer's memory, and the token's feature."""
 
     layers: list[Sequence]
     feature: Tensor  # [hidden]
@@ -103,7 +94,7 @@ class Inputs(NamedTuple):
 
 
 def random_tree(batch: int, nodes: int, max_depth: int, generator: torch.Generator) -> Tree:
-    """Trees of random shape, with nodes in order of depth as in all trees."""
+    """Any shape; nodes in order of depth, as trees always are."""
     all_parents = []
     for _ in range(batch):
         parents, depths = [0], [0]
@@ -122,7 +113,7 @@ def random_tree(batch: int, nodes: int, max_depth: int, generator: torch.Generat
 
 
 def tree_of(parents: Tensor) -> Tree:
-    """parents [b, T] -> trees whose tokens are all 0."""
+    """parents [b, T] -> a tree whose tokens mean nothing."""
     ancestors = ancestor_matrix(parents, parents.shape[1])
     depths = ancestors.sum(2) - 1
     zeros = torch.zeros_like(parents)
@@ -133,8 +124,8 @@ def chain_tree(batch: int, nodes: int) -> Tree:
     return tree_of((torch.arange(nodes) - 1).clamp(min=0).expand(batch, -1))
 
 
-def path_to(tree: Tree, request: int, node: int) -> list[int]:
-    return tree.ancestors[request, node].nonzero()[:, 0].tolist()
+def path_to(tree: Tree, row: int, node: int) -> list[int]:
+    return tree.ancestors[row, node].nonzero()[:, 0].tolist()
 
 
 def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
@@ -147,11 +138,8 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the oracle's states of each request.
-
-    scheme: deferred or snapshot, with suffix "-torch" for the form without fused CPU kernels, or
-    "-triton" for the GPU kernels.
-    """
+    """One scheme, its pools, and the plain run of each request. scheme: deferred or snapshot; with
+    the suffix "-torch", without fused CPU kernels; with "-triton", the GPU's."""
 
     def __init__(
         self,
@@ -174,10 +162,10 @@ class Rig:
         self.pool = StatePool(num_layers, state_slots, self.config, HIDDEN, ssm_dtype, dtype, CPU)
         name, _, form = scheme.partition("-")
         size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
-        make = backend_of(form, dtype).state_scheme
+        make = backend_of(form or "cpu", dtype).state_scheme
         self.scheme: StateScheme = make(name, self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
-        self.plain: dict[int, dict[int, Timestamp]] = {}  # request slot -> position -> state
+        self.plain: dict[int, dict[int, RequestState]] = {}  # slot -> position -> state
         self.folds = 0
 
     def normal(self, *shape: int) -> Tensor:
@@ -195,20 +183,19 @@ class Rig:
         self.scheme.start(torch.tensor([slot]), torch.tensor([state_slot]))
         self.plain[slot] = {position: self.stored(state_slot)}
 
-    def stored(self, state_slot: int) -> Timestamp:
+    def stored(self, state_slot: int) -> RequestState:
         pool = self.pool
         layers = [
             Sequence(pool.ssm[i, state_slot].double(), pool.conv[i, state_slot].double())
             for i in range(len(self.layers))
         ]
-        return Timestamp(layers, pool.feature[state_slot].clone())
+        return RequestState(layers, pool.feature[state_slot].clone())
 
-    def finish(self, slot: int, position: int | None = None) -> Timestamp:
-        """Bring the state slot to ``position`` (None: all processed tokens) and return its
-        contents."""
+    def finish(self, slot: int, position: int | None = None) -> RequestState:
+        """Bring the state slot to ``position`` (all that was run) and return what it holds."""
         state_slot = int(self.table.state_slot[slot])
-        processed, folded = int(self.table.processed[slot]), self.folded(slot)
-        keep = (processed if position is None else position) - folded
+        run, folded = int(self.table.processed[slot]), self.folded(slot)
+        keep = (run if position is None else position) - folded
         self.scheme.finish(*(torch.tensor([n]) for n in (slot, state_slot, keep)))
         return self.stored(state_slot)
 
@@ -241,38 +228,38 @@ class Rig:
         self.table.processed[slots] += accepted.count
 
     def plain_nodes(
-        self, slot: int, request: int, tree: Tree, inputs: Inputs
-    ) -> tuple[list[Timestamp], list[list[Tensor]]]:
-        """The oracle's state after each node's path from the root, and its outputs by layer."""
-        moments: list[Timestamp] = []
+        self, slot: int, row: int, tree: Tree, inputs: Inputs
+    ) -> tuple[list[RequestState], list[list[Tensor]]]:
+        """Each node after its root path, and each layer's outputs of the nodes."""
+        states: list[RequestState] = []
         outputs: list[list[Tensor]] = [[] for _ in self.layers]
         for node in range(tree.parents.shape[1]):
             start = self.plain[slot][int(self.table.processed[slot])]
-            before = moments[int(tree.parents[request, node])] if node else start
+            before = states[int(tree.parents[row, node])] if node else start
             after = []
             for i, layer in enumerate(self.layers):
-                xbc, dt = inputs.xbc[i][request, node], inputs.dt[i][request, node]
+                xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
                 sequence, y = before.layers[i].after(layer, xbc, dt)
                 after.append(sequence)
                 outputs[i].append(y)
-            moments.append(Timestamp(after, inputs.hidden[request, node]))
-        return moments, outputs
+            states.append(RequestState(after, inputs.hidden[row, node]))
+        return states, outputs
 
     def step(self, slots: list[int], tree: Tree, ends: list[int], counts: list[int]) -> float:
-        """Verify random inputs and accept the first ``counts[i]`` nodes of the path to ``ends[i]``,
-        in the scheme and in the oracle. Returns the largest relative error of a node's output."""
+        """Verify random inputs, accept ``counts[r]`` nodes of the path to ``ends[r]``, keep the
+        plain run going. Returns the largest error of a node's output."""
         inputs = self.random_inputs(len(slots), tree.parents.shape[1])
         outputs = self.verify(slots, tree, inputs)
         worst = 0.0
-        paths = [path_to(tree, request, end) for request, end in enumerate(ends)]
-        for request, slot in enumerate(slots):
-            moments, expected = self.plain_nodes(slot, request, tree, inputs)
-            for actual, exact in zip(outputs, expected):
+        paths = [path_to(tree, row, end) for row, end in enumerate(ends)]
+        for row, slot in enumerate(slots):
+            states, expected = self.plain_nodes(slot, row, tree, inputs)
+            for found, exact in zip(outputs, expected):
                 for node, y in enumerate(exact):
-                    worst = max(worst, relative_error(actual[request, node], y))
-            processed = int(self.table.processed[slot])
-            for i, node in enumerate(paths[request][: counts[request]]):
-                self.plain[slot][processed + 1 + i] = moments[node]
+                    worst = max(worst, relative_error(found[row, node], y))
+            run = int(self.table.processed[slot])
+            for i, node in enumerate(paths[row][: counts[row]]):
+                self.plain[slot][run + 1 + i] = states[node]
         self.accept(slots, truncated(paths, counts), inputs.hidden)
         return worst
 
@@ -281,15 +268,15 @@ class Rig:
         tree = random_tree(len(slots), nodes, self.max_depth - 1, self.generator)
         ends = torch.randint(0, nodes, (len(slots),), generator=self.generator).tolist()
         counts = []
-        for request, (slot, end) in enumerate(zip(slots, ends)):
-            length = len(path_to(tree, request, end))
+        for row, (slot, end) in enumerate(zip(slots, ends)):
+            most = len(path_to(tree, row, end))
             cut = float(torch.rand((), generator=self.generator)) < 0.2
-            fewer = int(torch.randint(0, length + 1, (), generator=self.generator))
-            counts.append(0 if slot in ended else fewer if cut else length)
+            fewer = int(torch.randint(0, most + 1, (), generator=self.generator))
+            counts.append(0 if slot in ended else fewer if cut else most)
         return self.step(slots, tree, ends, counts)
 
 
-def assert_same_moment(found: Timestamp, expected: Timestamp, tolerance: float = 2e-6) -> None:
+def assert_same_state(found: RequestState, expected: RequestState, tolerance: float = 2e-6) -> None:
     """The state up to rounding; convolution inputs and the feature bit for bit."""
     for ours, plain in zip(found.layers, expected.layers):
         assert relative_error(ours.state, plain.state) < tolerance

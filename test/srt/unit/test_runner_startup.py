@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Host
+from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.memory import default_rows, min_rows, row_bytes, state_bytes
 from mamba_eagle.runner.model_runner import ModelRunner
 
@@ -224,7 +224,7 @@ def test_half_precision_gives_the_text_where_no_two_logits_are_close(dtype: str)
     runner = ModelRunner(dataclasses.replace(config, max_running_requests=2))
     assert runner.kv.k.dtype == getattr(torch, dtype)
     prompt = tokenizer.encode(f"Question: {question}\nAnswer:").ids
-    tokens = InProcessDriver(runner, config).generate([prompt], greedy(28)).tokens[0]
+    tokens = BatchEngine(config, runner).generate([prompt], greedy(28)).tokens[0]
     text = " Then Tom has 3 + 14 = <<3+14=17>>17 apples.\n#### 17"
     assert tokenizer.decode(tokens) == text
 
