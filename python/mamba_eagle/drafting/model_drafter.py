@@ -99,7 +99,7 @@ class ModelDrafter(Drafter):
         )
         self.scheme = backend.state_scheme("deferred", net.mamba, size, parts.table, self.pool)
 
-        # a step appends entries of rejected nodes too; hence the room past ``max_pending``
+        # a step also writes entries past ``count``; hence the room past ``max_pending``
         self.max_accepted = config.tree_shape.depth + 1
         width = self.max_pending + self.max_accepted
         # by request slot: the host's upper bound of pending entries, or UNTRACKED

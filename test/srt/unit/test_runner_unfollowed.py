@@ -48,7 +48,7 @@ def test_texts_are_the_plain_models(
     for end in (8, 20):
         item = engine.chunk(halfway, end)
         engine.after_chunk(halfway, item, engine.execute(prefill=[item]).prefill[0])
-        halfway.asks["follow"] = False
+        halfway.asks["track"] = False
         engine.execute(untrack=[halfway], decode=[never, later])
     lives = [tracked, never, later, halfway]
     engine.execute(decode=lives)
@@ -112,7 +112,7 @@ def test_the_drafter_does_nothing_for_them(
     def never(*args: object) -> None:
         raise AssertionError("the drafter's network was run")
 
-    monkeypatch.setattr(model.network, "chain", never)
+    monkeypatch.setattr(model.network, "run_entries", never)
     new = engine.start(random_prompt(30, 1), greedy(20), track=False, cuts=(11,))
     for each in (live, new):
         while not engine.ended(each):
