@@ -128,7 +128,9 @@ class ModelDrafter(Drafter):
         # chunks whose entries need a carry are processed one by one
         for group in [parts] if not self.network.carry_size else [[part] for part in parts]:
             span = slice(group[0].first, group[-1].first + group[-1].length)
-            ctx = self.backend.prefill_context(group, self.pool, self.kv, kv_slots, mamba)
+            # the context's tokens begin at 0, whatever the group's place in the batch
+            own = prefill_parts([part.item for part in group])
+            ctx = self.backend.prefill_context(own, self.pool, self.kv, kv_slots, mamba)
             carry = self.pool.feature[group[0].item.state_slot][None]
             inputs = (tokens[None, span], entries[None, span], carry)
             outputs = self.network.run_entries(*inputs, ctx)[0]
