@@ -56,8 +56,8 @@ def _beginning(value: Any, budget: list[int]) -> Any:
     return value
 
 
-# What JSON leaves as it is and a terminal acts on: controls of Latin-1, Unicode's own line ends, and
-# marks that turn the direction of text.
+# What JSON leaves as it is and a terminal acts on: controls of Latin-1, Unicode's own line ends,
+# and marks that turn the direction of text.
 _CONTROLS = (*range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F))
 _ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *range(0x2066, 0x206A), 0xFEFF)}
 
