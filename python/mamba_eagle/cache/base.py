@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.int64]
+from mamba_eagle.message.indices import Indices, indices
+
+Tokens = NDArray[np.int32]
 
 
-def as_tokens(token_ids: list[int]) -> Tokens:
-    return np.asarray(token_ids, dtype=np.int64)
+def as_tokens(token_ids: Sequence[int]) -> Tokens:
+    """A copy."""
+    return np.array(token_ids, dtype=np.int32)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -47,7 +50,7 @@ class Node:
         "used_at",
     )
 
-    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: list[int], end: int) -> None:
+    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: Indices, end: int) -> None:
         self.parent = parent
         self.children: dict[int, Node] = {}  # first token of the child's edge -> child
         self.tokens = tokens
@@ -79,7 +82,7 @@ class Match(NamedTuple):
     length: int  # tokens whose KV is cached
     position: int  # tokens that need not be processed: the deepest cached state; 0 if there is none
     state_slot: int  # of that state; -1 if position is 0
-    kv_slots: list[int]  # of tokens [0, position); the cache keeps them
+    kv_slots: Indices  # of tokens [0, position), copied; the cache keeps the slots
     node: Node  # ends at ``position``; to be locked for as long as these slots are used
 
 
@@ -107,7 +110,7 @@ class PrefixCache(ABC):
         both; locks nothing."""
 
     @abstractmethod
-    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
         """Adds ``tokens`` with one KV slot each, after the prefix that ends at ``after``, which is
         locked by the caller or the root. The cache takes the slots of tokens that it lacks."""
 
@@ -157,13 +160,13 @@ class NoCache(PrefixCache):
     stores = False
 
     def __init__(self) -> None:
-        self.root = Node(None, as_tokens([]), [], 0)
+        self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = self.evictable_kv = self.num_states = 0
 
     def match(self, tokens: Tokens, limit: int) -> Match:
-        return Match(0, 0, -1, [], self.root)
+        return Match(0, 0, -1, indices(), self.root)
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
         return Inserted(0, self.root)
 
     def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:

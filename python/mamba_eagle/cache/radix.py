@@ -12,7 +12,6 @@ recurrence only from a state. So a hit is the deepest state on the matched path:
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterator
 
 from mamba_eagle.cache.allocator import SlotAllocator
@@ -25,6 +24,10 @@ from mamba_eagle.cache.base import (
     as_tokens,
     common_prefix,
 )
+from mamba_eagle.cache.order import LazyHeap, Rank
+from mamba_eagle.message.indices import Indices, indices
+
+TOKEN_BYTES = 4  # of Tokens
 
 
 class RadixCache(PrefixCache):
@@ -59,50 +62,67 @@ class RadixCache(PrefixCache):
         self._reset()
 
     def _reset(self) -> None:
-        self.root = Node(None, as_tokens([]), [], 0)
+        self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = 0
         self.evictable_kv = 0
         self.clock = 0  # counts matches, inserts and stored states
         self.inflation = 0  # score of the last state evicted: tokens
-        self._leaves: set[Node] = set()
-        self._with_state: set[Node] = set()
+        self._leaves = LazyHeap(self._leaf_rank)  # those that are not locked
+        self._states = LazyHeap(self._state_rank)  # nodes with a state
 
     @property
     def num_states(self) -> int:  # type: ignore[override]
-        return len(self._with_state)
+        return len(self._states)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
     def match(self, tokens: Tokens, limit: int) -> Match:
         self.clock += 1
         node, length, hit = self.root, 0, self.root
+        data = tokens.tobytes()  # comparing bytes takes a quarter of the time
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
             if child is None:
                 break
             child.used_at = self.clock
-            shared = common_prefix(child.tokens, tokens[length : length + len(child.tokens)])
-            length += shared
-            if shared < len(child.tokens):
+            end = child.end
+            if data[length * TOKEN_BYTES : end * TOKEN_BYTES] != child.tokens.tobytes():
+                length += common_prefix(child.tokens, tokens[length:end])
                 break
-            node = child
+            node, length = child, end
             if node.state_slot >= 0 and node.end <= limit:
                 hit = node
-        kv_slots: list[int] = []
+        kv_slots = indices()
         for part in reversed(list(hit.ancestors())):
             kv_slots += part.kv_slots
         if hit is not self.root:
             self._renew(hit)
-            hit.spare = False
+            self._set_ordinary(hit)
         return Match(length, hit.end, hit.state_slot, kv_slots, hit)
 
     def _renew(self, node: Node) -> None:
         node.state_used_at = self.clock
         node.inflation = self.inflation
 
+    def _set_ordinary(self, node: Node) -> None:
+        """Somebody asks for the node's state: from here on it counts for those below."""
+        if node.spare:
+            node.spare = False
+            self._rerank_below(node)
+
+    def _rerank_below(self, node: Node) -> None:
+        """The node's state has begun to count, so a hit on the next ones below saves less."""
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            if below.state_slot >= 0 and not below.spare:
+                self._states.put(below)
+            else:
+                stack.extend(below.children.values())
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
         assert len(tokens) == len(kv_slots)
         self.clock += 1
         node, done = after, 0
@@ -125,13 +145,16 @@ class RadixCache(PrefixCache):
         if node.end > position:
             node = self._split(node, position - node.start)
         if node.state_slot >= 0:
-            node.spare = node.spare and spare
+            if not spare:
+                self._set_ordinary(node)
             return False
         self.clock += 1
         node.state_slot = slot
         node.spare = spare
         self._renew(node)
-        self._with_state.add(node)
+        self._states.put(node)
+        if not spare:
+            self._rerank_below(node)
         return True
 
     def lock(self, node: Node) -> None:
@@ -139,6 +162,7 @@ class RadixCache(PrefixCache):
             if part.locks == 0:
                 self.evictable_kv -= len(part.kv_slots)
             part.locks += 1
+        self._leaves.remove(node)
 
     def unlock(self, node: Node) -> None:
         for part in node.ancestors():
@@ -147,13 +171,19 @@ class RadixCache(PrefixCache):
             part.locks -= 1
             if part.locks == 0:
                 self.evictable_kv += len(part.kv_slots)
+        self._offer_leaf(node)
 
-    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: list[int]) -> Node:
-        leaf = Node(parent, tokens.copy(), list(kv_slots), parent.end + len(tokens))
+    def _offer_leaf(self, node: Node) -> None:
+        """A node that has lost a lock or a child: it may be evicted if it was the last one."""
+        if node.locks == 0 and not node.children and node is not self.root:
+            self._leaves.put(node)
+
+    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: Indices) -> Node:
+        leaf = Node(parent, tokens.copy(), kv_slots, parent.end + len(tokens))
         leaf.used_at = self.clock
         parent.children[int(tokens[0])] = leaf
-        self._leaves.discard(parent)
-        self._leaves.add(leaf)
+        self._leaves.remove(parent)
+        self._leaves.put(leaf)
         self.num_kv += len(kv_slots)
         self.evictable_kv += len(kv_slots)
         return leaf
@@ -169,39 +199,40 @@ class RadixCache(PrefixCache):
         node.tokens = node.tokens[at:]
         node.kv_slots = node.kv_slots[at:]
         upper.children[int(node.tokens[0])] = node
+        if node in self._leaves:  # its first slot is another now
+            self._leaves.put(node)
         return upper
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────
 
     def evict_kv(self, count: int) -> int:
-        def rank(leaf: Node) -> tuple[bool, int, int]:
-            return leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
-
-        heap = [(rank(leaf), leaf) for leaf in self._leaves if leaf.locks == 0]
-        heapq.heapify(heap)
         freed = 0
-        while heap and freed < count:
-            leaf = heapq.heappop(heap)[1]
-            parent = leaf.parent
-            assert parent is not None
+        while freed < count and (leaf := self._leaves.first()) is not None:
             freed += len(leaf.kv_slots)
             self._remove_leaf(leaf)
-            if parent in self._leaves and parent.locks == 0:
-                heapq.heappush(heap, (rank(parent), parent))
         return freed
 
+    @staticmethod
+    def _leaf_rank(leaf: Node) -> Rank:
+        """The lowest is evicted first."""
+        return leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
+
     def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
-        for freed in range(count):
-            nodes = [node for node in self._with_state if node.state_slot not in keep]
-            if not nodes:
-                return freed
-            node = min(nodes, key=self._state_rank)
+        freed, kept = 0, []
+        while freed < count and (node := self._states.first()) is not None:
+            if node.state_slot in keep:
+                kept.append(node)
+                self._states.remove(node)
+                continue
             if not node.spare:
                 self.inflation = max(self.inflation, self._score(node))
             self._drop_state(node)
-        return max(count, 0)
+            freed += 1
+        for node in kept:
+            self._states.put(node)
+        return freed
 
-    def _state_rank(self, node: Node) -> tuple[bool, int, int, int]:
+    def _state_rank(self, node: Node) -> Rank:
         """The lowest is evicted first."""
         score = 0 if node.spare else self._score(node)
         return not node.spare, score, node.state_used_at, node.end
@@ -218,19 +249,20 @@ class RadixCache(PrefixCache):
         self.state_slots.free([node.state_slot])
         node.state_slot = -1
         node.spare = False
-        self._with_state.remove(node)
+        self._states.remove(node)
+        if node in self._leaves:  # without a state it is evicted sooner
+            self._leaves.put(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
         assert leaf.parent is not None and not leaf.children and leaf.locks == 0
+        self._leaves.remove(leaf)
         if leaf.state_slot >= 0:
             self._drop_state(leaf)
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
         del leaf.parent.children[int(leaf.tokens[0])]
-        self._leaves.remove(leaf)
-        if not leaf.parent.children and leaf.parent is not self.root:
-            self._leaves.add(leaf.parent)
+        self._offer_leaf(leaf.parent)
 
     def flush(self) -> None:
         if self.evictable_kv != self.num_kv:
@@ -270,14 +302,17 @@ class RadixCache(PrefixCache):
                 )
             num_kv += len(node.kv_slots)
             evictable += len(node.kv_slots) if node.locks == 0 else 0
-            if not node.children:
+            if not node.children and node.locks == 0:
                 leaves.add(node)
             if node.state_slot >= 0:
                 with_state.add(node)
         found = (num_kv, evictable, len(leaves), len(with_state))
-        counted = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._with_state))
-        if found != counted or leaves != self._leaves or with_state != self._with_state:
+        counted = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._states))
+        if found != counted or leaves != set(self._leaves) or with_state != set(self._states):
             raise RuntimeError(
-                "radix cache: (KV slots, evictable KV slots, leaves, state slots) are "
-                f"{found} in the tree but {counted} by its counters"
+                "radix cache: (KV slots, evictable KV slots, leaves without locks, state slots) "
+                f"are {found} in the tree but {counted} by its counters"
             )
+        for name, order in (("leaves", self._leaves), ("states", self._states)):
+            if problem := order.problem():
+                raise RuntimeError(f"radix cache, order of {name}: {problem}")

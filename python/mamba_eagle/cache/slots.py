@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, Tokens
 from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.message.indices import Indices, indices
 
 
 @dataclass(slots=True)
@@ -54,14 +55,14 @@ class HeldSlots:
 
     slot: int  # its request slot
     state_slot: int  # of S0, its own running state
-    kv: list[int]  # the KV slot of each position
+    kv: Indices  # the KV slot of each position
     node: Node  # ends at ``inserted``; its prefix is locked
     hit: int  # position that prefill starts from: tokens whose KV and state are reused
     branch: int  # tokens whose KV was cached at admission, hit or not
     load_from: int  # the cache's state slot at ``hit``; may be evicted once the first chunk is sent
     inserted: int  # tokens that are in the cache's tree
     folded: int  # position that S0 was last known to be at
-    duplicates: list[int] = field(default_factory=list)  # own slots of tokens in the tree
+    duplicates: Indices = field(default_factory=indices)  # own slots of tokens in the tree
 
     @property
     def num_own_kv(self) -> int:
@@ -153,14 +154,12 @@ class Slots:
         if not self.cache.attach_state(held.node, position, state_slot, spare):
             self.states.free([state_slot])
 
-    def reserve_tree(self, num_nodes: int) -> list[int] | None:
+    def reserve_tree(self, num_nodes: int) -> Indices | None:
         """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
         nothing is evicted, if that many are not available."""
         return self._take_kv(num_nodes)
 
-    def settle(
-        self, held: HeldSlots, tree: Sequence[int], accepted: Sequence[int], folded: int
-    ) -> None:
+    def settle(self, held: HeldSlots, tree: Indices, accepted: Sequence[int], folded: int) -> None:
         """The result of a decode step is back: accepted nodes keep their KV slots, the others are
         free.
 
@@ -172,7 +171,7 @@ class Slots:
             held.kv += tree
             return
         kept = set(accepted)
-        held.kv += [tree[node] for node in accepted]
+        held.kv.extend(tree[node] for node in accepted)
         self.kv.free(slot for node, slot in enumerate(tree) if node not in kept)
 
     def release(self, held: HeldSlots, tokens: Tokens | None) -> bool:
@@ -196,14 +195,13 @@ class Slots:
         self.requests.free([held.slot])
         return stored
 
-    def _take_kv(self, count: int) -> list[int] | None:
+    def _take_kv(self, count: int) -> Indices | None:
         """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
         missing = count - self.kv.num_free
         if missing > 0:
             if missing > self.cache.evictable_kv:
                 return None
-            # A few more at a time, because each eviction looks at all leaves.
-            self.cache.evict_kv(max(missing, self.kv.total // 128))
+            self.cache.evict_kv(missing)
         return self.kv.allocate(count)
 
     # ── checking ─────────────────────────────────────────────────────────────────────────────

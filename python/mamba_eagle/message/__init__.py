@@ -18,6 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams, TreeShape
+from mamba_eagle.message.indices import Indices, indices
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -174,18 +175,19 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     state_slot: int  # the request's own state slot, S0; holds its state at ``start`` after
     # the first chunk
     start: int
-    token_ids: list[int]
-    kv_slots: list[int]  # one a token
+    token_ids: Indices
+    kv_slots: Indices  # one per token
     saves: list[StateSave] = []  # positions in (start, start + len], increasing
     is_first: bool = True
     is_last: bool = True  # sample the first output token after this chunk
     # of the first chunk only:
     load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
-    prefix_kv_slots: list[int] = []  # KV slots of [0, start)
+    prefix_kv_slots: Indices = msgspec.field(default_factory=indices)  # KV slots of [0, start)
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
     # (a retracted request prefills its own output again)
-    history: list[int] = []  # all tokens of [0, start), if sampling or the drafter needs them
+    # all tokens of [0, start), if sampling or the drafter needs them:
+    history: Indices = msgspec.field(default_factory=indices)
     return_spec_trace: bool = False
     # of every chunk:
     track: bool = True  # the drafter takes it in

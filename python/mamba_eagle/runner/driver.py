@@ -24,6 +24,7 @@ from mamba_eagle.message import (
     RunnerReady,
     StepResult,
 )
+from mamba_eagle.message.indices import indices
 
 
 class InFlight(Protocol):
@@ -204,8 +205,8 @@ class InProcessDriver:
                         slot=slot,
                         state_slot=slot,
                         start=start,
-                        token_ids=chunk,
-                        kv_slots=[self._free_kv.pop() for _ in chunk],
+                        token_ids=indices(chunk),
+                        kv_slots=indices(self._free_kv.pop() for _ in chunk),
                         is_first=start == 0,
                         is_last=end == len(prompt),
                         sampling=sampling if start == 0 else None,

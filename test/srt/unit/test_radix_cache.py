@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -40,7 +38,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert match.position == max(hits, default=0) == match.node.end
         assert match.state_slot == self.states.get(tuple(prompt[: match.position]), -1)
         expected = [self.kv[tuple(prompt[: n + 1])] for n in range(match.position)]
-        assert match.kv_slots == expected
+        assert match.kv_slots.tolist() == expected
         return match
 
     def forget_what_went(self):
@@ -126,6 +124,29 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert self.forget_what_went() == (0, freed)
         assert kept <= set(self.states.values())
 
+    @rule(keep=st.sets(st.integers(0, 5)))
+    def evict_the_state_of_the_lowest_score(self, keep):
+        nodes = [node for node in self.cache._nodes() if node.state_slot >= 0]
+        expected = min(
+            (node for node in nodes if node.state_slot not in keep), key=score_by_scan, default=None
+        )
+        assert self.cache.evict_states(1, keep) == (expected is not None)
+        self.forget_what_went()
+        assert [node for node in nodes if node.state_slot < 0] == [expected] * bool(expected)
+
+    @rule()
+    def evict_the_leaf_that_is_least_of_use(self):
+        leaves = [node for node in self.cache._nodes() if not node.children and not node.locks]
+        expected = min(
+            leaves,
+            key=lambda leaf: (leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]),
+            default=None,
+        )
+        freed = self.cache.evict_kv(1)
+        assert freed == (len(expected.kv_slots) if expected else 0)
+        assert expected not in self.cache._nodes()
+        self.forget_what_went()
+
     @rule()
     def flush(self):
         if self.cache.evictable_kv == self.cache.num_kv:
@@ -151,6 +172,15 @@ TestRadixCacheAgainstDict = CacheAgainstDict.TestCase
 TestRadixCacheAgainstDict.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+def score_by_scan(node) -> tuple[bool, int, int]:
+    """GreedyDual as it is written down: spare states first, then inflation plus tokens saved."""
+    above = node.parent
+    while above.parent is not None and (above.state_slot < 0 or above.spare):
+        above = above.parent
+    score = 0 if node.spare else node.inflation + node.end - above.end
+    return not node.spare, score, node.state_used_at
 
 
 def cache_of(state_slots: int = 8, kv: int = 4000) -> RadixCache:
@@ -257,18 +287,6 @@ def test_kv_that_leads_to_no_state_leaves_first():
     assert hit(cache, list(range(100, 110))) == 10
     cache.evict_kv(1)
     assert cache.num_kv == 0 and cache.state_slots.num_free == 8, "its state slot goes with it"
-
-
-def test_a_match_of_a_thousand_tokens_costs_well_under_a_millisecond():
-    cache = cache_of(state_slots=40)
-    prompt = list(range(1000))
-    put(cache, prompt, *range(50, 1000, 50))
-    tokens, times = as_tokens(prompt), []
-    for _ in range(20):
-        begin = time.perf_counter()
-        cache.match(tokens, 1000)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.5e-3
 
 
 def test_common_prefix():
