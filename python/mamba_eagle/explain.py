@@ -2,8 +2,10 @@
 
     mamba-eagle explain --text "Question: What is 3 plus 4?"
     mamba-eagle explain --url http://127.0.0.1:30000 --text "Question: What is 3 plus 4?"
+    mamba-eagle explain --url http://127.0.0.1:30000 --cache
 
-The text is taken as it stands, as /generate takes it.
+The text is taken as it stands, as /generate takes it. ``--cache`` draws what a server's prefix
+cache holds instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from mamba_eagle import explain_cache
 from mamba_eagle.bench_one_batch import make_driver
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
@@ -46,18 +49,17 @@ class ExplainError(RuntimeError):
 # ── the reply: of a running server, or of an engine in this process ──────────────────────────
 
 
-def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> dict[str, Any]:
-    """The reply of the server at ``url`` to POST /generate.
+def ask(url: str, method: str, path: str, api_key: str, body: Any = None) -> Any:
+    """The reply of the server at ``url``, whatever its JSON is; None if it is not JSON.
 
     Raises: ExplainError
     """
     url = (url if "://" in url else f"http://{url}").rstrip("/")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
     try:
         # trust_env: a proxy of the environment is not meant for a model server
         with httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False) as client:
-            response = client.post(f"{url}/generate", json=body)
+            response = client.request(method, f"{url}{path}", json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ExplainError(
             f"--url {url}: no answer ({error}): start one with mamba-eagle serve, or leave --url "
@@ -72,7 +74,17 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
             why = reply["error"]["message"]
         except (KeyError, TypeError):
             why = "is it a mamba-eagle server?"
-        raise ExplainError(f"--url {url}: answered {response.status_code} to /generate: {why}")
+        raise ExplainError(f"--url {url}: answered {response.status_code} to {path}: {why}")
+    return reply
+
+
+def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> dict[str, Any]:
+    """The reply of the server at ``url`` to POST /generate.
+
+    Raises: ExplainError
+    """
+    body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
+    reply: dict[str, Any] = ask(url, "POST", "/generate", api_key, body)
     try:
         reply["meta_info"]["spec_trace"]
     except (KeyError, TypeError):
@@ -80,6 +92,17 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
             f"--url {url}: answered without meta_info.spec_trace: it is not a mamba-eagle server, "
             "or one older than this command"
         ) from None
+    return reply
+
+
+def ask_cache(url: str, api_key: str) -> dict[str, Any]:
+    """The reply of the server at ``url`` to GET /cache.
+
+    Raises: ExplainError
+    """
+    reply: dict[str, Any] = ask(url, "GET", "/cache", api_key)
+    if not isinstance(reply, dict) or "kv_slots" not in reply:
+        raise ExplainError(f"--url {url}: answered /cache without kv_slots: is it mamba-eagle?")
     return reply
 
 
@@ -196,7 +219,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mamba-eagle explain", description=(__doc__ or "").partition("\n")[0]
     )
     own = parser.add_argument_group("the request")
-    own.add_argument("--text", required=True, help="the prompt, taken as it stands")
+    own.add_argument("--text", default="", help="the prompt, taken as it stands")
+    own.add_argument(
+        "--cache", action="store_true", help="draw what the prefix cache of --url holds instead"
+    )
     own.add_argument("--max-new-tokens", type=int, default=64)
     own.add_argument("--temperature", type=float, default=0.0)
     own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")
@@ -209,12 +235,28 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def show_cache(args: argparse.Namespace) -> None:
+    try:
+        reply = ask_cache(args.url, args.api_key)
+    except ExplainError as error:
+        sys.exit(f"error: {error}")
+    if args.json:
+        print(msgspec.json.encode(reply).decode())
+    else:
+        explain_cache.show(reply, Console(highlight=False, width=WIDEST))
+
+
 def main(argv: list[str] | None = None) -> None:
     # read when torch is first imported: a thread that spins at a barrier delays the others
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = make_parser()
     args = parser.parse_args(argv)
     config: EngineConfig = from_arguments(EngineConfig, args)
+    if args.cache:
+        if args.text or not args.url:
+            parser.error("--cache: shows the cache of a running server: give --url, and no --text")
+        show_cache(args)
+        return
     if not as_text(args.text):
         parser.error(f"--text {args.text!r}: must be text in valid UTF-8, not empty")
     if args.url and config != EngineConfig():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from mamba_eagle.message.indices import Indices, indices
 
 Tokens = NDArray[np.int32]
+# Why a state was saved: at the end of a prompt, where prompts part, at a multiple of the interval
+# in case that prompts will part there, at the end of an output.
+StateKind = Literal["tail", "branch", "spare", "output"]
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
@@ -41,6 +45,7 @@ class Node:
         "children",
         "end",
         "inflation",
+        "kind",
         "kv_slots",
         "locks",
         "parent",
@@ -48,6 +53,7 @@ class Node:
         "state_used_at",
         "tokens",
         "used_at",
+        "used_time",
     )
 
     def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: Indices, end: int) -> None:
@@ -58,8 +64,10 @@ class Node:
         self.end = end
         self.locks = 0  # requests whose prefix runs through here
         self.used_at = 0  # the cache's clock when the node was last on a matched path
+        self.used_time = 0.0  # time.monotonic() at that time; for people
         self.state_slot = -1  # of the state after the node's last token; -1: none
         # of that state:
+        self.kind: StateKind = "tail"
         self.spare = False  # stored although no request is known to ask for it, and not hit so far
         self.state_used_at = 0  # the cache's clock when it was stored or last hit
         self.inflation = 0  # the cache's inflation at that time (RadixCache says what it is for)
@@ -115,13 +123,13 @@ class PrefixCache(ABC):
         locked by the caller or the root. The cache takes the slots of tokens that it lacks."""
 
     @abstractmethod
-    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
         """Gives the cache the state after the first ``position`` tokens of the prefix that ends at
         ``node``; splits an edge where needed. Returns False if there is a state already: then the
         slot stays the caller's.
 
-        spare: no request is known to ask for this state, so it is evicted before all others until
-        it is hit for the first time."""
+        A spare state is one that no request is known to ask for, so it is evicted before all others
+        until it is hit for the first time."""
 
     @abstractmethod
     def lock(self, node: Node) -> None:
@@ -152,6 +160,8 @@ class PrefixCache(ABC):
     num_kv: int  # KV slots owned
     evictable_kv: int  # KV slots owned and not locked
     num_states: int  # state slots owned
+    evicted_kv = 0  # KV slots, since the start; a flush does not count
+    evicted_states = 0
 
 
 class NoCache(PrefixCache):
@@ -169,7 +179,7 @@ class NoCache(PrefixCache):
     def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
         return Inserted(0, self.root)
 
-    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
         return False
 
     def lock(self, node: Node) -> None:

@@ -12,6 +12,7 @@ recurrence only from a state. So a hit is the deepest state on the matched path:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 
 from mamba_eagle.cache.allocator import SlotAllocator
@@ -20,6 +21,7 @@ from mamba_eagle.cache.base import (
     Match,
     Node,
     PrefixCache,
+    StateKind,
     Tokens,
     as_tokens,
     common_prefix,
@@ -78,13 +80,14 @@ class RadixCache(PrefixCache):
 
     def match(self, tokens: Tokens, limit: int) -> Match:
         self.clock += 1
+        now = time.monotonic()
         node, length, hit = self.root, 0, self.root
         data = tokens.tobytes()  # comparing bytes takes a quarter of the time
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
             if child is None:
                 break
-            child.used_at = self.clock
+            child.used_at, child.used_time = self.clock, now
             end = child.end
             if data[length * TOKEN_BYTES : end * TOKEN_BYTES] != child.tokens.tobytes():
                 length += common_prefix(child.tokens, tokens[length:end])
@@ -125,19 +128,22 @@ class RadixCache(PrefixCache):
     def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
         assert len(tokens) == len(kv_slots)
         self.clock += 1
+        now = time.monotonic()
         node, done = after, 0
         while done < len(tokens):
             child = node.children.get(int(tokens[done]))
             if child is None:
                 node = self._add_leaf(node, tokens[done:], kv_slots[done:])
+                node.used_time = now
                 return Inserted(len(tokens) - done, node)
-            child.used_at = self.clock
+            child.used_at, child.used_time = self.clock, now
             shared = common_prefix(child.tokens, tokens[done : done + len(child.tokens)])
             done += shared
             node = child if shared == len(child.tokens) else self._split(child, shared)
         return Inserted(0, node)
 
-    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
+        spare = kind == "spare"
         assert 0 < position <= node.end
         while node.start >= position:
             assert node.parent is not None
@@ -150,7 +156,7 @@ class RadixCache(PrefixCache):
             return False
         self.clock += 1
         node.state_slot = slot
-        node.spare = spare
+        node.kind, node.spare = kind, spare
         self._renew(node)
         self._states.put(node)
         if not spare:
@@ -193,7 +199,7 @@ class RadixCache(PrefixCache):
         assert node.parent is not None and 0 < at < len(node.tokens)
         upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
         upper.locks = node.locks
-        upper.used_at = node.used_at
+        upper.used_at, upper.used_time = node.used_at, node.used_time
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent = upper
         node.tokens = node.tokens[at:]
@@ -210,6 +216,7 @@ class RadixCache(PrefixCache):
         while freed < count and (leaf := self._leaves.first()) is not None:
             freed += len(leaf.kv_slots)
             self._remove_leaf(leaf)
+        self.evicted_kv += freed
         return freed
 
     @staticmethod
@@ -247,6 +254,7 @@ class RadixCache(PrefixCache):
 
     def _drop_state(self, node: Node) -> None:
         self.state_slots.free([node.state_slot])
+        self.evicted_states += 1
         node.state_slot = -1
         node.spare = False
         self._states.remove(node)

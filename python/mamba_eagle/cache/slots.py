@@ -44,7 +44,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, Tokens
+from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, StateKind, Tokens
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message.indices import Indices, indices
 
@@ -57,6 +57,7 @@ class HeldSlots:
     state_slot: int  # of S0, its own running state
     kv: Indices  # the KV slot of each position
     node: Node  # ends at ``inserted``; its prefix is locked
+    hit_kind: StateKind  # of the state at ``hit``, if that is not 0
     hit: int  # position that prefill starts from: tokens whose KV and state are reused
     branch: int  # tokens whose KV was cached at admission, hit or not
     load_from: int  # the cache's state slot at ``hit``; may be evicted once the first chunk is sent
@@ -115,6 +116,7 @@ class Slots:
                     state_slot=state_slot,
                     kv=match.kv_slots + kv,
                     node=match.node,
+                    hit_kind=match.node.kind,
                     hit=match.position,
                     branch=match.length,
                     load_from=match.state_slot,
@@ -147,11 +149,11 @@ class Slots:
         held.node, held.inserted, held.folded = done.node, end, end
 
     def attach_state(
-        self, held: HeldSlots, position: int, state_slot: int, spare: bool = False
+        self, held: HeldSlots, position: int, state_slot: int, kind: StateKind
     ) -> None:
         """A plan saves the state after ``position`` inserted tokens: the cache gets it, unless it
         has one already."""
-        if not self.cache.attach_state(held.node, position, state_slot, spare):
+        if not self.cache.attach_state(held.node, position, state_slot, kind):
             self.states.free([state_slot])
 
     def reserve_tree(self, num_nodes: int) -> Indices | None:
@@ -186,7 +188,9 @@ class Slots:
         state_kept = False
         if tokens is not None and stored:
             self.insert(held, tokens)
-            state_kept = self.cache.attach_state(held.node, held.inserted, held.state_slot)
+            state_kept = self.cache.attach_state(
+                held.node, held.inserted, held.state_slot, "output"
+            )
         self.kv.free(held.duplicates)
         self.kv.free(held.kv[held.inserted :])
         if not state_kept:

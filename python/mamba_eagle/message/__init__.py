@@ -1,7 +1,8 @@
 """The whole protocol between the processes.
 
-    tokenizer ── Generate, Abort, StopAt, FlushCache, GetState ──▶ scheduler
-    tokenizer ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
+    tokenizer ── Generate, Abort, StopAt ────────────────────────▶ scheduler
+    tokenizer ── FlushCache, GetState, GetCache ─────────────────▶ scheduler
+    tokenizer ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
     scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
 
@@ -61,6 +62,13 @@ class FlushCache(Message):
 
 class GetState(Message):
     call_id: int
+
+
+class GetCache(Message):
+    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree."""
+
+    call_id: int
+    max_nodes: int
 
 
 # ── scheduler → tokenizer ────────────────────────────────────────────────────────────────────
@@ -150,12 +158,44 @@ class SpeculationState(msgspec.Struct, kw_only=True):
     shapes: dict[str, ShapeUse] = {}
 
 
+class CacheUse(msgspec.Struct, kw_only=True):
+    """What the prefix cache did since the start. The kind of a state is why it was saved."""
+
+    hits: dict[str, int] = {}  # requests that continued from a state, by its kind
+    saved_tokens: dict[str, int] = {}  # prompt tokens that they need not run
+    evicted_states: int = 0
+    evicted_tokens: int = 0  # KV slots
+
+
 class StateReply(Message):
     """Gauges and counters of the scheduler, for /server_info, /get_load and /metrics."""
 
     call_id: int
     state: dict[str, float]
     speculation: SpeculationState
+    cache: CacheUse = msgspec.field(default_factory=CacheUse)
+
+
+class CacheNode(msgspec.Struct, kw_only=True):
+    """A run of tokens in the prefix cache's tree: [start, start + tokens) of some prefixes."""
+
+    parent: int  # index in the list; -1: none, it starts at position 0
+    start: int
+    tokens: int
+    kind: str  # of the state after its last token (StateKind); "": none
+    evicted_first: bool  # that state is spare and was never hit
+    locks: int  # requests that read it
+    age: float  # seconds since a prompt or an output last ran through it
+    children: int
+
+
+class CacheReply(Message):
+    """Numbers alone: neither tokens nor text."""
+
+    call_id: int
+    state: dict[str, float]  # as in StateReply
+    cache: CacheUse
+    nodes: list[CacheNode]  # parents before their children
 
 
 # ── scheduler → runner ───────────────────────────────────────────────────────────────────────
@@ -274,7 +314,7 @@ class StepResult(Message):
     idle_seconds: float = 0.0  # between the end of the last step and the beginning of this one
 
 
-ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
-ToTokenizer = Ready | Outputs | FlushReply | StateReply
+ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache
+ToTokenizer = Ready | Outputs | FlushReply | StateReply | CacheReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult

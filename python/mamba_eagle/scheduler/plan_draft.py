@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mamba_eagle.cache.base import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release
@@ -19,7 +20,7 @@ class Chunk(NamedTuple):
     request: Request
     held: HeldSlots  # the request's
     item: PrefillItem
-    spare_saves: frozenset[int]  # positions of saves that no request is known to ask for
+    kinds: dict[int, StateKind]  # of its saves, by position
 
 
 class DecodeItem(NamedTuple):

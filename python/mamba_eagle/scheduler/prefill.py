@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mamba_eagle.cache.base import Match, as_tokens, common_prefix
+from mamba_eagle.cache.base import Match, StateKind, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
@@ -144,7 +144,7 @@ class PrefillManager:
         assert held is not None
         start = held.inserted
         end = min(start + budget, len(request.to_prefill))
-        saves, spare = self._saves(request, held, end, plan)
+        saves, kinds = self._saves(request, held, end, plan)
         item = PrefillItem(
             slot=held.slot,
             state_slot=held.state_slot,
@@ -169,18 +169,18 @@ class PrefillManager:
                 item.load_from = held.load_from
             if request.sampling.needs_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
-        plan.chunks.append(Chunk(request, held, item, spare))
+        plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start
 
     # ── saved states ─────────────────────────────────────────────────────────────────────────
 
     def _saves(
         self, request: Request, held: HeldSlots, end: int, plan: PlanDraft
-    ) -> tuple[list[StateSave], frozenset[int]]:
-        """Where in (inserted, end] the state is saved, as far as there are slots for it; and which
-        of these positions are spare."""
+    ) -> tuple[list[StateSave], dict[int, StateKind]]:
+        """Where in (inserted, end] the state is saved, as far as there are slots for it; and why,
+        by position."""
         if not self.slots.cache.stores:
-            return [], frozenset()
+            return [], {}
         start, tail = held.inserted, len(request.to_prefill) - 1
         state_slots: dict[int, int] = {}  # by position
         for position in [tail, *self._shared_positions(request, held), held.branch]:
@@ -190,15 +190,17 @@ class PrefillManager:
                 if state_slot is None:
                     break
                 state_slots[position] = state_slot
-        spare = set()
+        kinds: dict[int, StateKind] = {
+            position: "tail" if position == tail else "branch" for position in state_slots
+        }
         for position in self._spare_positions(request, held, min(end, tail)):
             if position in state_slots or self.slots.states.num_free <= self.reserve:
                 continue
             state_slot = self.slots.reserve_state()
             assert state_slot is not None
             state_slots[position] = state_slot
-            spare.add(position)
-        return [StateSave(*save) for save in sorted(state_slots.items())], frozenset(spare)
+            kinds[position] = "spare"
+        return [StateSave(*save) for save in sorted(state_slots.items())], kinds
 
     def _shared_positions(self, request: Request, held: HeldSlots) -> list[int]:
         """Ends of prefixes shared with waiting requests; those that save most tokens first."""

@@ -10,6 +10,7 @@ from mamba_eagle.cache.slots import Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import FinishReason, TreeShape
 from mamba_eagle.message import (
+    CacheUse,
     DecodeResult,
     Generate,
     Plan,
@@ -185,17 +186,17 @@ class Scheduler:
         for request, _, _ in plan.decodes:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += 1
-        for request, held, item, spare in plan.chunks:
+        for request, held, item, kinds in plan.chunks:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += item.is_last
             if item.is_first and request.retractions == 0:
                 self.stats.prompt_tokens += request.prompt_len
-                self.stats.cached_tokens += request.cached_tokens
+                self.stats.hit(held.hit_kind, request.cached_tokens)
             end = item.start + len(item.token_ids)
             self.slots.insert(held, request.to_prefill[item.start : end])
             for save in item.saves:
-                is_spare = save.position in spare
-                self.slots.attach_state(held, save.position, save.state_slot, is_spare)
+                kind = kinds[save.position]
+                self.slots.attach_state(held, save.position, save.state_slot, kind)
             if item.is_last:
                 self.prefill.remove(request)
 
@@ -323,11 +324,23 @@ class Scheduler:
             "num_queue_reqs": len(self.prefill.waiting),
             "num_used_tokens": used,
             "num_cached_tokens": cache.num_kv,
+            "num_locked_tokens": cache.num_kv - cache.evictable_kv,
             "num_free_kv_slots": slots.kv.num_free,
             "max_total_num_tokens": slots.kv.total,
             "token_usage": used / max(slots.kv.total, 1),
             "num_free_checkpoints": slots.states.num_free,
             "num_cached_checkpoints": cache.num_states,
+            "num_used_checkpoints": slots.states.total - slots.states.num_free - cache.num_states,
             "max_mamba_cache_size": slots.states.total,
             **self.stats.as_dict(),
         }
+
+    def cache_use(self) -> CacheUse:
+        """What the prefix cache has done so far."""
+        cache = self.slots.cache
+        return CacheUse(
+            hits=dict(self.stats.hits),
+            saved_tokens=dict(self.stats.saved_tokens),
+            evicted_states=cache.evicted_states,
+            evicted_tokens=cache.evicted_kv,
+        )

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mamba_eagle import __version__
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import StateReply
-from mamba_eagle.server import generate, openai
+from mamba_eagle.server import cache_route, generate, openai
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.fields import Fields, read_fields, shown
 from mamba_eagle.server.sse import sample_error, wait_until_done
@@ -58,7 +58,7 @@ class BearerAuth:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
-    for part in (router, generate.router, openai.router):
+    for part in (router, generate.router, openai.router, cache_route.router):
         app.include_router(part)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)

@@ -90,7 +90,8 @@ class CacheAgainstDict(RuleBasedStateMachine):
             [self.kv[tuple(prompt[: n + 1])] for n in range(match.position, size)],
         ).node
         key = tuple(prompt[:position])
-        taken = self.cache.attach_state(node, position, slots[0], spare)
+        kind = "spare" if spare else "tail"
+        taken = self.cache.attach_state(node, position, slots[0], kind)
         assert taken == (key not in self.states)
         if taken:
             self.states[key] = slots[0]
@@ -194,7 +195,7 @@ def put(cache: RadixCache, prompt: list[int], *positions: int, spare: bool = Fal
     cache.kv.free(slots[: len(slots) - done.taken])
     for position in positions:
         (slot,) = cache.state_slots.allocate(1)
-        if not cache.attach_state(done.node, position, slot, spare):
+        if not cache.attach_state(done.node, position, slot, "spare" if spare else "tail"):
             cache.state_slots.free([slot])
     return done.node
 
