@@ -57,9 +57,9 @@ def summary(reply: dict[str, Any]) -> list[str]:
     ]
     return [
         f"KV slots: {kv['total']} = {kv['cached']} cached ({kv['locked']} of them being read) + "
-        f"{held} held by requests + {kv['free']} free",
+        f"{held} held by requests + {kv['free']} free; {kv['pinned']} pinned",
         f"states: {states['total']} = {states['cached']} cached + "
-        f"{states['used']} held by requests + {states['free']} free",
+        f"{states['used']} held by requests + {states['free']} free; {states['pinned']} pinned",
         f"prompts: {reply['cached_tokens']} of {reply['prompt_tokens']} tokens were cached "
         f"({share:.0%})",
         f"evicted: {reply['evicted_states']} states, {reply['evicted_tokens']} tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from hashlib import blake2b
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -13,8 +14,8 @@ from mamba_eagle.message.indices import Indices, indices
 
 Tokens = NDArray[np.int32]
 # Why a state was saved: at the end of a prompt, where prompts part, at a multiple of the interval
-# in case that prompts will part there, at the end of an output.
-StateKind = Literal["tail", "branch", "spare", "output"]
+# in case that prompts will part there, at the end of an output, where a client asked for it.
+StateKind = Literal["tail", "branch", "spare", "output", "asked"]
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
@@ -33,6 +34,16 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return first if differ[first] else size
 
 
+def child_key(salt: int, token: int) -> int:
+    """token: the first one of a child's edge."""
+    return salt << 32 | token
+
+
+def salt_number(salt: str) -> int:
+    """Distinct for each salt, for all that can be computed; 0 for none."""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=16).digest(), "big") if salt else 0
+
+
 class Node:
     """Tokens [start, end) of a prefix.
 
@@ -49,7 +60,10 @@ class Node:
         "kv_slots",
         "locks",
         "parent",
+        "pins",
+        "salt",
         "spare",
+        "state_pins",
         "state_used_at",
         "tokens",
         "used_at",
@@ -58,10 +72,13 @@ class Node:
 
     def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: Indices, end: int) -> None:
         self.parent = parent
-        self.children: dict[int, Node] = {}  # first token of the child's edge -> child
+        self.children: dict[int, Node] = {}  # key -> child
         self.tokens = tokens
         self.kv_slots = kv_slots
         self.end = end
+        self.salt: int = 0 if parent is None else parent.salt  # of all nodes of one prefix
+        self.pins = 0  # pins that end here or below: its KV is evicted after all others
+        self.state_pins = 0  # pins that end here: the same for its state
         self.locks = 0  # requests whose prefix runs through here
         self.used_at = 0  # the cache's clock when the node was last on a matched path
         self.used_time = 0.0  # time.monotonic() at that time; for people
@@ -75,6 +92,12 @@ class Node:
     @property
     def start(self) -> int:
         return self.end - len(self.kv_slots)
+
+    @property
+    def key(self) -> int:
+        """Under which its parent has it. Below one parent only the root's children differ in salt;
+        so prefixes of different salts share no node."""
+        return child_key(self.salt, int(self.tokens[0]))
 
     def ancestors(self) -> Iterator[Node]:
         """This node and those above it, except the root."""
@@ -113,14 +136,16 @@ class PrefixCache(ABC):
     root: Node
 
     @abstractmethod
-    def match(self, tokens: Tokens, limit: int) -> Match:
-        """The deepest state at a position <= ``limit``, and how far the KV goes. Counts as a use of
-        both; locks nothing."""
+    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
+        """The deepest state at a position <= ``limit``, and how far the KV goes, of what was
+        inserted with this salt. Counts as a use of both; locks nothing."""
 
     @abstractmethod
-    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
         """Adds ``tokens`` with one KV slot each, after the prefix that ends at ``after``, which is
-        locked by the caller or the root. The cache takes the slots of tokens that it lacks."""
+        locked by the caller or the root. The cache takes the slots of tokens that it lacks.
+
+        salt: of the prefix; it is looked at after the root only."""
 
     @abstractmethod
     def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
@@ -138,6 +163,17 @@ class PrefixCache(ABC):
     @abstractmethod
     def unlock(self, node: Node) -> None:
         """Undoes one ``lock``."""
+
+    @abstractmethod
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        """Until that time (time.monotonic), the KV of the first ``max(positions)`` tokens of the
+        node's prefix, and the states at ``positions``, are evicted only when all else is gone.
+
+        Returns False, and pins nothing, if more than half of all slots would be pinned."""
+
+    @abstractmethod
+    def unpin(self, now: float) -> None:
+        """Ends the pins whose time is over."""
 
     @abstractmethod
     def evict_kv(self, count: int) -> int:
@@ -160,6 +196,8 @@ class PrefixCache(ABC):
     num_kv: int  # KV slots owned
     evictable_kv: int  # KV slots owned and not locked
     num_states: int  # state slots owned
+    pinned_kv = 0  # KV slots; what pins have in common counts for each
+    pinned_states = 0
     evicted_kv = 0  # KV slots, since the start; a flush does not count
     evicted_states = 0
 
@@ -173,10 +211,10 @@ class NoCache(PrefixCache):
         self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = self.evictable_kv = self.num_states = 0
 
-    def match(self, tokens: Tokens, limit: int) -> Match:
+    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
         return Match(0, 0, -1, indices(), self.root)
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
         return Inserted(0, self.root)
 
     def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
@@ -186,6 +224,12 @@ class NoCache(PrefixCache):
         pass
 
     def unlock(self, node: Node) -> None:
+        pass
+
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        return False
+
+    def unpin(self, now: float) -> None:
         pass
 
     def evict_kv(self, count: int) -> int:

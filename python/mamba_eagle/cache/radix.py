@@ -13,7 +13,9 @@ recurrence only from a state. So a hit is the deepest state on the matched path:
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import (
@@ -24,12 +26,18 @@ from mamba_eagle.cache.base import (
     StateKind,
     Tokens,
     as_tokens,
+    child_key,
     common_prefix,
 )
 from mamba_eagle.cache.order import LazyHeap, Rank
 from mamba_eagle.message.indices import Indices, indices
 
 TOKEN_BYTES = 4  # of Tokens
+
+
+class Pin(NamedTuple):
+    until: float  # time.monotonic()
+    nodes: list[Node]  # whose states are pinned; the KV is, up to the last one
 
 
 class RadixCache(PrefixCache):
@@ -71,6 +79,9 @@ class RadixCache(PrefixCache):
         self.inflation = 0  # score of the last state evicted: tokens
         self._leaves = LazyHeap(self._leaf_rank)  # those that are not locked
         self._states = LazyHeap(self._state_rank)  # nodes with a state
+        self._pins: dict[Node, Pin] = {}  # by the deepest node
+        self._pins_in_order = LazyHeap(self._pin_rank)  # the keys of _pins
+        self.pinned_kv = self.pinned_states = 0
 
     @property
     def num_states(self) -> int:  # type: ignore[override]
@@ -78,13 +89,13 @@ class RadixCache(PrefixCache):
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
-    def match(self, tokens: Tokens, limit: int) -> Match:
+    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
         self.clock += 1
         now = time.monotonic()
         node, length, hit = self.root, 0, self.root
         data = tokens.tobytes()  # comparing bytes takes a quarter of the time
         while length < len(tokens):
-            child = node.children.get(int(tokens[length]))
+            child = node.children.get(child_key(salt, int(tokens[length])))
             if child is None:
                 break
             child.used_at, child.used_time = self.clock, now
@@ -125,15 +136,16 @@ class RadixCache(PrefixCache):
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
         assert len(tokens) == len(kv_slots)
+        salt = salt if after is self.root else after.salt
         self.clock += 1
         now = time.monotonic()
         node, done = after, 0
         while done < len(tokens):
-            child = node.children.get(int(tokens[done]))
+            child = node.children.get(child_key(salt, int(tokens[done])))
             if child is None:
-                node = self._add_leaf(node, tokens[done:], kv_slots[done:])
+                node = self._add_leaf(node, tokens[done:], kv_slots[done:], salt)
                 node.used_time = now
                 return Inserted(len(tokens) - done, node)
             child.used_at, child.used_time = self.clock, now
@@ -144,12 +156,7 @@ class RadixCache(PrefixCache):
 
     def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
         spare = kind == "spare"
-        assert 0 < position <= node.end
-        while node.start >= position:
-            assert node.parent is not None
-            node = node.parent
-        if node.end > position:
-            node = self._split(node, position - node.start)
+        node = self._node_at(node, position)
         if node.state_slot >= 0:
             if not spare:
                 self._set_ordinary(node)
@@ -162,6 +169,14 @@ class RadixCache(PrefixCache):
         if not spare:
             self._rerank_below(node)
         return True
+
+    def _node_at(self, node: Node, position: int) -> Node:
+        """The node of the prefix that ends at ``position``."""
+        assert 0 < position <= node.end
+        while node.start >= position:
+            assert node.parent is not None
+            node = node.parent
+        return self._split(node, position - node.start) if node.end > position else node
 
     def lock(self, node: Node) -> None:
         for part in node.ancestors():
@@ -184,10 +199,11 @@ class RadixCache(PrefixCache):
         if node.locks == 0 and not node.children and node is not self.root:
             self._leaves.put(node)
 
-    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: Indices) -> Node:
+    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: Indices, salt: int) -> Node:
         leaf = Node(parent, tokens.copy(), kv_slots, parent.end + len(tokens))
+        leaf.salt = salt
         leaf.used_at = self.clock
-        parent.children[int(tokens[0])] = leaf
+        parent.children[leaf.key] = leaf
         self._leaves.remove(parent)
         self._leaves.put(leaf)
         self.num_kv += len(kv_slots)
@@ -198,16 +214,61 @@ class RadixCache(PrefixCache):
         """Cuts the edge after ``at`` tokens. ``node`` keeps the lower part; returns the upper."""
         assert node.parent is not None and 0 < at < len(node.tokens)
         upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
-        upper.locks = node.locks
+        upper.salt = node.salt
+        upper.locks, upper.pins = node.locks, node.pins
         upper.used_at, upper.used_time = node.used_at, node.used_time
-        node.parent.children[int(upper.tokens[0])] = upper
+        node.parent.children[upper.key] = upper
         node.parent = upper
         node.tokens = node.tokens[at:]
         node.kv_slots = node.kv_slots[at:]
-        upper.children[int(node.tokens[0])] = node
+        upper.children[node.key] = node
         if node in self._leaves:  # its first slot is another now
             self._leaves.put(node)
         return upper
+
+    # ── pinning ──────────────────────────────────────────────────────────────────────────────
+
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        nodes = [self._node_at(node, position) for position in sorted(set(positions))]
+        deepest = nodes[-1]
+        old = self._pins.get(deepest)
+        kv = self.pinned_kv + deepest.end - (old.nodes[-1].end if old else 0)
+        states = self.pinned_states + len(nodes) - (len(old.nodes) if old else 0)
+        if kv > self.kv.total // 2 or states > self.state_slots.total // 2:
+            return False
+        if old is not None:
+            until = max(until, old.until)
+            self._unpin(deepest)
+        self._pins[deepest] = Pin(until, nodes)
+        self._pins_in_order.put(deepest)
+        self.pinned_kv, self.pinned_states = kv, states
+        for part in deepest.ancestors():
+            part.pins += 1
+        for part in nodes:
+            part.state_pins += 1
+        return True
+
+    def unpin(self, now: float) -> None:
+        while (node := self._pins_in_order.first()) is not None and self._pins[node].until <= now:
+            self._unpin(node)
+
+    def _unpin(self, deepest: Node) -> None:
+        """The pin's nodes may have been evicted meanwhile."""
+        self._pins_in_order.remove(deepest)
+        nodes = self._pins.pop(deepest).nodes
+        self.pinned_kv -= deepest.end
+        self.pinned_states -= len(nodes)
+        for part in nodes:
+            part.state_pins -= 1
+            if part in self._states:
+                self._states.put(part)
+        for part in deepest.ancestors():
+            part.pins -= 1
+            if part in self._leaves:
+                self._leaves.put(part)
+
+    def _pin_rank(self, node: Node) -> Rank:
+        return (int(1000 * self._pins[node].until),)
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────
 
@@ -222,7 +283,7 @@ class RadixCache(PrefixCache):
     @staticmethod
     def _leaf_rank(leaf: Node) -> Rank:
         """The lowest is evicted first."""
-        return leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
+        return leaf.pins > 0, leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
 
     def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
         freed, kept = 0, []
@@ -242,7 +303,7 @@ class RadixCache(PrefixCache):
     def _state_rank(self, node: Node) -> Rank:
         """The lowest is evicted first."""
         score = 0 if node.spare else self._score(node)
-        return not node.spare, score, node.state_used_at, node.end
+        return node.state_pins > 0, not node.spare, score, node.state_used_at, node.end
 
     @staticmethod
     def _score(node: Node) -> int:
@@ -269,7 +330,7 @@ class RadixCache(PrefixCache):
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
-        del leaf.parent.children[int(leaf.tokens[0])]
+        del leaf.parent.children[leaf.key]
         self._offer_leaf(leaf.parent)
 
     def flush(self) -> None:
@@ -299,8 +360,10 @@ class RadixCache(PrefixCache):
             right = (
                 len(node.tokens) == len(node.kv_slots) > 0
                 and node.start == node.parent.end
-                and node.parent.children.get(int(node.tokens[0])) is node
+                and node.parent.children.get(node.key) is node
                 and node.locks >= sum(child.locks for child in node.children.values())
+                and node.pins >= sum(child.pins for child in node.children.values())
+                and node.salt == (node.salt if node.parent is self.root else node.parent.salt)
             )
             if not right:
                 raise RuntimeError(
@@ -321,6 +384,28 @@ class RadixCache(PrefixCache):
                 "radix cache: (KV slots, evictable KV slots, leaves without locks, state slots) "
                 f"are {found} in the tree but {counted} by its counters"
             )
-        for name, order in (("leaves", self._leaves), ("states", self._states)):
+        self._check_pins()
+        orders = {"leaves": self._leaves, "states": self._states, "pins": self._pins_in_order}
+        for name, order in orders.items():
             if problem := order.problem():
                 raise RuntimeError(f"radix cache, order of {name}: {problem}")
+
+    def _check_pins(self) -> None:
+        """Every pin counts at all nodes that it is for, whether they are still in the tree."""
+        ends: Counter[Node] = Counter()
+        above: Counter[Node] = Counter()
+        for deepest, pin in self._pins.items():
+            ends.update(pin.nodes)
+            above.update(deepest.ancestors())
+        for node in {*self._nodes(), *above}:
+            if (node.pins, node.state_pins) != (above[node], ends[node]):
+                raise RuntimeError(
+                    f"radix node [{node.start}, {node.end}): {above[node]} pins of its KV and "
+                    f"{ends[node]} of its state, but counted {node.pins} and {node.state_pins}"
+                )
+        pinned = sum(node.end for node in self._pins), sum(ends.values())
+        if pinned != (self.pinned_kv, self.pinned_states):
+            raise RuntimeError(
+                f"radix cache: (KV slots, states) pinned are {pinned} by the pins, but "
+                f"{(self.pinned_kv, self.pinned_states)} by its counters"
+            )

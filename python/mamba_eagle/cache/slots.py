@@ -63,6 +63,7 @@ class HeldSlots:
     load_from: int  # the cache's state slot at ``hit``; may be evicted once the first chunk is sent
     inserted: int  # tokens that are in the cache's tree
     folded: int  # position that S0 was last known to be at
+    salt: int = 0  # of its prefix in the cache
     duplicates: Indices = field(default_factory=indices)  # own slots of tokens in the tree
 
     @property
@@ -92,13 +93,18 @@ class Slots:
     # ── a request's life ─────────────────────────────────────────────────────────────────────
 
     def admit(
-        self, match: Match, num_tokens: int, headroom: int, keep: Collection[int] = ()
+        self,
+        match: Match,
+        num_tokens: int,
+        headroom: int,
+        keep: Collection[int] = (),
+        salt: int = 0,
     ) -> HeldSlots | None:
         """All that a request needs for its prompt, evicting from the cache where necessary.
 
         match: what the cache has of the prompt's ``num_tokens`` tokens. headroom: KV slots that
         must stay available beyond the prompt. keep: state slots that must not be evicted, besides
-        the match's own.
+        the match's own. salt: that of the match.
 
         Returns None, and nothing is held, if there is not enough.
         """
@@ -122,6 +128,7 @@ class Slots:
                     load_from=match.state_slot,
                     inserted=match.position,
                     folded=match.position,
+                    salt=salt,
                 )
         cache.unlock(match.node)
         return None
@@ -142,7 +149,7 @@ class Slots:
         """
         end = held.inserted + len(tokens)
         fresh = held.kv[held.inserted : end]
-        done = self.cache.insert(held.node, tokens, fresh)
+        done = self.cache.insert(held.node, tokens, fresh, held.salt)
         held.duplicates += fresh[: len(fresh) - done.taken]
         self.cache.lock(done.node)
         self.cache.unlock(held.node)

@@ -29,6 +29,14 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 # ── tokenizer → scheduler ────────────────────────────────────────────────────────────────────
 
 
+class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client asks of the prefix cache. None of it changes a text."""
+
+    salt: str = ""  # only requests of the same salt share what is cached
+    pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
+    positions: list[int] = []  # of the prompt at which its state is to be saved
+
+
 class Generate(Message):
     """One sample of one prompt (n > 1 arrives as n messages)."""
 
@@ -39,6 +47,7 @@ class Generate(Message):
     logprob_start: int = -1  # first prompt position whose logprob is wanted; -1: none
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    cache: CacheHints = CacheHints()
     arrival_time: float = 0.0  # time.time() at the HTTP side
 
 

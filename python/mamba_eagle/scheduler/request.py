@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.base import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
@@ -36,6 +36,8 @@ class Request:
         self.top_logprobs = message.top_logprobs
         self.logprob_start = message.logprob_start
         self.return_spec_trace = message.return_spec_trace
+        self.cache_hints = message.cache
+        self.salt = salt_number(message.cache.salt)
         self.tokens = indices(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         self.drafts = RequestDrafts()

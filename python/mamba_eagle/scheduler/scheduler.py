@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 
 from mamba_eagle.cache.base import as_tokens
-from mamba_eagle.cache.slots import Slots
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import FinishReason, TreeShape
 from mamba_eagle.message import (
@@ -139,6 +140,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
+        self.slots.cache.unpin(time.monotonic())
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
         youngest = self.decode.schedule(plan, self._admitted, self._in_flight)
@@ -199,6 +201,15 @@ class Scheduler:
                 self.slots.attach_state(held, save.position, save.state_slot, kind)
             if item.is_last:
                 self.prefill.remove(request)
+                self._pin(request, held)
+
+    def _pin(self, request: Request, held: HeldSlots) -> None:
+        """Its prompt is in the cache now; a client may have asked to keep it there."""
+        hints, tail = request.cache_hints, request.prompt_len - 1
+        if hints.pin_seconds > 0 and tail > 0 and self.slots.cache.stores:
+            until = time.monotonic() + hints.pin_seconds
+            if not self.slots.cache.pin(held.node, [*hints.positions, tail], until):
+                log.warning("request %r: half of the cache is pinned already", request.rid)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -325,11 +336,13 @@ class Scheduler:
             "num_used_tokens": used,
             "num_cached_tokens": cache.num_kv,
             "num_locked_tokens": cache.num_kv - cache.evictable_kv,
+            "num_pinned_tokens": cache.pinned_kv,
             "num_free_kv_slots": slots.kv.num_free,
             "max_total_num_tokens": slots.kv.total,
             "token_usage": used / max(slots.kv.total, 1),
             "num_free_checkpoints": slots.states.num_free,
             "num_cached_checkpoints": cache.num_states,
+            "num_pinned_checkpoints": cache.pinned_states,
             "num_used_checkpoints": slots.states.total - slots.states.num_free - cache.num_states,
             "max_mamba_cache_size": slots.states.total,
             **self.stats.as_dict(),

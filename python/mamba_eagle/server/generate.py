@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.core import MAX_TOP_LOGPROBS
+from mamba_eagle.server.cache_fields import read_cache_hints
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.fields import Fields, all_of, as_text, read_fields, shown
 from mamba_eagle.server.reply import Reply
@@ -107,6 +108,7 @@ async def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
                 n=sampling.n,
                 sample_rids=sample_rids,
                 return_spec_trace=own.flag("return_spec_trace"),
+                cache=read_cache_hints(fields, len(token_ids)),
                 **_read_logprobs(own, len(token_ids)),
             )
         )

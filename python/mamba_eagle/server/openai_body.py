@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from mamba_eagle.core import MAX_TOP_LOGPROBS, SamplingParams
+from mamba_eagle.server.cache_fields import read_cache_hints
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text, shown
 from mamba_eagle.server.sampling import (
@@ -101,6 +102,7 @@ def _job(
                 return_logprob=logprobs is not None,
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
+                cache=read_cache_hints(fields, len(ids)),
             )
         )
     options = fields.object("stream_options")

@@ -167,6 +167,7 @@ class TokenizerManager:
                 logprob_start=prompt.logprob_start,
                 top_logprobs=prompt.top_logprobs,
                 return_spec_trace=prompt.return_spec_trace,
+                cache=prompt.cache,
                 arrival_time=live.arrival,
             )
         )

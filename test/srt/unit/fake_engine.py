@@ -50,6 +50,8 @@ CACHE_STATE = {
     "num_free_kv_slots": 40.0,
     "num_cached_tokens": 50.0,
     "num_locked_tokens": 20.0,
+    "num_pinned_tokens": 10.0,
+    "num_pinned_checkpoints": 2.0,
     "max_mamba_cache_size": 8.0,
     "num_free_checkpoints": 3.0,
     "num_cached_checkpoints": 4.0,

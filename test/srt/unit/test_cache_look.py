@@ -20,8 +20,8 @@ from mamba_eagle.core import SamplingParams
 
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 SHOWN = {
-    "kv_slots": {"total": 100, "free": 40, "cached": 50, "locked": 20},
-    "states": {"total": 8, "free": 3, "cached": 4, "used": 1},
+    "kv_slots": {"total": 100, "free": 40, "cached": 50, "locked": 20, "pinned": 10},
+    "states": {"total": 8, "free": 3, "cached": 4, "used": 1, "pinned": 2},
     "prompt_tokens": 140,
     "cached_tokens": 70,
     "hits": {"tail": 3, "output": 1},
@@ -29,8 +29,9 @@ SHOWN = {
     "evicted_states": 2,
     "evicted_tokens": 30,
 }
-DRAWN = """KV slots: 100 = 50 cached (20 of them being read) + 10 held by requests + 40 free
-states: 8 = 4 cached + 1 held by requests + 3 free
+DRAWN = """\
+KV slots: 100 = 50 cached (20 of them being read) + 10 held by requests + 40 free; 10 pinned
+states: 8 = 4 cached + 1 held by requests + 3 free; 2 pinned
 prompts: 70 of 140 tokens were cached (50%)
 evicted: 2 states, 30 tokens
 hits by the kind of state:
@@ -99,7 +100,13 @@ def test_hits_are_counted_by_what_they_hit():
     assert serve("fork again", [*prompt[:200], 47, 46]) == 200
     assert hits() == {"tail": 1, "output": 1, "spare": 1, "branch": 1}
     use, state = serving.scheduler.cache_use(), serving.scheduler.state()
-    assert use.saved_tokens == {"tail": 299, "output": 303, "spare": 192, "branch": 200}
+    assert use.saved_tokens == {
+        "tail": 299,
+        "output": 303,
+        "spare": 192,
+        "branch": 200,
+        "asked": 0,
+    }
     assert sum(use.saved_tokens.values()) == state["cached_tokens_total"]
     assert state["num_locked_tokens"] == state["num_used_checkpoints"] == 0
     assert use.evicted_states == use.evicted_tokens == 0
