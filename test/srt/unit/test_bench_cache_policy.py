@@ -26,12 +26,11 @@ def test_traces_are_the_same_every_time_and_continue_themselves(modules) -> None
     _, _, traces = modules
     first, again = (traces.trace("chats", 60, 5, seed=3) for _ in range(2))
     assert first == again and first != traces.trace("chats", 60, 5, seed=4)
+    texts = [turn.prompt + turn.output for turn in first]
     follow_ups = [
         turn
         for i, turn in enumerate(first)
-        if any(
-            turn.prompt[: len(t.prompt) + len(t.output)] == t.prompt + t.output for t in first[:i]
-        )
+        if any(turn.prompt[: len(text)] == text for text in texts[:i])
     ]
     assert len(follow_ups) > 20
 
