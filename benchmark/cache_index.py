@@ -21,16 +21,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import as_tokens
 from mamba_eagle.cache.radix import RadixCache
-from mamba_eagle.eval import machine, results
 from mamba_eagle.message import Plan, PrefillItem
 from mamba_eagle.message.indices import from_wire, indices, to_wire
 
@@ -126,10 +125,10 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
                 "unit": "us",
                 "p99": round(1e6 * taken[int(0.99 * len(taken))], 2),
                 "repetitions": repetitions,
-                "cpu": machine.cpu_model(),
+                "cpu": facts.cpu_model(),
                 "threads": os.cpu_count(),
-                "commit": machine.commit(),
-                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+                "commit": facts.commit(),
+                "date": facts.today(),
             }
             print(f"{line['name']:12} {size:7} {line['value']:9.2f} us", flush=True)
             lines.append(line)

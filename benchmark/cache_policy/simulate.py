@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from policies import POLICIES, Policy
 from traces import TRACES, Turn, trace
 
+from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import as_tokens
 from mamba_eagle.cache.radix import RadixCache
-from mamba_eagle.eval import machine, results
 from mamba_eagle.message.indices import indices
 
 HERE = Path(__file__).parent
@@ -112,8 +111,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 "requests": args.requests,
                 "at_once": args.at_once,
                 "seed": args.seed,
-                "commit": machine.commit(),
-                "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+                "commit": facts.commit(),
+                "date": facts.today(),
             }
             print(
                 f"{name:10} {states:5} {policy:14} {line['value']:.4f} of {line['bound']:.4f}",

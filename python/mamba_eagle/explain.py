@@ -4,8 +4,7 @@
     mamba-eagle explain --url http://127.0.0.1:30000 --text "Question: What is 3 plus 4?"
     mamba-eagle explain --url http://127.0.0.1:30000 --cache
 
-The text is taken as it stands, as /generate takes it. ``--cache`` draws what a server's prefix
-cache holds instead.
+The text is taken as it stands, as /generate takes it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import os
 import sys
 from typing import Any
 
-import httpx
 import msgspec
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
 from mamba_eagle import explain_cache
-from mamba_eagle.bench_one_batch import make_driver
+from mamba_eagle.bench.client import ServerError, generate_all, read_cache
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
@@ -35,7 +33,6 @@ from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
-TIMEOUT = 600.0  # seconds
 LONGEST_BAR = 40  # characters
 WIDEST = 1000  # characters: no line of a tree is broken
 LEGEND = "✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was\n"
@@ -49,49 +46,30 @@ class ExplainError(RuntimeError):
 # ── the reply: of a running server, or of an engine in this process ──────────────────────────
 
 
-def ask(url: str, method: str, path: str, api_key: str, body: Any = None) -> Any:
-    """The reply of the server at ``url``, whatever its JSON is; None if it is not JSON.
-
-    Raises: ExplainError
-    """
-    url = (url if "://" in url else f"http://{url}").rstrip("/")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        # trust_env: a proxy of the environment is not meant for a model server
-        with httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False) as client:
-            response = client.request(method, f"{url}{path}", json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ExplainError(
-            f"--url {url}: no answer ({error}): start one with mamba-eagle serve, or leave --url "
-            "out to load the model here"
-        ) from None
-    try:
-        reply: Any = response.json()
-    except ValueError:
-        reply = None
-    if response.status_code != 200:
-        try:
-            why = reply["error"]["message"]
-        except (KeyError, TypeError):
-            why = "is it a mamba-eagle server?"
-        raise ExplainError(f"--url {url}: answered {response.status_code} to {path}: {why}")
-    return reply
-
-
 def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> dict[str, Any]:
     """The reply of the server at ``url`` to POST /generate.
 
     Raises: ExplainError
     """
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
     body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
-    reply: dict[str, Any] = ask(url, "POST", "/generate", api_key, body)
     try:
+        (reply,) = generate_all(url, [body], parallel=1, api_key=api_key)
         reply["meta_info"]["spec_trace"]
+    except ServerError as error:
+        if error.status == 0:
+            raise ExplainError(
+                f"--url {url}: no answer ({error.message}): start a server with mamba-eagle serve, "
+                "or leave --url out to load the model here"
+            ) from None
+        if error.status != 200:
+            why = error.message or "is it a mamba-eagle server?"
+            raise ExplainError(
+                f"--url {url}: answered {error.status} to /generate: {why}"
+            ) from None
+        raise no_trace(url) from None
     except (KeyError, TypeError):
-        raise ExplainError(
-            f"--url {url}: answered without meta_info.spec_trace: it is not a mamba-eagle server, "
-            "or one older than this command"
-        ) from None
+        raise no_trace(url) from None
     return reply
 
 
@@ -100,24 +78,37 @@ def ask_cache(url: str, api_key: str) -> dict[str, Any]:
 
     Raises: ExplainError
     """
-    reply: dict[str, Any] = ask(url, "GET", "/cache", api_key)
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        reply = read_cache(url, api_key)
+    except ServerError as error:
+        raise ExplainError(f"--url {url}: {error}") from None
     if not isinstance(reply, dict) or "kv_slots" not in reply:
         raise ExplainError(f"--url {url}: answered /cache without kv_slots: is it mamba-eagle?")
     return reply
 
 
-def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
-    """What a server with these settings would reply, with the configured tree in every step: one
-    request is too short to learn which is fastest. The model is loaded here.
+def no_trace(url: str) -> ExplainError:
+    return ExplainError(
+        f"--url {url}: answered without meta_info.spec_trace: it is not a mamba-eagle server, or "
+        "one older than this command"
+    )
 
-    Raises: ExplainError
+
+def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
+    """What a server with these settings would reply if it drafted the configured tree in every
+    step; one request is too short to learn which tree is fastest. The model is loaded here.
+
+    Raises: ExplainError, ConfigError
     """
+    from mamba_eagle.runner.make import make_runner  # torch takes seconds to import
+
     try:
         tokenizer = TextTokenizer.load(config.tokenizer_path)
     except (OSError, ValueError) as error:
         raise ExplainError(f"--tokenizer-path {config.tokenizer_path}: {error}") from None
     config = dataclasses.replace(config, speculative_adaptive=False)
-    engine = OfflineEngine(config, make_driver(config).runner)
+    engine = OfflineEngine(config, make_runner(config))
     ids = tokenizer.encode(text)
     prompt = PromptRequest(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
     detokenizer = tokenizer.detokenizer(ids, sampling.skip_special_tokens)
@@ -219,10 +210,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mamba-eagle explain", description=(__doc__ or "").partition("\n")[0]
     )
     own = parser.add_argument_group("the request")
-    own.add_argument("--text", default="", help="the prompt, taken as it stands")
     own.add_argument(
         "--cache", action="store_true", help="draw what the prefix cache of --url holds instead"
     )
+    own.add_argument("--text", default="", help="the prompt, taken as it stands")
     own.add_argument("--max-new-tokens", type=int, default=64)
     own.add_argument("--temperature", type=float, default=0.0)
     own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")

@@ -1,15 +1,17 @@
 """What is measured, under the names that SGLang's dashboards know (prefix ``mamba_eagle:``).
 
-Counters and histograms are fed by the outputs that pass through the tokenizer process; gauges are
-the scheduler's, asked for when somebody reads /metrics.
+Counters and histograms are fed by the outputs that pass through the server process. Gauges are the
+scheduler's, which is asked for them when /metrics is read.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -26,14 +28,15 @@ if TYPE_CHECKING:
     from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 PREFIX = "mamba_eagle:"
+MAX_LOGGED = 200  # characters of a value that a client sent
 request_log = logging.getLogger("mamba_eagle.requests")
 
 GAUGES = {
-    "num_running_reqs": "requests that are prefilled or decoded",
-    "num_queue_reqs": "requests that wait",
+    "num_running_reqs": "requests that are being prefilled or decoded",
+    "num_queue_reqs": "waiting requests",
     "num_used_tokens": "KV slots or tokens in use by running requests",
     "token_usage": "share of the KV slots in use",
-    "gen_throughput": "output tokens a second, lately",
+    "gen_throughput": "output tokens per second over the last seconds",
     "num_cached_tokens": "KV slots of the prefix cache",
     "num_locked_tokens": "KV slots of the prefix cache that running requests read",
     "num_pinned_tokens": "KV slots that clients have pinned; common ones count for each pin",
@@ -43,18 +46,25 @@ GAUGES = {
     "num_pinned_checkpoints": "states that clients have pinned",
     "num_free_checkpoints": "state slots that nobody has",
     "cache_hit_rate": "share of prompt tokens found in the cache",
-    "spec_accept_length": "output tokens a verify step",
-    "spec_given_up": "1 while the drafter hits next to nothing and follows few requests",
-    "num_retracted_reqs": "requests sent back to the queue for want of memory",
+    "spec_accept_length": "output tokens per verify step",
+    "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
+    "num_retracted_reqs": "requests sent back to the queue because memory ran out",
 }
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
-disable_created_metrics()  # they double the series and no dashboard reads them
+disable_created_metrics()  # they double the number of series, and no dashboard reads them
+
+
+def loggable(value: Any) -> str:
+    """A value that a client sent, as JSON in ASCII: it can neither begin a line nor control a
+    terminal. Cut at MAX_LOGGED characters."""
+    text = json.dumps(value)
+    return text if len(text) <= MAX_LOGGED else text[: MAX_LOGGED - 3] + "..."
 
 
 class _OfScheduler(Collector):
-    """What the scheduler counts, as it was last told."""
+    """The scheduler's counters and gauges, as of its last reply."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -65,7 +75,7 @@ class _OfScheduler(Collector):
     def collect(self) -> Iterator[Metric]:
         steps = CounterMetricFamily(
             PREFIX + "spec_steps",
-            "decode steps by what they drafted: plain, or topk x steps x nodes",
+            "decode steps by the tree they drafted: plain, or topk x steps x nodes",
             labels=["model_name", "shape"],
         )
         for shape, use in self.shapes.items():
@@ -99,7 +109,7 @@ class _OfScheduler(Collector):
 
 
 class Recorder:
-    """Called for each event of a request; each call costs microseconds."""
+    """Is called for each event of a request. A call takes microseconds."""
 
     def __init__(self, model: str, log_requests: bool = False) -> None:
         self.registry = CollectorRegistry()
@@ -121,7 +131,7 @@ class Recorder:
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
         self.generation_tokens = counter("generation_tokens", "output tokens")
         self.cached_tokens = counter("cached_tokens", "prompt tokens found in the cache")
-        self.requests = counter("num_requests", "samples that have ended, aborted ones included")
+        self.requests = counter("num_requests", "samples that have ended, including aborted ones")
         self.aborted = counter("num_aborted_requests", "samples that were aborted or failed")
         self.first_token = histogram(
             "time_to_first_token_seconds", "from arrival to the first output token", SLOW
@@ -144,7 +154,7 @@ class Recorder:
         self.reset_averages()
 
     def reset_averages(self) -> None:
-        """Forgets what averages are made of; benchmarks do this with /flush_cache."""
+        """Starts the averages anew, as benchmarks ask for with /flush_cache."""
         self._tokens = 0
         self._verify_steps = 0
         self._prompt = 0
@@ -152,7 +162,7 @@ class Recorder:
 
     @property
     def accept_length(self) -> float | None:
-        """Output tokens a verify step, over finished requests; None without speculation."""
+        """Output tokens per verify step over finished requests; None without speculation."""
         return self._tokens / self._verify_steps if self._verify_steps else None
 
     def started(self, live: LiveRequest) -> None:
@@ -160,14 +170,14 @@ class Recorder:
             for sample in live.samples:
                 request_log.info(
                     "start %s: %d prompt tokens, seed %d, %s",
-                    sample.rid,
+                    loggable(sample.rid),
                     len(sample.prompt.token_ids),
                     sample.seed,
-                    sample.prompt.sampling,
+                    loggable(msgspec.to_builtins(sample.prompt.sampling)),
                 )
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
-        """``new_tokens`` came at time ``now``."""
+        """``new_tokens`` arrived at time ``now`` (time.time())."""
         if not new_tokens:
             return
         self.generation_tokens.inc(new_tokens)
@@ -201,15 +211,15 @@ class Recorder:
         if self.log_requests:
             request_log.info(
                 "end %s: %d tokens in %.3f s, %s",
-                sample.rid,
+                loggable(sample.rid),
                 len(sample.output_ids),
                 seconds,
-                sample.finish.as_dict(),
+                loggable(sample.finish.as_dict()),
             )
 
     def exposition(self, reply: StateReply | None) -> bytes:
-        """The text of /metrics; the scheduler's gauges win over those of the same name here.
-        None: it has not answered."""
+        """The text of /metrics. The scheduler's gauges override those of the same name here;
+        ``reply`` is None if it has not answered."""
         values: dict[str, float] = {}
         if self._prompt:
             values["cache_hit_rate"] = self._cached / self._prompt

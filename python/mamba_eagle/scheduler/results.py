@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mamba_eagle.message import DecodeResult, PrefillItem, PrefillResult
 from mamba_eagle.scheduler.request import Request
 
-NO_TOKEN = (
+NO_TOKEN_PROBLEM = (
     "the model produced no token: its logits are not finite, or every token of the vocabulary is "
     "banned (stop tokens before min_new_tokens, logit_bias)"
 )
@@ -32,7 +32,7 @@ def prefill_problem(
     if not item.is_last or request.sampling.max_new_tokens == 0:
         return ""
     if result.token < 0:
-        return NO_TOKEN
+        return NO_TOKEN_PROBLEM
     return _token_problem(request, [result.token], vocab_size)
 
 
@@ -51,7 +51,7 @@ def decode_problem(
     if request.finish is not None:
         return ""
     if not tokens:
-        return NO_TOKEN
+        return NO_TOKEN_PROBLEM
     if len(nodes) != len(tokens):
         return f"the runner accepted {len(nodes)} nodes but returned {len(tokens)} tokens"
     if request.return_logprob and len(result.logprobs) != len(tokens):

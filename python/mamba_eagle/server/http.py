@@ -13,7 +13,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +22,8 @@ from mamba_eagle.message import StateReply
 from mamba_eagle.server import cache_route, generate, openai
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.fields import Fields, read_fields, shown
+from mamba_eagle.server.lifetime import RETRY_AFTER
+from mamba_eagle.server.origins import guard_origins
 from mamba_eagle.server.sse import sample_error, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.manager import EngineDead
@@ -34,10 +35,10 @@ router = APIRouter()
 
 
 class BearerAuth:
-    """Lets through what carries the key, /health and the page, which asks for the key. Plain
+    """Lets through what carries the key, the probes, and the page, which asks for the key. Plain
     ASGI: streams pass untouched."""
 
-    open_paths = ("/", "/health")
+    open_paths = ("/", "/health", "/ready")
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
@@ -65,11 +66,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _internal_error)
     if state.config.api_key:
         app.add_middleware(BearerAuth, api_key=state.config.api_key)
-    # Pages of any origin may ask, as with SGLang: browsers hide the answers from them otherwise.
-    # Added last, so that it comes first: a preflight request carries no key.
-    app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
-    )
+    guard_origins(app, state.config)
     return app
 
 
@@ -98,9 +95,21 @@ async def playground() -> Response:
 
 @router.api_route("/health", methods=["GET", "HEAD"])  # monitors ask for the head alone
 async def health(request: Request) -> Response:
-    dead = server_state(request).manager.dead
-    if dead is not None:
-        raise RequestError(dead, 503)
+    """Liveness: 503 once the engine is dead or has stopped working, so that a restart is due."""
+    state = server_state(request)
+    problem = state.lifetime.failure or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503)
+    return Response()
+
+
+@router.api_route("/ready", methods=["GET", "HEAD"])
+async def ready(request: Request) -> Response:
+    """Readiness: 503 whenever a request would be refused, as while the server shuts down."""
+    state = server_state(request)
+    problem = state.lifetime.refusal or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503, retry_after=RETRY_AFTER)
     return Response()
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.tokenizer.manager import (
     DuplicateRid,
     EngineDead,
@@ -38,6 +39,7 @@ class ServerState:
     manager: TokenizerManager
     recorder: Recorder
     started: float = field(default_factory=time.time)
+    lifetime: Lifetime = field(default_factory=Lifetime)
 
     @property
     def model_name(self) -> str:

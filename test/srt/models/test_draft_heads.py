@@ -255,7 +255,8 @@ def test_lanes_are_no_more_than_the_tokens_that_a_head_knows(model: Path, tmp_pa
     folder = write_eagle3_head(tmp_path, model)
     config = replace(engine_config(model, folder), speculative_eagle_topk=61)
     assert EagleThreeSource(config, read_model_config(model)).problems() == [
-        f"--speculative-eagle-topk 61: drafter {folder} knows 60 tokens; set it to 60 at most"
+        f"--speculative-eagle-topk 61: drafter {folder} has a vocabulary of 60 tokens; "
+        "set it to 60 at most"
     ]
 
 

@@ -304,10 +304,10 @@ class FakeRunner:
         self._check(slot)
         if slot.ended:
             return DecodeResult(folded=slot.folded)
-        luck = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
-        drafts = luck.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
+        rng = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
+        drafts = rng.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
         drafts *= self.drafts_accepted
-        path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
+        path = [0, *sorted(rng.sample(range(1, batch.shape.nodes), drafts))]
         root, before = slot.tokens[-1], slot.num_output
         result = DecodeResult()
         for node in path:
@@ -339,11 +339,11 @@ class Server:
     """Scheduler and fake runner with results as late as the overlap allows; checks the books
     after every step."""
 
-    def __init__(self, config, runner: FakeRunner, luck: random.Random | None = None) -> None:
+    def __init__(self, config, runner: FakeRunner, rng: random.Random | None = None) -> None:
         self.scheduler = Scheduler(config, runner.ready)
         self.runner = runner
         self.runner.needs_history = needs_history(config.speculative_algorithm)
-        self.luck = luck
+        self.rng = rng
         self.plans: deque[Plan] = deque()
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
@@ -371,7 +371,7 @@ class Server:
         while (plan := self.scheduler.plan()) is not None:
             self.plans.append(plan)
             self.scheduler.check_integrity()
-            if self.luck is not None and self.luck.random() < 0.3:
+            if self.rng is not None and self.rng.random() < 0.3:
                 break
         if self.plans:
             result = self.runner.execute(self.plans.popleft())
