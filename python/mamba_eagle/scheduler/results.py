@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mamba_eagle.core import shown
 from mamba_eagle.message import DecodeResult, PrefillItem, PrefillResult
 from mamba_eagle.scheduler.request import Request
 
@@ -17,8 +18,6 @@ NO_TOKEN_PROBLEM = (
     "the model produced no token: its logits are not finite, or every token of the vocabulary is "
     "banned (stop tokens before min_new_tokens, logit_bias)"
 )
-
-MAX_SHOWN = 200  # characters of a value in a message
 
 
 def prefill_problem(
@@ -46,8 +45,9 @@ def decode_problem(
     """
     tokens, nodes = result.tokens, result.nodes
     if not _is_path(nodes, len(tree)):
-        shown = str(nodes)[:MAX_SHOWN]
-        return f"the runner accepted nodes {shown}, which are no path in a tree of {len(tree)}"
+        return (
+            f"the runner accepted nodes {shown(nodes)}, which are no path in a tree of {len(tree)}"
+        )
     if request.finish is not None:
         return ""
     if not tokens:
@@ -68,8 +68,8 @@ def _is_path(nodes: list[int], num_nodes: int) -> bool:
 
 def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
-        shown = str(tokens)[:MAX_SHOWN]
-        return f"the runner returned tokens {shown}, not all in the vocabulary of {vocab_size}"
+        found = shown(tokens)
+        return f"the runner returned tokens {found}, not all in the vocabulary of {vocab_size}"
     total, sampling = request.num_output + len(tokens), request.sampling
     if total > sampling.max_new_tokens:
         return (

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+from mamba_eagle.limits import MAX_CACHE_SALT, MAX_CHECKPOINTS, MAX_PIN_SECONDS
 from mamba_eagle.message import CacheHints
 from mamba_eagle.server.fields import Fields
-
-MAX_SALT = 256  # characters
-MAX_PIN_SECONDS = 3600
-MAX_POSITIONS = 16
 
 
 def read_cache_hints(fields: Fields, prompt_len: int) -> CacheHints:
@@ -16,14 +13,12 @@ def read_cache_hints(fields: Fields, prompt_len: int) -> CacheHints:
     Raises: RequestError 400
     """
     salt = fields.text("cache_salt")
-    if len(salt) > MAX_SALT:
-        raise fields.wrong("cache_salt", f"must have at most {MAX_SALT} characters")
+    if len(salt) > MAX_CACHE_SALT:
+        raise fields.wrong("cache_salt", f"must have at most {MAX_CACHE_SALT} characters")
     seconds = fields.number("pin_seconds", 0.0)
     if not 0 <= seconds <= MAX_PIN_SECONDS:
         raise fields.wrong("pin_seconds", f"must be 0 to {MAX_PIN_SECONDS}")
-    positions = fields.integers("checkpoint")
-    if len(positions) > MAX_POSITIONS:
-        raise fields.wrong("checkpoint", f"must have at most {MAX_POSITIONS} positions")
+    positions = fields.integers("checkpoint", "positions", MAX_CHECKPOINTS)
     if not all(0 < position < prompt_len for position in positions):
         raise fields.wrong(
             "checkpoint",

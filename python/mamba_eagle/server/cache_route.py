@@ -6,8 +6,8 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
+from mamba_eagle.core import shown
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.fields import shown
 from mamba_eagle.server.state import server_state
 from mamba_eagle.tokenizer.manager import EngineDead
 

@@ -33,7 +33,7 @@ def test_hints_reach_the_scheduler(path: str) -> None:
         ("cache_salt", 7, "must be a string"),
         ("pin_seconds", -1, "must be 0 to 3600"),
         ("pin_seconds", 3601, "must be 0 to 3600"),
-        ("checkpoint", [1] * 17, "at most 16 positions"),
+        ("checkpoint", [1] * 17, "16"),
         ("checkpoint", [0], "between 1 and 4: the prompt has 5 tokens"),
         ("checkpoint", [5], "between 1 and 4: the prompt has 5 tokens"),
         ("checkpoint", 3, "must be a list of integers"),
@@ -45,7 +45,7 @@ def test_what_is_refused(field: str, value: object, remedy: str) -> None:
             reply = await server.post("/generate", text="hello", **{field: value})
             assert reply.status_code == 400
             message = reply.json()["error"]["message"]
-            assert message.startswith(f"{field} = ") and remedy in message
+            assert message.startswith(field) and remedy in message
             assert len(message) < 500
 
     run(test())
