@@ -1,7 +1,8 @@
 """The whole protocol between the three processes.
 
-    server    ── Generate, Abort, StopAt, FlushCache, GetState ──▶ scheduler
-    server    ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
+    server    ── Generate, Abort, StopAt ────────────────────────▶ scheduler
+    server    ── FlushCache, GetState, GetCache ─────────────────▶ scheduler
+    server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
     scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
@@ -19,6 +20,7 @@ from __future__ import annotations
 import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams, TreeShape
+from mamba_eagle.message.indices import Indices, indices
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -26,6 +28,14 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
 
 
 # ── server → scheduler ───────────────────────────────────────────────────────────────────────
+
+
+class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client asks of the prefix cache. None of it changes a text."""
+
+    salt: str = ""  # only requests of the same salt share what is cached
+    pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
+    positions: list[int] = []  # of the prompt at which its state is to be saved
 
 
 class Generate(Message):
@@ -38,6 +48,7 @@ class Generate(Message):
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    cache: CacheHints = CacheHints()
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
 
 
@@ -65,6 +76,13 @@ class GetState(Message):
     """Ask for gauges and counters; answered by a StateReply with the same call_id."""
 
     call_id: int
+
+
+class GetCache(Message):
+    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree."""
+
+    call_id: int
+    max_nodes: int
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -159,12 +177,44 @@ class SpeculationState(msgspec.Struct, kw_only=True):
     shapes: dict[str, ShapeUse] = {}
 
 
+class CacheUse(msgspec.Struct, kw_only=True):
+    """What the prefix cache did since the start. The kind of a state is why it was saved."""
+
+    hits: dict[str, int] = {}  # requests that continued from a state, by its kind
+    saved_tokens: dict[str, int] = {}  # prompt tokens that they need not run
+    evicted_states: int = 0
+    evicted_tokens: int = 0  # KV slots
+
+
 class StateReply(Message):
     """Gauges and counters of the scheduler, for /server_info, /get_load and /metrics."""
 
     call_id: int
     state: dict[str, float]
     speculation: SpeculationState
+    cache: CacheUse = msgspec.field(default_factory=CacheUse)
+
+
+class CacheNode(msgspec.Struct, kw_only=True):
+    """A run of tokens in the prefix cache's tree: [start, start + tokens) of some prefixes."""
+
+    parent: int  # index in the list; -1: none, it starts at position 0
+    start: int
+    tokens: int
+    kind: str  # of the state after its last token (StateKind); "": none
+    evicted_first: bool  # that state is spare and was never hit
+    locks: int  # requests that read it
+    age: float  # seconds since a prompt or an output last ran through it
+    children: int
+
+
+class CacheReply(Message):
+    """Numbers alone: neither tokens nor text."""
+
+    call_id: int
+    state: dict[str, float]  # as in StateReply
+    cache: CacheUse
+    nodes: list[CacheNode]  # parents before their children
 
 
 # ── scheduler → runner ───────────────────────────────────────────────────────────────────────
@@ -184,18 +234,19 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     state_slot: int  # the request's own state slot, S0; after the first chunk it holds the state
     # at ``start``
     start: int
-    token_ids: list[int]
-    kv_slots: list[int]  # one per token
+    token_ids: Indices
+    kv_slots: Indices  # one per token
     saves: list[StateSave] = []  # positions in (start, start + len], increasing
     is_first: bool = True
     is_last: bool = True  # sample the first output token after this chunk
     # only in the first chunk:
     load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
-    prefix_kv_slots: list[int] = []  # KV slots of [0, start)
+    prefix_kv_slots: Indices = msgspec.field(default_factory=indices)  # KV slots of [0, start)
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
     # (a retracted request prefills its own output again)
-    history: list[int] = []  # all tokens of [0, start), if sampling or the drafter needs them
+    # all tokens of [0, start), if sampling or the drafter needs them:
+    history: Indices = msgspec.field(default_factory=indices)
     return_spec_trace: bool = False
     # in every chunk:
     track: bool = True  # the drafter tracks the request
@@ -302,8 +353,8 @@ class Heartbeat(Message):
 
 BEAT_SECONDS = 0.5
 
-ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
-ToTokenizer = Ready | Outputs | FlushReply | StateReply
+ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache
+ToTokenizer = Ready | Outputs | FlushReply | StateReply | CacheReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult
 ToWatchdog = Heartbeat

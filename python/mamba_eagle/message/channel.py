@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from mamba_eagle import message
+from mamba_eagle.message.indices import from_wire, to_wire
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Sender(Generic[T]):
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.connect(address(socket_dir, pipe))
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
 
     def send(self, item: T) -> None:
         self.socket.send(self._encode(item))
@@ -63,7 +64,7 @@ class Receiver(Generic[T]):
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind(address(socket_dir, pipe))
-        self._decode = msgspec.msgpack.Decoder(PIPES[pipe]).decode
+        self._decode = msgspec.msgpack.Decoder(PIPES[pipe], dec_hook=from_wire).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:
         """The next message; None if none arrives within ``timeout_ms`` (-1: wait forever)."""

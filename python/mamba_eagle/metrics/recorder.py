@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from mamba_eagle.core import FinishReason, SamplingParams, shown
 from mamba_eagle.limits import MAX_LOGGED_PROMPT
-from mamba_eagle.message import ShapeUse, StateReply
+from mamba_eagle.message import CacheUse, ShapeUse, StateReply
 
 if TYPE_CHECKING:
     from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
@@ -39,6 +39,14 @@ GAUGES = {
     "num_used_tokens": "KV slots or tokens in use by running requests",
     "token_usage": "share of the KV slots in use",
     "gen_throughput": "output tokens per second over the last seconds",
+    "num_cached_tokens": "KV slots of the prefix cache",
+    "num_locked_tokens": "KV slots of the prefix cache that running requests read",
+    "num_pinned_tokens": "KV slots that clients have pinned; common ones count for each pin",
+    "num_free_kv_slots": "KV slots that nobody has",
+    "num_used_checkpoints": "state slots of running requests",
+    "num_cached_checkpoints": "state slots of the prefix cache",
+    "num_pinned_checkpoints": "states that clients have pinned",
+    "num_free_checkpoints": "state slots that nobody has",
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens per verify step",
     "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
@@ -57,6 +65,7 @@ class _OfScheduler(Collector):
         self.model = model
         self.values: dict[str, float] = {}
         self.shapes: dict[str, ShapeUse] = {}
+        self.cache = CacheUse()
 
     def collect(self) -> Iterator[Metric]:
         steps = CounterMetricFamily(
@@ -67,11 +76,31 @@ class _OfScheduler(Collector):
         for shape, use in self.shapes.items():
             steps.add_metric([self.model, shape], use.steps)
         yield steps
+        yield from self._of_cache()
         for name, help_text in GAUGES.items():
             if name in self.values:
                 gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
                 gauge.add_metric([self.model], self.values[name])
                 yield gauge
+
+    def _of_cache(self) -> Iterator[Metric]:
+        for name, help_text, by_kind in (
+            ("cache_hits", "requests that continued from a cached state", self.cache.hits),
+            ("cache_saved_tokens", "prompt tokens not run again", self.cache.saved_tokens),
+        ):
+            family = CounterMetricFamily(
+                PREFIX + name, f"{help_text}, by its kind", labels=["model_name", "kind"]
+            )
+            for kind, count in by_kind.items():
+                family.add_metric([self.model, kind], count)
+            yield family
+        for name, help_text, count in (
+            ("cache_evicted_states", "states evicted", self.cache.evicted_states),
+            ("cache_evicted_tokens", "KV slots evicted", self.cache.evicted_tokens),
+        ):
+            family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+            family.add_metric([self.model], count)
+            yield family
 
 
 class Recorder:
@@ -222,5 +251,6 @@ class Recorder:
         self._scheduler.values = values | {k: v for k, v in state.items() if k in GAUGES}
         if reply is not None:
             self._scheduler.shapes = reply.speculation.shapes
+            self._scheduler.cache = reply.cache
             self._scheduler.values["spec_given_up"] = float(reply.speculation.disabled)
         return generate_latest(self.registry)

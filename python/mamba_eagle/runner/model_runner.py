@@ -20,6 +20,7 @@ from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
+from mamba_eagle.message.indices import indices
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import (
     CheckpointError,
@@ -175,8 +176,8 @@ class ModelRunner:
             slot=0,
             state_slot=0,
             start=0,
-            token_ids=[0],
-            kv_slots=[0],
+            token_ids=indices([0]),
+            kv_slots=indices([0]),
             sampling=SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True),
             output_start=1,
         )

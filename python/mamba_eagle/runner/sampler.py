@@ -15,8 +15,10 @@ request slots which operations it needs; nothing in ``sample`` waits for the dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,7 +107,9 @@ class SamplingState:
         """[R, V] bool: the token ends the request."""
         return self._table("stops", torch.bool)
 
-    def set(self, slot: int, params: SamplingParams, prompt_len: int, history: list[int]) -> None:
+    def set(
+        self, slot: int, params: SamplingParams, prompt_len: int, history: Sequence[int]
+    ) -> None:
         """Initialize request slot ``slot`` for a request, at its first prefill chunk.
 
         prompt_len: absolute position of the first output token. history: the tokens before the
@@ -156,7 +160,7 @@ class SamplingState:
             self.prompt_seen[slot] = False
             self.output_counts[slot] = 0
             if history:
-                self.observe(slot, self._copied(history), start=0)
+                self.observe(slot, self._copied(np.asarray(history)), start=0)
 
     def release(self, slot: int) -> None:
         """The request in ``slot`` has left. Only saves work: ``set`` overwrites everything."""

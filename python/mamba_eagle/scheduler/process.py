@@ -10,14 +10,17 @@ from typing import Any
 
 import zmq
 
+from mamba_eagle.cache.look import top_nodes
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
+    CacheReply,
     FlushCache,
     FlushReply,
     FromRunner,
     Generate,
+    GetCache,
     GetState,
     Heartbeat,
     Outputs,
@@ -124,7 +127,21 @@ class SchedulerProcess:
                     state = self.scheduler.state()
                     speculation = self.scheduler.policy.state()
                     self.outputs.send(
-                        StateReply(call_id=message.call_id, state=state, speculation=speculation)
+                        StateReply(
+                            call_id=message.call_id,
+                            state=state,
+                            speculation=speculation,
+                            cache=self.scheduler.cache_use(),
+                        )
+                    )
+                case GetCache():
+                    self.outputs.send(
+                        CacheReply(
+                            call_id=message.call_id,
+                            state=self.scheduler.state(),
+                            cache=self.scheduler.cache_use(),
+                            nodes=top_nodes(self.scheduler.slots.cache.root, message.max_nodes),
+                        )
                     )
         self.send_outputs(outputs)
 

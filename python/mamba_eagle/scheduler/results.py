@@ -8,6 +8,8 @@ sampled, because the logits are not finite or every token of the vocabulary is b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mamba_eagle.core import shown
 from mamba_eagle.message import DecodeResult, PrefillItem, PrefillResult
 from mamba_eagle.scheduler.request import Request
@@ -33,7 +35,9 @@ def prefill_problem(
     return _token_problem(request, [result.token], vocab_size)
 
 
-def decode_problem(request: Request, result: DecodeResult, tree: list[int], vocab_size: int) -> str:
+def decode_problem(
+    request: Request, result: DecodeResult, tree: Sequence[int], vocab_size: int
+) -> str:
     """What is wrong with a decode step's result for one request; "" if nothing.
 
     tree: the KV slots of the nodes that were verified. Of a request that has ended, only the nodes

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 
 from mamba_eagle.cache.base import as_tokens
-from mamba_eagle.cache.slots import Slots
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, TreeShape
 from mamba_eagle.message import (
+    CacheUse,
     DecodeResult,
     Generate,
     Plan,
@@ -136,6 +138,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
+        self.slots.cache.unpin(time.monotonic())
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
         if not self.prompts_first:
@@ -189,19 +192,28 @@ class Scheduler:
         for request, _, _ in plan.decodes:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += 1
-        for request, held, item, spare in plan.chunks:
+        for request, held, item, kinds in plan.chunks:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += item.is_last
             if item.is_first and request.retractions == 0:
                 self.stats.prompt_tokens += request.prompt_len
-                self.stats.cached_tokens += request.cached_tokens
+                self.stats.hit(held.hit_kind, request.cached_tokens)
             end = item.start + len(item.token_ids)
             self.slots.insert(held, request.to_prefill[item.start : end])
             for save in item.saves:
-                is_spare = save.position in spare
-                self.slots.attach_state(held, save.position, save.state_slot, is_spare)
+                kind = kinds[save.position]
+                self.slots.attach_state(held, save.position, save.state_slot, kind)
             if item.is_last:
                 self.prefill.remove(request)
+                self._pin(request, held)
+
+    def _pin(self, request: Request, held: HeldSlots) -> None:
+        """Its prompt is in the cache now; a client may have asked to keep it there."""
+        hints, tail = request.cache_hints, request.prompt_len - 1
+        if hints.pin_seconds > 0 and tail > 0 and self.slots.cache.stores:
+            until = time.monotonic() + hints.pin_seconds
+            if not self.slots.cache.pin(held.node, [*hints.positions, tail], until):
+                log.warning("request %r: half of the cache is pinned already", request.rid)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -327,11 +339,25 @@ class Scheduler:
             "num_queue_reqs": len(self.prefill.waiting),
             "num_used_tokens": used,
             "num_cached_tokens": cache.num_kv,
+            "num_locked_tokens": cache.num_kv - cache.evictable_kv,
+            "num_pinned_tokens": cache.pinned_kv,
             "num_free_kv_slots": slots.kv.num_free,
             "max_total_num_tokens": slots.kv.total,
             "token_usage": used / max(slots.kv.total, 1),
             "num_free_checkpoints": slots.states.num_free,
             "num_cached_checkpoints": cache.num_states,
+            "num_pinned_checkpoints": cache.pinned_states,
+            "num_used_checkpoints": slots.states.total - slots.states.num_free - cache.num_states,
             "max_mamba_cache_size": slots.states.total,
             **self.stats.as_dict(),
         }
+
+    def cache_use(self) -> CacheUse:
+        """What the prefix cache has done so far."""
+        cache = self.slots.cache
+        return CacheUse(
+            hits=dict(self.stats.hits),
+            saved_tokens=dict(self.stats.saved_tokens),
+            evicted_states=cache.evicted_states,
+            evicted_tokens=cache.evicted_kv,
+        )

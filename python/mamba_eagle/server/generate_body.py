@@ -13,6 +13,7 @@ from mamba_eagle.limits import (
     MAX_STOP_CHARACTERS,
     MAX_TOP_LOGPROBS,
 )
+from mamba_eagle.server.cache_fields import read_cache_hints
 from mamba_eagle.server.demand import check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
@@ -68,6 +69,7 @@ def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
                 sample_rids=sample_rids,
                 stops=sampling.stops,
                 return_spec_trace=own.flag("return_spec_trace"),
+                cache=read_cache_hints(fields, len(token_ids)),
                 **_read_logprobs(own, len(token_ids)),
             )
         )

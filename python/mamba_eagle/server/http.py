@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mamba_eagle import __version__
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.message import StateReply
-from mamba_eagle.server import generate, openai, tokens
+from mamba_eagle.server import cache_route, generate, openai, tokens
 from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
@@ -56,7 +56,7 @@ class PlainPaths:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
-    for part in (router, generate.router, openai.router, tokens.router):
+    for part in (router, generate.router, openai.router, tokens.router, cache_route.router):
         app.include_router(part)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)

@@ -15,6 +15,7 @@ from mamba_eagle.limits import (
     MAX_RID_LENGTH,
     MAX_TOP_LOGPROBS,
 )
+from mamba_eagle.server.cache_fields import read_cache_hints
 from mamba_eagle.server.demand import check_demand, fitting_output
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
@@ -125,6 +126,7 @@ def _job(
                 return_logprob=logprobs is not None,
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
+                cache=read_cache_hints(fields, len(ids)),
             )
         )
     top = "logprobs" if kind == "cmpl" else "top_logprobs"

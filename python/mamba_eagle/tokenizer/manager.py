@@ -19,9 +19,11 @@ from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     Abort,
+    CacheReply,
     FlushCache,
     FlushReply,
     Generate,
+    GetCache,
     GetState,
     Outputs,
     Ready,
@@ -204,6 +206,7 @@ class TokenizerManager:
                 logprob_start=prompt.logprob_start,
                 top_logprobs=prompt.top_logprobs,
                 return_spec_trace=prompt.return_spec_trace,
+                cache=prompt.cache,
                 arrival_time=sample.request.arrival,
             )
         )
@@ -317,6 +320,16 @@ class TokenizerManager:
         assert isinstance(reply, StateReply)
         return reply
 
+    async def cache(self, max_nodes: int, timeout: float = 5.0) -> CacheReply:
+        """What the prefix cache holds, and the first nodes of its tree.
+
+        Raises: EngineDead, TimeoutError
+        """
+        item = GetCache(call_id=next(self._numbers), max_nodes=max_nodes)
+        reply = await self._call(item, timeout)
+        assert isinstance(reply, CacheReply)
+        return reply
+
     async def flush_cache(self, timeout: float = 0.0) -> FlushReply:
         """Empties the cache; a busy engine refuses, and is asked again until ``timeout`` s.
 
@@ -332,7 +345,9 @@ class TokenizerManager:
                 return reply
             await asyncio.sleep(0.05)
 
-    async def _call(self, item: FlushCache | GetState, timeout: float) -> FlushReply | StateReply:
+    async def _call(
+        self, item: FlushCache | GetState | GetCache, timeout: float
+    ) -> FlushReply | StateReply | CacheReply:
         if self.dead is not None:
             raise EngineDead(self.dead)
         call: asyncio.Future[Any] = self._loop.create_future()

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import RequestOutput, StepTrace, StopAt, TokenLogprob
+from mamba_eagle.message import CacheHints, RequestOutput, StepTrace, StopAt, TokenLogprob
 from mamba_eagle.tokenizer.detokenize import Detokenizer
 from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 
@@ -25,6 +25,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     logprob_start: int = -1
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    cache: CacheHints = CacheHints()
     sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
 

@@ -268,7 +268,7 @@ class FakeRunner:
             tracked=item.track,
         )
         if item.sampling.needs_history or self.needs_history:
-            assert item.history == slot.tokens
+            assert item.history.tolist() == slot.tokens
         self.state_slots[item.state_slot] = prefix
         self.slots[item.slot] = slot
         return slot

@@ -33,6 +33,7 @@ from mamba_eagle.message import (
     StepResult,
     TokenLogprob,
 )
+from mamba_eagle.message.indices import indices
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.model_runner import ModelRunner
 
@@ -281,8 +282,8 @@ class Engine:
             slot=live.slot,
             state_slot=live.state_slot,
             start=start,
-            token_ids=live.tokens[start:end],
-            kv_slots=live.kv[start:end],
+            token_ids=indices(live.tokens[start:end]),
+            kv_slots=indices(live.kv[start:end]),
             saves=state_saves,
             is_first=start == (len(live.hit.tokens) if live.hit else 0),
             is_last=end == total,
@@ -298,9 +299,12 @@ class Engine:
             item.sampling = live.sampling
             item.return_spec_trace = live.asks.get("return_spec_trace", False)
             if live.hit:
-                item.load_from, item.prefix_kv_slots = live.hit.state_slot, live.hit.kv_slots
+                item.load_from, item.prefix_kv_slots = (
+                    live.hit.state_slot,
+                    indices(live.hit.kv_slots),
+                )
             if live.sampling.needs_history or needs_history(self.config.speculative_algorithm):
-                item.history = live.tokens[:start]
+                item.history = indices(live.tokens[:start])
         return item
 
     def after_chunk(self, live: Live, item: PrefillItem, result: Any) -> None:

@@ -13,6 +13,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, Fault, Server, expected_text
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, SamplingParams
 from mamba_eagle.message import DecodeResult, Generate, PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.results import decode_problem, prefill_problem
 
@@ -135,7 +136,9 @@ def test_what_a_decode_step_cannot_return(tokens, nodes, problem):
     ],
 )
 def test_what_a_prompt_cannot_return(token, logprobs, problem):
-    item = PrefillItem(slot=0, state_slot=0, start=4, token_ids=[1, 2, 3, 4], kv_slots=[0, 1, 2, 3])
+    item = PrefillItem(
+        slot=0, state_slot=0, start=4, token_ids=indices([1, 2, 3, 4]), kv_slots=indices(range(4))
+    )
     item.logprob_start = 5
     result = PrefillResult(token=token, input_logprobs=[TokenLogprob(1, -1.0)] * logprobs)
     found = prefill_problem(request(), item, result, VOCAB)

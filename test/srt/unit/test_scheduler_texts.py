@@ -12,6 +12,7 @@ from fake_runner import EOS, FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import CacheHints
 from mamba_eagle.scheduler.speculation import PROBE_REQUEST_INTERVAL
 
 TREE = {
@@ -61,6 +62,15 @@ def sampling_of(rng: random.Random) -> SamplingParams:
         stop_token_ids=rng.choice([[], [11]]),
         seed=rng.randrange(3),
         presence_penalty=rng.choice([0.0, 0.5]),
+    )
+
+
+def cache_hints(rng: random.Random, prompt_len: int) -> CacheHints:
+    count = rng.choice([0, 0, 1, 3]) if prompt_len > 1 else 0
+    return CacheHints(
+        salt=rng.choice(["", "", "x"]),
+        pin_seconds=rng.choice([0.0, 0.001, 100.0]),
+        positions=[rng.randrange(1, prompt_len) for _ in range(count)],
     )
 
 
@@ -255,7 +265,10 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
         sampling, rid = sampling_of(rng), f"r{i}"
         wanted[rid] = expected_text(prompt, sampling)
         start = rng.choice([-1, -1, rng.randrange(len(prompt))])
-        server.add(rid, prompt, sampling, return_logprob=start >= 0, logprob_start=start)
+        hints = cache_hints(rng, len(prompt))
+        server.add(
+            rid, prompt, sampling, return_logprob=start >= 0, logprob_start=start, cache=hints
+        )
         if rng.random() < 0.5:
             for _ in range(rng.choice([1, 3, 10])):
                 server.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,8 +134,10 @@ class PromptRunner:
         table, slot, start = self.step.table, item.slot, item.start
         kv_slots, first = item.kv_slots, start
         if item.is_first:
-            kv_slots, first = [*item.prefix_kv_slots, *kv_slots], 0
-        table.kv_slots[slot, first : start + len(item.kv_slots)] = self._indices(kv_slots)
+            kv_slots, first = item.prefix_kv_slots + kv_slots, 0
+        table.kv_slots[slot, first : start + len(item.kv_slots)] = self._indices(
+            np.asarray(kv_slots)
+        )
         if not item.is_first:
             return
         params = item.sampling
