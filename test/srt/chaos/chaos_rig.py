@@ -14,8 +14,12 @@ from typing import Any, TypeVar
 import httpx
 from running_server import RunningServer
 
+from mamba_eagle.bench import facts, results
+
 # Multiplies the counts of clients and rounds: 1 for a run in minutes.
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
+# A file to which counts of what was done are appended; "": none.
+RESULTS = os.environ.get("MAMBA_EAGLE_CHAOS_RESULTS", "")
 PATIENCE = 120.0  # seconds; only what hangs takes so long
 # Which drafter there is matters to none of these tests; without one a server starts fastest.
 FLAGS = ("--speculative-algorithm", "NONE", "--cpu-threads", "1")
@@ -121,3 +125,12 @@ def assert_serves(server: RunningServer) -> None:
     reply = httpx.post(f"{server.base_url}/generate", json=generate_body(4), timeout=PATIENCE)
     assert reply.status_code == 200, reply.text
     assert reply.json()["meta_info"]["completion_tokens"] == 4
+
+
+def report(name: str, value: float, unit: str, **counts: Any) -> None:
+    """Says what a test that has passed did, and keeps it where a file for it is given."""
+    print(f"{name}: {value} {unit}, {counts}")
+    if RESULTS:
+        about = {"machine": facts.cpu_model(), "commit": facts.commit(), "date": facts.today()}
+        line = {"name": name, "value": value, "unit": unit, **counts, "scale": SCALE, **about}
+        results.append(RESULTS, [line])
