@@ -18,6 +18,7 @@ from mamba_eagle.bench import facts, results
 
 # Multiplies the counts of clients and rounds: 1 for a run in minutes.
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
+SEED = int(os.environ.get("MAMBA_EAGLE_CHAOS_SEED", "1"))  # of all that is random
 # A file to which counts of what was done are appended; "": none.
 RESULTS = os.environ.get("MAMBA_EAGLE_CHAOS_RESULTS", "")
 PATIENCE = 120.0  # seconds; only what hangs takes so long
@@ -80,6 +81,13 @@ class Stream:
         assert self.problem is None, self.problem
         assert self.is_complete and self.events
         return self.events[-1]
+
+    def lost(self) -> bool:
+        """Whether it ended by a lost connection, as when the server is killed."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "the stream hangs"
+        assert "Timeout" not in (self.problem or ""), self.problem
+        return self.problem is not None and not self.is_complete
 
 
 @contextmanager

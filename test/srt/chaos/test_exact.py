@@ -7,14 +7,13 @@ In float32, on the embedded model. MAMBA_EAGLE_CHAOS_SEED gives other settings a
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import httpx
-from chaos_rig import PATIENCE, SCALE, Start, report
+from chaos_rig import PATIENCE, SCALE, SEED, Start, report
 from exact_rig import (
     DRAFTERS,
     MODES,
@@ -28,7 +27,6 @@ from exact_rig import (
 
 from mamba_eagle.bench.soak import leaks
 
-SEED = int(os.environ.get("MAMBA_EAGLE_CHAOS_SEED", "1"))
 ROUNDS = max(1, SCALE // 4)  # each has a server per drafter, and requests of its own
 REQUESTS = 70 * min(SCALE, 4)  # per round
 COMMON = ("--device", "cpu", "--dtype", "float32")
