@@ -30,7 +30,7 @@ class RequestRows:
         self.conv_in = torch.zeros(
             size.layers, requests, places, config.conv_dim, dtype=dtype, device=device
         )
-        # a step appends the nodes after ``count`` too; hence the spare columns
+        # a step also writes nodes past ``count``; hence the spare columns
         self.path = torch.zeros(requests, places + size.accepts, dtype=torch.int64, device=device)
         self.path[:, : self.history] = torch.arange(self.history, device=device)
         self.journal_len = torch.zeros(requests, dtype=torch.int64, device=device)

@@ -99,7 +99,7 @@ class ModelDrafter(Drafter):
         )
         self.scheme = backend.state_scheme("deferred", net.mamba, size, parts.table, self.pool)
 
-        # a step appends entries of rejected nodes too; hence the room past ``max_pending``
+        # a step also writes entries past ``count``; hence the room past ``max_pending``
         self.max_accepted = config.tree_shape.depth + 1
         width = self.max_pending + self.max_accepted
         # by request slot: the host's upper bound of pending entries, or UNTRACKED
@@ -128,7 +128,9 @@ class ModelDrafter(Drafter):
         # chunks whose entries need a carry are processed one by one
         for group in [parts] if not self.network.carry_size else [[part] for part in parts]:
             span = slice(group[0].first, group[-1].first + group[-1].length)
-            ctx = self.backend.prefill_context(group, self.pool, self.kv, kv_slots, mamba)
+            # the context's tokens begin at 0, whatever the group's place in the batch
+            own = prefill_parts([part.item for part in group])
+            ctx = self.backend.prefill_context(own, self.pool, self.kv, kv_slots, mamba)
             carry = self.pool.feature[group[0].item.state_slot][None]
             inputs = (tokens[None, span], entries[None, span], carry)
             outputs = self.network.run_entries(*inputs, ctx)[0]

@@ -6,7 +6,6 @@ scheduler's, which is asked for them when /metrics is read.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,13 +21,16 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mamba_eagle.core import FinishReason, SamplingParams, shown
+from mamba_eagle.limits import MAX_LOGGED_PROMPT
 from mamba_eagle.message import ShapeUse, StateReply
 
 if TYPE_CHECKING:
-    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+    from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+    from mamba_eagle.tokenizer.text import TextTokenizer
 
 PREFIX = "mamba_eagle:"
-MAX_LOGGED = 200  # characters of a value that a client sent
+_DEFAULT = SamplingParams()
 request_log = logging.getLogger("mamba_eagle.requests")
 
 GAUGES = {
@@ -46,13 +48,6 @@ FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 disable_created_metrics()  # they double the number of series, and no dashboard reads them
-
-
-def loggable(value: Any) -> str:
-    """A value that a client sent, as JSON in ASCII: it can neither begin a line nor control a
-    terminal. Cut at MAX_LOGGED characters."""
-    text = json.dumps(value)
-    return text if len(text) <= MAX_LOGGED else text[: MAX_LOGGED - 3] + "..."
 
 
 class _OfScheduler(Collector):
@@ -82,9 +77,12 @@ class _OfScheduler(Collector):
 class Recorder:
     """Is called for each event of a request. A call takes microseconds."""
 
-    def __init__(self, model: str, log_requests: bool = False) -> None:
+    def __init__(self, model: str, log_requests: bool = False, log_prompts: bool = False) -> None:
+        """log_prompts: with log_requests, what clients wrote as well."""
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
+        self.log_prompts = log_prompts
+        self.tokenizer: TextTokenizer | None = None  # set when loaded; for prompts in the log
         self._model = model
         self._scheduler = _OfScheduler(model)
         self.registry.register(self._scheduler)
@@ -141,11 +139,30 @@ class Recorder:
             for sample in live.samples:
                 request_log.info(
                     "start %s: %d prompt tokens, seed %d, %s",
-                    loggable(sample.rid),
+                    shown(sample.rid),
                     len(sample.prompt.token_ids),
                     sample.seed,
-                    loggable(msgspec.to_builtins(sample.prompt.sampling)),
+                    self._described(sample.prompt),
                 )
+
+    def _described(self, prompt: PromptRequest) -> str:
+        """Sampling parameters other than defaults. Texts of clients only if asked for, escaped
+        and cut, as all that clients may choose."""
+        values = {
+            name: value
+            for name, value in msgspec.structs.asdict(prompt.sampling).items()
+            if name not in ("stop", "seed") and value != getattr(_DEFAULT, name)
+        }
+        text = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+        if prompt.sampling.stop:
+            text += f", {len(prompt.sampling.stop)} stop strings"
+        if self.log_prompts:
+            written: Any = prompt.token_ids[:MAX_LOGGED_PROMPT]
+            if self.tokenizer is not None:
+                written = self.tokenizer.decode(written, skip_special_tokens=False)
+            text += f", stop={shown(prompt.sampling.stop)}"
+            text += f", prompt={shown(written, MAX_LOGGED_PROMPT)}"
+        return text.removeprefix(", ")
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
         """``new_tokens`` arrived at time ``now`` (time.time())."""
@@ -182,11 +199,16 @@ class Recorder:
         if self.log_requests:
             request_log.info(
                 "end %s: %d tokens in %.3f s, %s",
-                loggable(sample.rid),
+                shown(sample.rid),
                 len(sample.output_ids),
                 seconds,
-                loggable(sample.finish.as_dict()),
+                self._end(sample.finish),
             )
+
+    def _end(self, finish: FinishReason) -> str:
+        if isinstance(finish.matched, str) and not self.log_prompts:
+            return "stop string"
+        return shown(finish.as_dict())
 
     def exposition(self, reply: StateReply | None) -> bytes:
         """The text of /metrics. The scheduler's gauges override those of the same name here;

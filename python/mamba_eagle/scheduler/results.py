@@ -8,6 +8,7 @@ sampled, because the logits are not finite or every token of the vocabulary is b
 
 from __future__ import annotations
 
+from mamba_eagle.core import shown
 from mamba_eagle.message import DecodeResult, PrefillItem, PrefillResult
 from mamba_eagle.scheduler.request import Request
 
@@ -15,8 +16,6 @@ NO_TOKEN_PROBLEM = (
     "the model produced no token: its logits are not finite, or every token of the vocabulary is "
     "banned (stop tokens before min_new_tokens, logit_bias)"
 )
-
-MAX_SHOWN = 200  # characters of a value in a message
 
 
 def prefill_problem(
@@ -42,8 +41,9 @@ def decode_problem(request: Request, result: DecodeResult, tree: list[int], voca
     """
     tokens, nodes = result.tokens, result.nodes
     if not _is_path(nodes, len(tree)):
-        shown = str(nodes)[:MAX_SHOWN]
-        return f"the runner accepted nodes {shown}, which are no path in a tree of {len(tree)}"
+        return (
+            f"the runner accepted nodes {shown(nodes)}, which are no path in a tree of {len(tree)}"
+        )
     if request.finish is not None:
         return ""
     if not tokens:
@@ -64,8 +64,8 @@ def _is_path(nodes: list[int], num_nodes: int) -> bool:
 
 def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
-        shown = str(tokens)[:MAX_SHOWN]
-        return f"the runner returned tokens {shown}, not all in the vocabulary of {vocab_size}"
+        found = shown(tokens)
+        return f"the runner returned tokens {found}, not all in the vocabulary of {vocab_size}"
     total, sampling = request.num_output + len(tokens), request.sampling
     if total > sampling.max_new_tokens:
         return (

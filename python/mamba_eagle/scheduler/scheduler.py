@@ -8,7 +8,7 @@ from collections import deque
 from mamba_eagle.cache.base import as_tokens
 from mamba_eagle.cache.slots import Slots
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import FinishReason, TreeShape
+from mamba_eagle.core import Failure, FinishReason, TreeShape
 from mamba_eagle.message import (
     DecodeResult,
     Generate,
@@ -67,12 +67,17 @@ class Scheduler:
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
     def add(self, message: Generate) -> list[RequestOutput]:
-        """Queues a request; one that can never be served is answered at once."""
+        """Queues it; one that can never be served is answered at once.
+
+        The caller has checked the prompt and the parameters (core.py), and gives no rid that is
+        in use; what only the scheduler knows is how many slots there are.
+        """
+        assert message.rid not in self._live
         self.stats.num_requests += 1
         problem = self._problem(message)
         if problem:
             self.stats.num_aborted += 1
-            reason = FinishReason(kind="abort", message=problem, status_code=400)
+            reason = FinishReason(kind="abort", message=problem, failure=Failure.REFUSED)
             prompt_tokens = len(message.token_ids)
             return [RequestOutput(rid=message.rid, finish=reason, prompt_tokens=prompt_tokens)]
         self._num_added += 1
@@ -103,18 +108,6 @@ class Scheduler:
     def _problem(self, message: Generate) -> str:
         """Why the request can never be served; "" if it can."""
         size, limit = len(message.token_ids), self.runner.context_length
-        if message.rid in self._live:
-            return f"rid = {message.rid!r}: a request of this name is running; give another"
-        if size == 0:
-            return "the prompt has no tokens; give one at least"
-        vocab = self.runner.vocab_size
-        if min(message.token_ids) < 0 or max(message.token_ids) >= vocab:
-            return f"the prompt's token ids must be between 0 and {vocab - 1}"
-        if size >= limit:
-            return (
-                f"the prompt has {size} tokens, but prompt and output together are limited to "
-                f"{limit} (--context-length): shorten the prompt"
-            )
         max_output = max(0, min(message.sampling.max_new_tokens, limit - size))
         needed, slots = size + max_output + 2 * self.shape.nodes, self.runner.max_kv_slots
         if needed > slots:
@@ -285,7 +278,7 @@ class Scheduler:
     def _fail(self, request: Request, problem: str) -> RequestOutput:
         """The runner's result cannot be: this request ends with an error of its own."""
         log.error("request %r failed after %d tokens: %s", request.rid, request.num_output, problem)
-        return self._end(request, FinishReason(kind="abort", message=problem, status_code=500))
+        return self._end(request, FinishReason("abort", message=problem, failure=Failure.INTERNAL))
 
     def _learn(self, choice: Choice, outcomes: list[Outcome], result: StepResult) -> None:
         # If the next plan arrived in time, the runner waited only for messages, which is a cost of

@@ -26,11 +26,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import zmq
 
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver, remove_socket_dir
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server import descriptors
+from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.connections import Limits
 from mamba_eagle.server.http import make_app
@@ -39,6 +41,7 @@ from mamba_eagle.server.listener import HttpServer
 from mamba_eagle.server.origins import exposure_warning, origin_problems
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
+from mamba_eagle.server.threads import share_interpreter
 from mamba_eagle.server.watchdog import Watchdog
 from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -94,7 +97,12 @@ def _report(ending: Ending) -> int:
 
 def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
-    problems = descriptors.problems() + origin_problems(config)
+    problems = descriptors.problems()
+    try:
+        api_keys(config)
+        problems += origin_problems(config)
+    except ConfigError as error:
+        problems += error.problems
     try:
         config = resolve(config)
     except ConfigError as error:
@@ -169,19 +177,22 @@ class _Launch:
             loop.add_signal_handler(number, self._stop)
         context = zmq.Context(io_threads=1)
         recorder = Recorder(
-            self.config.served_model_name or self.config.model_path, self.config.log_requests
+            self.config.served_model_name or self.config.model_path,
+            self.config.log_requests,
+            self.config.log_prompts,
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
         try:
             self._start_engine()
             if await self._until_ready():
+                share_interpreter()
                 await self._serve(
                     ServerState(self.config, self.manager, recorder, lifetime=self.lifetime)
                 )
             return await self.ending
         finally:
-            self.manager.fail(SHUTTING_DOWN, 503)
+            self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
             await asyncio.to_thread(end_children, self.children)
             self.manager.close()
             self.heartbeats.close()
@@ -239,7 +250,7 @@ class _Launch:
         dead.sort(key=lambda one: (one.process.returncode >= 0, one is not child))
         first = dead[0] if dead else child
         if not self.ending.done():
-            self.manager.fail(first.how_it_ended(), 500)
+            self.manager.fail(first.how_it_ended())
         self._end(Ending(max(first.process.returncode, 0) or 1, first.how_it_ended()))
 
     async def _until_ready(self) -> bool:
@@ -286,7 +297,7 @@ class _Launch:
             self._end(Ending(1, f"the {name} ended unexpectedly"))
         watching.cancel()
         # Open requests get their error now, while their connections are still there.
-        self.manager.fail(SHUTTING_DOWN, 503)
+        self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
         # Clients that do not read are cut off, which is not worth a traceback.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         server.end(CLOSE_SECONDS)
@@ -341,5 +352,5 @@ class _Launch:
             log.error("stacks of the %s process (pid %d):", child.role, child.pid)
             child.dump_stacks()
             await asyncio.sleep(STACKS_SECONDS)
-        self.manager.fail(problem, 500)
+        self.manager.fail(problem, Failure.INTERNAL)
         self._end(Ending(1, problem))

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle.config import ServerConfig
+from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import shown
 
@@ -50,7 +51,7 @@ def host_name(host: str) -> str:
 
 def exposure_warning(config: ServerConfig) -> str | None:
     """For a server that anyone on the network may use."""
-    if config.api_key or is_loopback(config.host):
+    if api_keys(config) or is_loopback(config.host):
         return None
     return (
         f"--host {config.host} without --api-key: anyone who can reach port {config.port} can use "
@@ -64,7 +65,7 @@ def origin_problems(config: ServerConfig) -> list[str]:
     if value in ("auto", "off"):
         return []
     if value == "*":
-        if config.api_key or is_loopback(config.host):
+        if api_keys(config) or is_loopback(config.host):
             return []
         return [
             f"--cors-origins '*' with --host {config.host} lets any web page use the server: add "
@@ -105,7 +106,7 @@ class OriginPolicy:
 
     @classmethod
     def of(cls, config: ServerConfig) -> OriginPolicy:
-        value, keyless = config.cors_origins, not config.api_key
+        value, keyless = config.cors_origins, not api_keys(config)
         named = value not in ("auto", "off", "*")
         return cls(
             any_page=value == "*" or (value == "auto" and not keyless),

@@ -60,13 +60,14 @@ def random_mixer(config: Mamba2Config, index: int, seed: int) -> Mamba2Mixer:
 
 
 class Sequence(NamedTuple):
-    """What one Mamba2 layer remembers of a sequence, in float64."""
+    """The state of one Mamba2 layer after a sequence, in float64."""
 
     state: Tensor  # [H, P, N]
     history: Tensor  # [K-1, conv_dim], raw convolution inputs, oldest first
 
     def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
-        """One more token: xbc [conv_dim] and dt [H], raw. Also its output y [H, P]."""
+        """The state after one more token, and the token's output y [H, P]; raw xbc [conv_dim] and
+        dt [H]."""
         window = torch.cat([self.history, xbc.double()[None]])
         bias = layer.conv1d.bias
         convolved = convolve(window, layer.conv1d.weight[:, 0].t(), bias)
@@ -85,10 +86,10 @@ class RequestState(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the layers hand over for the nodes of b trees, and the target's hidden states."""
+    """Inputs of all layers for the nodes of b trees, and the target's hidden states."""
 
-    xbc: list[Tensor]  # a layer: [b, T, conv_dim]
-    dt: list[Tensor]  # a layer: [b, T, H]
+    xbc: list[Tensor]  # per layer: [b, T, conv_dim]
+    dt: list[Tensor]  # per layer: [b, T, H]
     hidden: Tensor  # [b, T, hidden]
 
 
@@ -128,7 +129,7 @@ def path_to(tree: Tree, row: int, node: int) -> list[int]:
 
 
 def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
-    """The walk ``paths[r]`` from the root, of which ``counts[r]`` nodes are kept."""
+    """The paths ``paths[i]`` from the root, of which the first ``counts[i]`` nodes are kept."""
     longest = max(map(len, paths))
     padded = [path + [path[-1]] * (longest - len(path)) for path in paths]
     nodes = torch.tensor(padded)
@@ -173,7 +174,7 @@ class Rig:
     # ── the life of a request ──
 
     def admit(self, slot: int, state_slot: int, position: int = 17) -> None:
-        """A prompt of ``position`` tokens has been run: anything may be in its state slot."""
+        """Start a request after a prompt of ``position`` tokens, with a random state."""
         for part in (self.pool.ssm, self.pool.conv):
             part[:, state_slot] = self.normal(*part[:, state_slot].shape).to(part.dtype)
         self.pool.feature[state_slot] = self.normal(HIDDEN)
@@ -212,7 +213,7 @@ class Rig:
         )
 
     def verify(self, slots: list[int], tree: Tree, inputs: Inputs) -> list[Tensor]:
-        """Outputs of each layer, [b, T, H, P]."""
+        """Verify the trees. Returns the output of each layer, [b, T, H, P]."""
         before = [self.folded(slot) for slot in slots]
         self.layout = self.scheme.begin(torch.tensor(slots), tree)
         self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))

@@ -151,7 +151,8 @@ class FakeEngine:
                 time.sleep(self.pause)
 
     def _logprob(self, token: int, request: Generate) -> TokenLogprob:
-        top = [(-0.5, token), (-1.5, 3)][: request.top_logprobs]
+        best = [(-0.5, token), *((-1.5 - i, 3 + i) for i in range(request.top_logprobs - 1))]
+        top = best[: request.top_logprobs]
         return TokenLogprob(token_id=token, logprob=-0.5, top=top)
 
     def _trace(self, tokens: list[int]) -> StepTrace:

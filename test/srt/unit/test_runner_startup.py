@@ -156,7 +156,7 @@ def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="--mamba-rows 11: must be at least 12 with"):
         ModelRunner(config)
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), max_total_tokens=25)
-    with pytest.raises(ConfigError, match="--max-total-tokens 25: one request needs 26 slots"):
+    with pytest.raises(ConfigError, match="--max-total-tokens 25: one request needs 26 KV slots"):
         ModelRunner(config)
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), context_length=513)
     with pytest.raises(ConfigError, match="--context-length 513.*512"):

@@ -11,7 +11,7 @@ import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, Fault, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import Failure, SamplingParams
 from mamba_eagle.message import DecodeResult, Generate, PrefillItem, PrefillResult, TokenLogprob
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.results import decode_problem, prefill_problem
@@ -62,7 +62,7 @@ def test_one_request_fails_and_the_others_go_on(spoil, after, shape):
     for rid, text in expected.items():
         finish = server.last[rid].finish
         if int(rid[1:]) in runner.faults:
-            assert (finish.kind, finish.status_code) == ("abort", 500)
+            assert (finish.kind, finish.failure) == ("abort", Failure.INTERNAL)
             assert server.texts[rid] == text[: len(server.texts[rid])]
             assert after <= len(server.texts[rid]) < after + 8
         else:
