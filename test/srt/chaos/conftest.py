@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "chaos":
             item.add_marker(pytest.mark.e2e)
-            if SCALE > 1:
+            if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(300 * SCALE))
 
 

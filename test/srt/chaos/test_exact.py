@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import httpx
+import pytest
 from chaos_rig import PATIENCE, SCALE, SEED, Start, report
 from exact_rig import (
     DRAFTERS,
@@ -55,6 +56,7 @@ def compare(start: Start, flags: list[str], cases: list[Case], seed: str) -> Out
     return Outcome(counts, [f"{' '.join(flags)}\n{problem}" for problem in problems])
 
 
+@pytest.mark.timeout(900 * SCALE)
 def test_no_setting_changes_a_reply(start: Start) -> None:
     print(f"MAMBA_EAGLE_CHAOS_SEED={SEED}")
     reference = start(*COMMON, *REFERENCE).wait_until_ready()
