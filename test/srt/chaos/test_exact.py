@@ -25,8 +25,10 @@ from exact_rig import (
     random_bodies,
     random_flags,
 )
+from running_server import need_weights
 
 from mamba_eagle.bench.soak import leaks
+from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
 ROUNDS = max(1, SCALE // 4)  # each has a server per drafter, and requests of its own
 REQUESTS = 70 * min(SCALE, 4)  # per round
@@ -58,6 +60,7 @@ def compare(start: Start, flags: list[str], cases: list[Case], seed: str) -> Out
 
 @pytest.mark.timeout(900 * SCALE)
 def test_no_setting_changes_a_reply(start: Start) -> None:
+    need_weights(*EMBEDDED_DRAFTERS.values())
     print(f"MAMBA_EAGLE_CHAOS_SEED={SEED}")
     reference = start(*COMMON, *REFERENCE).wait_until_ready()
     total: Counter[str] = Counter()
