@@ -75,6 +75,16 @@ def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Row
     return RowBuffers(xB, buffer(config.num_heads), buffer(config.num_heads))
 
 
+def clear_rows(rows: RowBuffers, slots: Tensor) -> None:
+    """Zero the rows of the request slots [n] in all layers.
+
+    For schemes that multiply rows outside the mask by zero: a NaN that a previous request left there
+    would reach the next one.
+    """
+    for part in rows:
+        part[:, slots] = 0
+
+
 def layer_rows(rows: RowBuffers, layer: int) -> RowBuffers:
     """The buffers of one layer."""
     return RowBuffers(*(part[layer] for part in rows))

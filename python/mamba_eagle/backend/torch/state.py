@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, clear_rows, layer_rows, recurrence_rows
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -140,6 +140,10 @@ class TorchDeferred(TorchScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        super().start(slots, state_slots)
+        clear_rows(self.recurrence, slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, clear_rows, layer_rows, recurrence_rows
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
@@ -54,6 +54,7 @@ class TritonDeferred(StateScheme):
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
         self.rows.path[slots[:, None], self.rows.offsets] = self.rows.offsets
+        clear_rows(self.recurrence, slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """Afterwards only the state slot is valid; journal and history are not updated."""
