@@ -14,8 +14,13 @@ from typing import Any, TypeVar
 import httpx
 from running_server import RunningServer
 
+from mamba_eagle.bench import facts, results
+
 # Multiplies the counts of clients and rounds: 1 for a run in minutes.
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
+SEED = int(os.environ.get("MAMBA_EAGLE_CHAOS_SEED", "1"))  # of all that is random
+# A file to which counts of what was done are appended; "": none.
+RESULTS = os.environ.get("MAMBA_EAGLE_CHAOS_RESULTS", "")
 PATIENCE = 120.0  # seconds; only what hangs takes so long
 # Which drafter there is matters to none of these tests; without one a server starts fastest.
 FLAGS = ("--speculative-algorithm", "NONE", "--cpu-threads", "1")
@@ -77,6 +82,13 @@ class Stream:
         assert self.is_complete and self.events
         return self.events[-1]
 
+    def lost(self) -> bool:
+        """Whether it ended by a lost connection, as when the server is killed."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "the stream hangs"
+        assert "Timeout" not in (self.problem or ""), self.problem
+        return self.problem is not None and not self.is_complete
+
 
 @contextmanager
 def raw_connections(server: RunningServer, count: int, send: bytes = b"") -> Iterator[list[Any]]:
@@ -121,3 +133,12 @@ def assert_serves(server: RunningServer) -> None:
     reply = httpx.post(f"{server.base_url}/generate", json=generate_body(4), timeout=PATIENCE)
     assert reply.status_code == 200, reply.text
     assert reply.json()["meta_info"]["completion_tokens"] == 4
+
+
+def report(name: str, value: float, unit: str, **counts: Any) -> None:
+    """Says what a test that has passed did, and keeps it where a file for it is given."""
+    print(f"{name}: {value} {unit}, {counts}")
+    if RESULTS:
+        about = {"machine": facts.cpu_model(), "commit": facts.commit(), "date": facts.today()}
+        line = {"name": name, "value": value, "unit": unit, **counts, "scale": SCALE, **about}
+        results.append(RESULTS, [line])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from chaos_rig import FLAGS, Start
+from chaos_rig import FLAGS, SCALE, Start
 from running_server import RunningServer, need_weights
 
 from mamba_eagle.embedded import EMBEDDED_MODEL
@@ -15,6 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "chaos":
             item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300 * SCALE))
 
 
 @pytest.fixture(scope="module")
