@@ -303,7 +303,7 @@ class Heartbeat(Message):
 BEAT_SECONDS = 0.5
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
-ToTokenizer = Ready | Outputs | FlushReply | StateReply
+ToServer = Ready | Outputs | FlushReply | StateReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult
 ToWatchdog = Heartbeat
