@@ -354,7 +354,7 @@ class Heartbeat(Message):
 BEAT_SECONDS = 0.5
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache
-ToTokenizer = Ready | Outputs | FlushReply | StateReply | CacheReply
+ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult
 ToWatchdog = Heartbeat

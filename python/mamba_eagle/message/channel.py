@@ -15,10 +15,10 @@ from mamba_eagle.message.indices import from_wire, to_wire
 
 T = TypeVar("T")
 
-# name of the pipe -> the type of its messages; ``to_tokenizer`` leads to the server process
+# name of the pipe -> the type of its messages
 PIPES: dict[str, Any] = {
     "to_scheduler": message.ToScheduler,
-    "to_tokenizer": message.ToTokenizer,
+    "to_server": message.ToServer,
     "to_runner": message.ToRunner,
     "from_runner": message.FromRunner,
     "to_watchdog": message.ToWatchdog,

@@ -33,7 +33,7 @@ from mamba_eagle.message import (
     StopAt,
     ToRunner,
     ToScheduler,
-    ToTokenizer,
+    ToServer,
     ToWatchdog,
 )
 from mamba_eagle.message.channel import Receiver, Sender
@@ -52,7 +52,7 @@ class SchedulerProcess:
         self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.plans: Sender[ToRunner] = Sender(context, socket_dir, "to_runner")
-        self.outputs: Sender[ToTokenizer] = Sender(context, socket_dir, "to_tokenizer")
+        self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
         self.scheduler: Scheduler

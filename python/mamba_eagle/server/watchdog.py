@@ -12,21 +12,19 @@ MAX_TIMEOUTS_PER_STEP = 10
 
 @dataclass
 class Pulse:
-    """What is known of one process; times are seconds."""
+    """What is known of one process. Times are seconds; all but ``silence`` end at its last
+    heartbeat, so that a silent process is accused of its silence only."""
 
     silence: float = 0.0  # since its last heartbeat
     last: Heartbeat | None = None
-    same_step: float = 0.0  # since its number of steps changed or it was idle
+    same_step: float = 0.0  # in which it was busy and its number of steps stayed the same
+    idle: float = 0.0  # in which it was not busy
 
     def heard(self, beat: Heartbeat) -> None:
-        if self.last is None or beat.steps != self.last.steps or not beat.busy:
-            self.same_step = 0.0
+        same = self.last is not None and beat.busy and beat.steps == self.last.steps
+        self.same_step = self.same_step + self.silence if same else 0.0
+        self.idle = 0.0 if beat.busy else self.idle + self.silence
         self.silence, self.last = 0.0, beat
-
-    def tick(self, seconds: float) -> None:
-        self.silence += seconds
-        if self.last is not None and self.last.busy:
-            self.same_step += seconds
 
 
 class Watchdog:
@@ -37,19 +35,15 @@ class Watchdog:
         self.timeout = timeout
         self._scheduler = Pulse()
         self._runner = Pulse()
-        self._idle = 0.0  # seconds since the runner was last heard to be busy
 
     def heard(self, beat: Heartbeat) -> None:
         (self._scheduler if beat.role == "scheduler" else self._runner).heard(beat)
-        if beat.role == "runner" and beat.busy:
-            self._idle = 0.0
 
     def tick(self, seconds: float) -> str | None:
         """``seconds`` have passed. Gives what is wrong, for the log and for clients; None if the
         engine works."""
-        self._scheduler.tick(seconds)
-        self._runner.tick(seconds)
-        self._idle += seconds
+        self._scheduler.silence += seconds
+        self._runner.silence += seconds
         return self._problem() if self.timeout else None
 
     def _problem(self) -> str | None:
@@ -64,6 +58,6 @@ class Watchdog:
             seconds = MAX_TIMEOUTS_PER_STEP * limit
             return f"the runner process has worked on a single step for {seconds:g} s"
         # The runner may be heard between two steps each time: then the scheduler's number changes.
-        if min(self._idle, self._scheduler.same_step) >= limit:
+        if min(runner.idle, self._scheduler.same_step) >= limit:
             return f"requests have waited for {limit:g} s although the runner process is idle"
         return None

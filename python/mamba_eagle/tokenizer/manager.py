@@ -30,7 +30,7 @@ from mamba_eagle.message import (
     RequestOutput,
     StateReply,
     ToScheduler,
-    ToTokenizer,
+    ToServer,
 )
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.tokenizer.observer import Observer
@@ -79,7 +79,7 @@ class TokenizerManager:
         self.recorder = recorder
         self.tokenizer: TextTokenizer | None = None  # set when loaded; None: token ids only
         self.dead: str | None = None  # why no request can be served any more
-        self._receiver: Receiver[ToTokenizer] = Receiver(context, socket_dir, "to_tokenizer")
+        self._receiver: Receiver[ToServer] = Receiver(context, socket_dir, "to_server")
         self._sender: Sender[ToScheduler] = Sender(context, socket_dir, "to_scheduler")
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()

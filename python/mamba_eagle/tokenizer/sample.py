@@ -1,4 +1,4 @@
-"""What the tokenizer process knows of a request: its samples, their text and where they stand."""
+"""What the server process knows of a request: its samples, their text and where they stand."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class FakeEngine:
         self._live: dict[str, tuple[Generate, list[int], FinishReason] | None] = {}
         self._context = zmq.Context()
         self._in: Receiver[Any] = Receiver(self._context, socket_dir, "to_scheduler")
-        self._out: Sender[Any] = Sender(self._context, socket_dir, "to_tokenizer")
+        self._out: Sender[Any] = Sender(self._context, socket_dir, "to_server")
         self._stop = threading.Event()
         values: dict[str, Any] = {
             "max_kv_slots": 1000,

@@ -47,7 +47,7 @@ class Rig:
         self.to_scheduler = Sender(context, str(folder), "to_scheduler")
         self.from_runner = Sender(context, str(folder), "from_runner")
         self.to_runner = Receiver(context, str(folder), "to_runner")
-        self.to_tokenizer = Receiver(context, str(folder), "to_tokenizer")
+        self.to_server = Receiver(context, str(folder), "to_server")
         command = [sys.executable, "-m", "mamba_eagle.scheduler.process"]
         command += ["--socket-dir", str(folder), "--config-file", str(file)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -61,7 +61,7 @@ class Rig:
         if isinstance(plan, Plan):
             self.from_runner.send(self.runner.execute(plan))
         self.shutdown = self.shutdown or isinstance(plan, Shutdown)
-        while (item := self.to_tokenizer.receive(timeout_ms=0)) is not None:
+        while (item := self.to_server.receive(timeout_ms=0)) is not None:
             self.received += item.outputs if isinstance(item, Outputs) else [item]
 
     def until(self, done, seconds: float = 10.0):

@@ -81,5 +81,14 @@ def test_requests_that_wait_while_nothing_runs_are_noticed() -> None:
     assert "requests have waited" in (run(watchdog, 3, *stalled) or "")
 
 
+def test_a_process_that_falls_silent_at_work_is_the_one_that_is_named() -> None:
+    """The scheduler no longer plans and the runner becomes idle: neither is the cause."""
+    watchdog = Watchdog(TIMEOUT)
+    between_steps = [scheduler(busy=True, steps=7), runner(steps=7)]
+    assert run(watchdog, TIMEOUT / 2, *between_steps) is None
+    problem = run(watchdog, 2 * TIMEOUT, runner(steps=7))
+    assert problem == f"the scheduler process has not answered for {TIMEOUT:g} s"
+
+
 def test_a_timeout_of_zero_switches_it_off() -> None:
     assert run(Watchdog(0), 1000, runner(busy=True, stuck_seconds=1000)) is None
