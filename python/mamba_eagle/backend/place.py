@@ -148,8 +148,8 @@ class Cuda(Place):
         self.device = device
 
     def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-        # a copy from memory that is not pinned would wait
-        return torch.tensor(values, dtype=dtype, pin_memory=True)
+        # a copy from memory that is not pinned would wait; arrays cannot be made pinned at once
+        return torch.tensor(values, dtype=dtype).pin_memory()
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

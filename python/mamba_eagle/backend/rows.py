@@ -78,8 +78,8 @@ def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Row
 def clear_rows(rows: RowBuffers, slots: Tensor) -> None:
     """Zero the rows of the request slots [n] in all layers.
 
-    For schemes that multiply rows outside the mask by zero: a NaN that a previous request left there
-    would reach the next one.
+    For schemes that multiply rows outside the mask by zero: a NaN that a previous request left
+    there would reach the next one.
     """
     for part in rows:
         part[:, slots] = 0

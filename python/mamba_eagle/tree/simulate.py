@@ -42,5 +42,5 @@ def simulated_walk(
 
     offsets = torch.arange(1, max_depth + 2, device=end.device)
     following = tree.tokens.gather(1, path.roll(-1, dims=1))
-    bonus = target_tokens.gather(1, end)
+    bonus = target_tokens.gather(1, end).clamp(min=0)  # weights that are noise sample no token
     return Accepted(path, torch.where(offsets < count[:, None], following, bonus), count)

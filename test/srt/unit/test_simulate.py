@@ -87,3 +87,12 @@ def test_nothing_of_it_is_read_on_the_host() -> None:
     target = tree.tokens.clone()
     made = simulated_walk(tree, target, STEPS, 2.5, torch.tensor(0).to("meta"))
     assert made.nodes.shape == made.tokens.shape == (4, STEPS + 1) and made.count.shape == (4,)
+
+
+def test_no_token_of_the_target_shortens_nothing() -> None:
+    """Dummy weights can give logits that sample no token (-1); the length stays as asked."""
+    tree = random_trees(batch=4)
+    none = torch.full_like(tree.tokens, -1)
+    made = simulated_walk(tree, none, STEPS, 3.0, torch.tensor(0))
+    assert torch.equal(made.count, walk(tree, 3.0, 0).count)
+    assert made.tokens.min() >= 0
