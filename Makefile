@@ -7,11 +7,17 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 ARGS  ?=
 
-.PHONY: help serve test lint bench eval constraints clean
+SCALE   ?= 20
+RESULTS ?= $(CURDIR)/benchmark/results/reliability.jsonl
+
+.PHONY: help serve test chaos exact soak lint bench eval constraints clean
 
 help:
 	@echo "make serve   start the server (needs no model: one is embedded)"
 	@echo "make test    all tests that this machine can run"
+	@echo "make chaos   the long form of test/srt/chaos: SCALE=20 times the clients and rounds"
+	@echo "make exact   as long a comparison of random settings' tokens; SCALE=20, SEED=1"
+	@echo "make soak    an hour of load with aborts; watches the server's memory"
 	@echo "make lint    ruff, mypy and import-linter"
 	@echo "make bench   one batch, in this process; see benchmark/ for the others"
 	@echo "make eval    GSM8K-style accuracy of a running server"
@@ -34,6 +40,21 @@ test: $(VENV)/.installed-test
 	@rm -f .coverage.json
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest $(ARGS)
 	@$(BIN)/python test/coverage_table.py .coverage.json
+
+# Each appends the counts of what it did to RESULTS, and prints them.
+chaos exact: export MAMBA_EAGLE_CHAOS_SCALE = $(SCALE)
+chaos exact: export MAMBA_EAGLE_CHAOS_RESULTS = $(RESULTS)
+chaos exact: export MAMBA_EAGLE_CHAOS_SEED = $(or $(SEED),1)
+
+chaos: $(VENV)/.installed-test
+	$(BIN)/python -m pytest test/srt/chaos --ignore test/srt/chaos/test_exact.py -s $(ARGS)
+
+exact: $(VENV)/.installed-test
+	$(BIN)/python -m pytest test/srt/chaos/test_exact.py -s $(ARGS)
+
+soak: $(VENV)/.installed
+	$(BIN)/python benchmark/soak.py --own-server --clients 16 --seconds 3600 --abort-rate 0.2 \
+		--output $(RESULTS) $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -7,6 +7,10 @@ by closing the connection, some are ended by /abort_request. A finished text mus
 one for its prompt (with --allow-different-texts it may part, as bfloat16 can at a near-tie). In the
 end no request may be left and every KV slot and state slot must be free or cached. Exits with 1 if
 anything is wrong.
+
+With --own-server it starts the server that it loads, with default settings, and reports how its
+processes' memory grew: that at the end against that after five minutes. --output appends this to a
+file of results.
 """
 
 from __future__ import annotations
@@ -15,8 +19,12 @@ import argparse
 import asyncio
 import sys
 import time
+from typing import Any
 
+from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import Client, ServerError
+from mamba_eagle.bench.memory import MemoryWatch
+from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench.soak import Load, Soak
 from mamba_eagle.eval import gsm8k
 
@@ -34,7 +42,7 @@ def make_prompts(count: int) -> list[str]:
     ]
 
 
-async def soak(args: argparse.Namespace) -> Soak:
+async def soak(args: argparse.Namespace, base_url: str) -> Soak:
     load = Load(
         prompts=make_prompts(args.prompts),
         clients=args.clients,
@@ -45,7 +53,6 @@ async def soak(args: argparse.Namespace) -> Soak:
         seed=args.seed,
         allow_different_texts=args.allow_different_texts,
     )
-    base_url = args.base_url or f"http://{args.host}:{args.port}"
     connections = 2 * args.clients + 2  # a client holds its stream's while it posts an abort
     async with Client(base_url, args.api_key, TIMEOUT, connections) as client:
         running = Soak(load, client)
@@ -66,14 +73,58 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--allow-different-texts", action="store_true")
+    parser.add_argument("--own-server", action="store_true", help="start one, watch its memory")
+    parser.add_argument("--output", default="", help="with --own-server: a file of results")
     return parser
+
+
+def soak_own_server(args: argparse.Namespace) -> Soak:
+    exit_on_sigterm()
+    with ServerProcess([]) as server:
+        with MemoryWatch(server.pids()) as memory:
+            found = asyncio.run(soak(args, server.base_url))
+        if "Traceback" in server.output:
+            found.problems.append("the server's log has a traceback")
+    growth = memory.growth()
+    for role, grown in growth.items():
+        print(f"{role}: {grown.early_mb:.0f} MB after {grown.early_s:.0f} s, {grown.end_mb:.0f} MB")
+    if args.output:
+        results.append(args.output, [result_line(args, found, memory)])
+    return found
+
+
+def result_line(args: argparse.Namespace, found: Soak, memory: MemoryWatch) -> results.Line:
+    growth = memory.growth()
+    line: dict[str, Any] = {
+        "name": "soak",
+        "value": round(growth["runner"].ratio, 4),
+        "unit": "the runner's memory at the end / after five minutes",
+        "seconds": args.seconds,
+        "clients": args.clients,
+        "abort_rate": args.abort_rate,
+        **{key.replace(" ", "_"): count for key, count in found.outcomes.items()},
+        "tokens": found.tokens,
+        "problems": len(found.problems),
+        "memory_mb": {
+            role: [round(grown.early_mb, 1), round(grown.end_mb, 1)]
+            for role, grown in growth.items()
+        },
+        "machine": facts.cpu_model(),
+        "commit": facts.commit(),
+        "date": facts.today(),
+    }
+    return line
 
 
 def main() -> None:
     args = make_parser().parse_args()
     begin = time.monotonic()
     try:
-        found = asyncio.run(soak(args))
+        if args.own_server:
+            found = soak_own_server(args)
+        else:
+            base_url = args.base_url or f"http://{args.host}:{args.port}"
+            found = asyncio.run(soak(args, base_url))
     except ServerError as error:  # it does not say what it holds
         sys.exit(f"error: {error}")
     seconds = time.monotonic() - begin

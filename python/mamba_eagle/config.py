@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafters import DRAFTERS
+from mamba_eagle.limits import MAX_BODY_SIZE
+
+# Of the runner on any machine: tens of thousands would end it while it starts them.
+MAX_THREADS = 256
 
 
 class ConfigError(ValueError):
@@ -27,6 +34,7 @@ def setting(
     choices: tuple[str, ...] | None = None,
     minimum: int | None = None,
     group: str = "",
+    may_be_empty: bool = True,
 ) -> Any:
     """A field that becomes a flag.
 
@@ -35,8 +43,15 @@ def setting(
         help: one phrase; the default is added to it.
         minimum: the smallest value that works.
         group: the heading in ``--help`` that begins with this setting.
+        may_be_empty: whether a text on the command line may be "", as an unset variable gives.
     """
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "group": group}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "group": group,
+        "may_be_empty": may_be_empty,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -177,6 +192,18 @@ class EngineConfig:
             and (value := getattr(self, spec.name)) is not None
             and value < minimum
         ]
+        if self.context_length == 1:
+            wrong.append(
+                "--context-length 1: must be 2 or more, one prompt token and one of output; or "
+                "auto for the model's own limit"
+            )
+        cores = os.cpu_count() or 1
+        max_threads = max(MAX_THREADS, cores)
+        if self.cpu_threads is not None and self.cpu_threads > max_threads:
+            wrong.append(
+                f"--cpu-threads {self.cpu_threads}: must be {max_threads} or less; this machine "
+                f"has {cores} cores, and more threads than cores make it slower"
+            )
         if not 0 < self.mem_fraction_static <= 1:
             wrong.append(
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
@@ -211,20 +238,65 @@ class ServerConfig(EngineConfig):
     host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
     served_model_name: str = setting("", "model name in replies (default: --model-path)")
-    api_key: str = setting("", "bearer token that clients must send (default: none)")
+    api_key: str = setting(
+        "",
+        "key that clients must send, as 'Authorization: Bearer KEY' or 'x-api-key: KEY' (default: "
+        "none); the list of processes shows it: prefer --api-key-file, or the variable "
+        "MAMBA_EAGLE_API_KEY",
+        may_be_empty=False,
+    )
+    api_key_file: str = setting(
+        "", "file of keys, one per line; clients must send any of them", may_be_empty=False
+    )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0
     )
+    max_body_size: int = setting(8, "maximum size of a request's body, in MiB", minimum=1)
     stream_interval: int = setting(
         1, "minimum number of tokens between two chunks of a stream", minimum=1
     )
-    log_requests: bool = setting(False, "log the metadata of each request")
+    log_requests: bool = setting(False, "log the metadata of each request, without its prompt")
+    log_prompts: bool = setting(False, "with --log-requests, also log prompts and stop strings")
+    cors_origins: str = setting(
+        "auto",
+        "web pages that may use the server, by origin (https://host[:port], with commas between): "
+        "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
+    )
+    max_connections: int = setting(
+        4096, "maximum number of open connections; further ones get status 503", minimum=1
+    )
+    header_timeout: float = setting(10.0, "seconds in which a request's headers must arrive")
+    body_timeout: float = setting(
+        30.0, "seconds in which a request's body, or its next 64 KiB, must arrive"
+    )
+    write_timeout: float = setting(
+        30.0, "seconds without progress before a client that does not read is disconnected"
+    )
+    shutdown_timeout: float = setting(
+        30.0, "seconds that open requests have to finish after SIGTERM or Ctrl-C"
+    )
+    watchdog_timeout: float = setting(
+        60.0, "seconds without a sign of life from the engine before the server ends; 0: never"
+    )
 
     def problems(self) -> list[str]:
         wrong = super().problems()
         if not 1 <= self.port <= 65535:
             wrong.append(f"--port {self.port}: must be between 1 and 65535")
+        for name in ("header_timeout", "body_timeout", "write_timeout"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                wrong.append(f"{flag_of(name)} {seconds:g}: must be more than 0 seconds")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            wrong.append(f"--shutdown-timeout {self.shutdown_timeout:g}: must be 0 seconds or more")
+        if not (self.watchdog_timeout == 0 or 2 <= self.watchdog_timeout < math.inf):
+            wrong.append(
+                f"--watchdog-timeout {self.watchdog_timeout:g}: must be 2 seconds or more, or 0 "
+                "for no watchdog"
+            )
+        if self.max_body_size > MAX_BODY_SIZE:
+            wrong.append(f"--max-body-size {self.max_body_size}: must be {MAX_BODY_SIZE} or less")
         return wrong
 
 
@@ -247,14 +319,32 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             place.add_argument(flag, action="store_true", help=help_text)
         else:
             default = "auto" if spec.default is None else spec.default
+            may_be_empty = spec.metadata["may_be_empty"]
             place.add_argument(
                 flag,
-                type=_number_or_auto if kind == int | None else kind,
-                default=spec.default,
+                type=_reader(kind, may_be_empty),
+                # argparse reads a default text as if it had been given.
+                default=spec.default if may_be_empty else argparse.SUPPRESS,
                 choices=spec.metadata["choices"],
                 metavar=None if spec.metadata["choices"] else _metavar(spec.name, kind),
                 help=help_text if default == "" else f"{help_text} (default: {default})",
             )
+
+
+def _reader(kind: Any, may_be_empty: bool) -> Callable[[str], Any]:
+    """Reads the value of a flag."""
+    if kind == int | None:
+        return _number_or_auto
+    reader: Callable[[str], Any] = kind if may_be_empty else _not_empty
+    return reader
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError(
+            "is empty (an unset variable?): give a value, or leave the flag out"
+        )
+    return value
 
 
 def _number_or_auto(text: str) -> int | None:

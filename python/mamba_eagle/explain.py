@@ -2,6 +2,7 @@
 
     mamba-eagle explain --text "Question: What is 3 plus 4?"
     mamba-eagle explain --url http://127.0.0.1:30000 --text "Question: What is 3 plus 4?"
+    mamba-eagle explain --url http://127.0.0.1:30000 --cache
 
 The text is taken as it stands, as /generate takes it.
 """
@@ -20,7 +21,8 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from mamba_eagle.bench.client import ServerError, generate_all
+from mamba_eagle import explain_cache
+from mamba_eagle.bench.client import ServerError, generate_all, read_cache
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
@@ -68,6 +70,21 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
         raise no_trace(url) from None
     except (KeyError, TypeError):
         raise no_trace(url) from None
+    return reply
+
+
+def ask_cache(url: str, api_key: str) -> dict[str, Any]:
+    """The reply of the server at ``url`` to GET /cache.
+
+    Raises: ExplainError
+    """
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        reply = read_cache(url, api_key)
+    except ServerError as error:
+        raise ExplainError(f"--url {url}: {error}") from None
+    if not isinstance(reply, dict) or "kv_slots" not in reply:
+        raise ExplainError(f"--url {url}: answered /cache without kv_slots: is it mamba-eagle?")
     return reply
 
 
@@ -193,7 +210,10 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mamba-eagle explain", description=(__doc__ or "").partition("\n")[0]
     )
     own = parser.add_argument_group("the request")
-    own.add_argument("--text", required=True, help="the prompt, taken as it stands")
+    own.add_argument(
+        "--cache", action="store_true", help="draw what the prefix cache of --url holds instead"
+    )
+    own.add_argument("--text", default="", help="the prompt, taken as it stands")
     own.add_argument("--max-new-tokens", type=int, default=64)
     own.add_argument("--temperature", type=float, default=0.0)
     own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")
@@ -206,12 +226,28 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def show_cache(args: argparse.Namespace) -> None:
+    try:
+        reply = ask_cache(args.url, args.api_key)
+    except ExplainError as error:
+        sys.exit(f"error: {error}")
+    if args.json:
+        print(msgspec.json.encode(reply).decode())
+    else:
+        explain_cache.show(reply, Console(highlight=False, width=WIDEST))
+
+
 def main(argv: list[str] | None = None) -> None:
     # read when torch is first imported: a thread that spins at a barrier delays the others
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = make_parser()
     args = parser.parse_args(argv)
     config: EngineConfig = from_arguments(EngineConfig, args)
+    if args.cache:
+        if args.text or not args.url:
+            parser.error("--cache: shows the cache of a running server: give --url, and no --text")
+        show_cache(args)
+        return
     if not as_text(args.text):
         parser.error(f"--text {args.text!r}: must be text in valid UTF-8, not empty")
     if args.url and config != EngineConfig():

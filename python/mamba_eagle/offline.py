@@ -6,6 +6,7 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import Failure, FinishReason, prompt_problem
 from mamba_eagle.message import Generate, Plan, RequestOutput, RunnerReady, StepResult
 from mamba_eagle.scheduler.scheduler import Scheduler
 
@@ -48,6 +49,10 @@ class OfflineEngine:
 
     def add(self, message: Generate) -> list[RequestOutput]:
         """Queues a request; one that can never be served is answered at once."""
+        ready, ids = self.runner.ready, message.token_ids
+        if problem := prompt_problem(ids, ready.vocab_size, ready.context_length):
+            reason = FinishReason("abort", message="prompt" + problem, failure=Failure.REFUSED)
+            return [RequestOutput(rid=message.rid, finish=reason, prompt_tokens=len(ids))]
         return self.scheduler.add(message)
 
     def step(self) -> list[RequestOutput]:

@@ -107,6 +107,12 @@ class Client:
             response = await self._http.get("/server_info")
         return self._content(response)
 
+    async def cache(self) -> Reply:
+        """What the prefix cache holds."""
+        with self._translated():
+            response = await self._http.get("/cache")
+        return self._content(response)
+
     def _content(self, response: httpx.Response) -> Reply:
         if response.status_code != 200:
             raise self._refusal(response)
@@ -168,3 +174,13 @@ def server_info(base_url: str, api_key: str = "", timeout: float = 30.0) -> Repl
             return await client.server_info()
 
     return asyncio.run(run())
+
+
+def read_cache(base_url: str, api_key: str = "") -> Reply:
+    """What a server's prefix cache holds. Raises: ServerError"""
+
+    async def read() -> Reply:
+        async with Client(base_url, api_key) as client:
+            return await client.cache()
+
+    return asyncio.run(read())

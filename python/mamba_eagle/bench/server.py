@@ -42,7 +42,7 @@ class ServerProcess:
     reaches it and its children and nothing else. As a context manager it waits for the first answer
     and stops the server at the end."""
 
-    program = (sys.executable, "-m", "mamba_eagle.launch_server")
+    program: tuple[str, ...] = (sys.executable, "-m", "mamba_eagle.launch_server")
 
     def __init__(
         self,

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from hashlib import blake2b
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.int64]
+from mamba_eagle.message.indices import Indices, indices
+
+Tokens = NDArray[np.int32]
+# Why a state was saved: at the end of a prompt, where prompts part, at a multiple of the interval
+# in case that prompts will part there, at the end of an output, where a client asked for it.
+StateKind = Literal["tail", "branch", "spare", "output", "asked"]
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
-def as_tokens(token_ids: list[int]) -> Tokens:
-    return np.asarray(token_ids, dtype=np.int64)
+def as_tokens(token_ids: Sequence[int]) -> Tokens:
+    """A copy."""
+    return np.array(token_ids, dtype=np.int32)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -24,6 +32,16 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     differ = a[:size] != b[:size]
     first = int(differ.argmax())
     return first if differ[first] else size
+
+
+def child_key(salt: int, token: int) -> int:
+    """token: the first one of a child's edge."""
+    return salt << 32 | token
+
+
+def salt_number(salt: str) -> int:
+    """Distinct for each salt, for all that can be computed; 0 for none."""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=16).digest(), "big") if salt else 0
 
 
 class Node:
@@ -38,25 +56,35 @@ class Node:
         "children",
         "end",
         "inflation",
+        "kind",
         "kv_slots",
         "locks",
         "parent",
+        "pins",
+        "salt",
         "spare",
+        "state_pins",
         "state_used_at",
         "tokens",
         "used_at",
+        "used_time",
     )
 
-    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: list[int], end: int) -> None:
+    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: Indices, end: int) -> None:
         self.parent = parent
-        self.children: dict[int, Node] = {}  # first token of the child's edge -> child
+        self.children: dict[int, Node] = {}  # key -> child
         self.tokens = tokens
         self.kv_slots = kv_slots
         self.end = end
+        self.salt: int = 0 if parent is None else parent.salt  # of all nodes of one prefix
+        self.pins = 0  # pins that end here or below: its KV is evicted after all others
+        self.state_pins = 0  # pins that end here: the same for its state
         self.locks = 0  # requests whose prefix runs through here
         self.used_at = 0  # the cache's clock when the node was last on a matched path
+        self.used_time = 0.0  # time.monotonic() at that time; for people
         self.state_slot = -1  # of the state after the node's last token; -1: none
         # of that state:
+        self.kind: StateKind = "tail"
         self.spare = False  # stored although no request is known to ask for it, and not hit so far
         self.state_used_at = 0  # the cache's clock when it was stored or last hit
         self.inflation = 0  # the cache's inflation at that time (RadixCache says what it is for)
@@ -64,6 +92,12 @@ class Node:
     @property
     def start(self) -> int:
         return self.end - len(self.kv_slots)
+
+    @property
+    def key(self) -> int:
+        """Under which its parent has it. Below one parent only the root's children differ in salt;
+        so prefixes of different salts share no node."""
+        return child_key(self.salt, int(self.tokens[0]))
 
     def ancestors(self) -> Iterator[Node]:
         """This node and those above it, except the root."""
@@ -79,7 +113,7 @@ class Match(NamedTuple):
     length: int  # tokens whose KV is cached
     position: int  # tokens that need not be processed: the deepest cached state; 0 if there is none
     state_slot: int  # of that state; -1 if position is 0
-    kv_slots: list[int]  # of tokens [0, position); the cache keeps them
+    kv_slots: Indices  # of tokens [0, position), copied; the cache keeps the slots
     node: Node  # ends at ``position``; to be locked for as long as these slots are used
 
 
@@ -102,23 +136,25 @@ class PrefixCache(ABC):
     root: Node
 
     @abstractmethod
-    def match(self, tokens: Tokens, limit: int) -> Match:
-        """The deepest state at a position <= ``limit``, and how far the KV goes. Counts as a use of
-        both; locks nothing."""
+    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
+        """The deepest state at a position <= ``limit``, and how far the KV goes, of what was
+        inserted with this salt. Counts as a use of both; locks nothing."""
 
     @abstractmethod
-    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
         """Adds ``tokens`` with one KV slot each, after the prefix that ends at ``after``, which is
-        locked by the caller or the root. The cache takes the slots of tokens that it lacks."""
+        locked by the caller or the root. The cache takes the slots of tokens that it lacks.
+
+        salt: of the prefix; it is looked at after the root only."""
 
     @abstractmethod
-    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
         """Gives the cache the state after the first ``position`` tokens of the prefix that ends at
         ``node``; splits an edge where needed. Returns False if there is a state already: then the
         slot stays the caller's.
 
-        spare: no request is known to ask for this state, so it is evicted before all others until
-        it is hit for the first time."""
+        A spare state is one that no request is known to ask for, so it is evicted before all others
+        until it is hit for the first time."""
 
     @abstractmethod
     def lock(self, node: Node) -> None:
@@ -127,6 +163,17 @@ class PrefixCache(ABC):
     @abstractmethod
     def unlock(self, node: Node) -> None:
         """Undoes one ``lock``."""
+
+    @abstractmethod
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        """Until that time (time.monotonic), the KV of the first ``max(positions)`` tokens of the
+        node's prefix, and the states at ``positions``, are evicted only when all else is gone.
+
+        Returns False, and pins nothing, if more than half of all slots would be pinned."""
+
+    @abstractmethod
+    def unpin(self, now: float) -> None:
+        """Ends the pins whose time is over."""
 
     @abstractmethod
     def evict_kv(self, count: int) -> int:
@@ -149,6 +196,10 @@ class PrefixCache(ABC):
     num_kv: int  # KV slots owned
     evictable_kv: int  # KV slots owned and not locked
     num_states: int  # state slots owned
+    pinned_kv = 0  # KV slots; what pins have in common counts for each
+    pinned_states = 0
+    evicted_kv = 0  # KV slots, since the start; a flush does not count
+    evicted_states = 0
 
 
 class NoCache(PrefixCache):
@@ -157,22 +208,28 @@ class NoCache(PrefixCache):
     stores = False
 
     def __init__(self) -> None:
-        self.root = Node(None, as_tokens([]), [], 0)
+        self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = self.evictable_kv = self.num_states = 0
 
-    def match(self, tokens: Tokens, limit: int) -> Match:
-        return Match(0, 0, -1, [], self.root)
+    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
+        return Match(0, 0, -1, indices(), self.root)
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
         return Inserted(0, self.root)
 
-    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
         return False
 
     def lock(self, node: Node) -> None:
         pass
 
     def unlock(self, node: Node) -> None:
+        pass
+
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        return False
+
+    def unpin(self, now: float) -> None:
         pass
 
     def evict_kv(self, count: int) -> int:

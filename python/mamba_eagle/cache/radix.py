@@ -12,8 +12,10 @@ recurrence only from a state. So a hit is the deepest state on the matched path:
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterator
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import (
@@ -21,10 +23,21 @@ from mamba_eagle.cache.base import (
     Match,
     Node,
     PrefixCache,
+    StateKind,
     Tokens,
     as_tokens,
+    child_key,
     common_prefix,
 )
+from mamba_eagle.cache.order import LazyHeap, Rank
+from mamba_eagle.message.indices import Indices, indices
+
+TOKEN_BYTES = 4  # of Tokens
+
+
+class Pin(NamedTuple):
+    until: float  # time.monotonic()
+    nodes: list[Node]  # whose states are pinned; the KV is, up to the last one
 
 
 class RadixCache(PrefixCache):
@@ -59,86 +72,118 @@ class RadixCache(PrefixCache):
         self._reset()
 
     def _reset(self) -> None:
-        self.root = Node(None, as_tokens([]), [], 0)
+        self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = 0
         self.evictable_kv = 0
         self.clock = 0  # counts matches, inserts and stored states
         self.inflation = 0  # score of the last state evicted: tokens
-        self._leaves: set[Node] = set()
-        self._with_state: set[Node] = set()
+        self._leaves = LazyHeap(self._leaf_rank)  # those that are not locked
+        self._states = LazyHeap(self._state_rank)  # nodes with a state
+        self._pins: dict[Node, Pin] = {}  # by the deepest node
+        self._pins_in_order = LazyHeap(self._pin_rank)  # the keys of _pins
+        self.pinned_kv = self.pinned_states = 0
 
     @property
     def num_states(self) -> int:  # type: ignore[override]
-        return len(self._with_state)
+        return len(self._states)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
-    def match(self, tokens: Tokens, limit: int) -> Match:
+    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
         self.clock += 1
+        now = time.monotonic()
         node, length, hit = self.root, 0, self.root
+        data = tokens.tobytes()  # comparing bytes takes a quarter of the time
         while length < len(tokens):
-            child = node.children.get(int(tokens[length]))
+            child = node.children.get(child_key(salt, int(tokens[length])))
             if child is None:
                 break
-            child.used_at = self.clock
-            shared = common_prefix(child.tokens, tokens[length : length + len(child.tokens)])
-            length += shared
-            if shared < len(child.tokens):
+            child.used_at, child.used_time = self.clock, now
+            end = child.end
+            if data[length * TOKEN_BYTES : end * TOKEN_BYTES] != child.tokens.tobytes():
+                length += common_prefix(child.tokens, tokens[length:end])
                 break
-            node = child
+            node, length = child, end
             if node.state_slot >= 0 and node.end <= limit:
                 hit = node
-        kv_slots: list[int] = []
+        kv_slots = indices()
         for part in reversed(list(hit.ancestors())):
             kv_slots += part.kv_slots
         if hit is not self.root:
             self._renew(hit)
-            hit.spare = False
+            self._set_ordinary(hit)
         return Match(length, hit.end, hit.state_slot, kv_slots, hit)
 
     def _renew(self, node: Node) -> None:
         node.state_used_at = self.clock
         node.inflation = self.inflation
 
+    def _set_ordinary(self, node: Node) -> None:
+        """Somebody asks for the node's state: from here on it counts for those below."""
+        if node.spare:
+            node.spare = False
+            self._rerank_below(node)
+
+    def _rerank_below(self, node: Node) -> None:
+        """The node's state has begun to count, so a hit on the next ones below saves less."""
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            if below.state_slot >= 0 and not below.spare:
+                self._states.put(below)
+            else:
+                stack.extend(below.children.values())
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: list[int]) -> Inserted:
+    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
         assert len(tokens) == len(kv_slots)
+        salt = salt if after is self.root else after.salt
         self.clock += 1
+        now = time.monotonic()
         node, done = after, 0
         while done < len(tokens):
-            child = node.children.get(int(tokens[done]))
+            child = node.children.get(child_key(salt, int(tokens[done])))
             if child is None:
-                node = self._add_leaf(node, tokens[done:], kv_slots[done:])
+                node = self._add_leaf(node, tokens[done:], kv_slots[done:], salt)
+                node.used_time = now
                 return Inserted(len(tokens) - done, node)
-            child.used_at = self.clock
+            child.used_at, child.used_time = self.clock, now
             shared = common_prefix(child.tokens, tokens[done : done + len(child.tokens)])
             done += shared
             node = child if shared == len(child.tokens) else self._split(child, shared)
         return Inserted(0, node)
 
-    def attach_state(self, node: Node, position: int, slot: int, spare: bool = False) -> bool:
+    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
+        spare = kind == "spare"
+        node = self._node_at(node, position)
+        if node.state_slot >= 0:
+            if not spare:
+                self._set_ordinary(node)
+            return False
+        self.clock += 1
+        node.state_slot = slot
+        node.kind, node.spare = kind, spare
+        self._renew(node)
+        self._states.put(node)
+        if not spare:
+            self._rerank_below(node)
+        return True
+
+    def _node_at(self, node: Node, position: int) -> Node:
+        """The node of the prefix that ends at ``position``."""
         assert 0 < position <= node.end
         while node.start >= position:
             assert node.parent is not None
             node = node.parent
-        if node.end > position:
-            node = self._split(node, position - node.start)
-        if node.state_slot >= 0:
-            node.spare = node.spare and spare
-            return False
-        self.clock += 1
-        node.state_slot = slot
-        node.spare = spare
-        self._renew(node)
-        self._with_state.add(node)
-        return True
+        return self._split(node, position - node.start) if node.end > position else node
 
     def lock(self, node: Node) -> None:
         for part in node.ancestors():
             if part.locks == 0:
                 self.evictable_kv -= len(part.kv_slots)
             part.locks += 1
+        self._leaves.remove(node)
 
     def unlock(self, node: Node) -> None:
         for part in node.ancestors():
@@ -147,13 +192,20 @@ class RadixCache(PrefixCache):
             part.locks -= 1
             if part.locks == 0:
                 self.evictable_kv += len(part.kv_slots)
+        self._offer_leaf(node)
 
-    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: list[int]) -> Node:
-        leaf = Node(parent, tokens.copy(), list(kv_slots), parent.end + len(tokens))
+    def _offer_leaf(self, node: Node) -> None:
+        """A node that has lost a lock or a child: it may be evicted if it was the last one."""
+        if node.locks == 0 and not node.children and node is not self.root:
+            self._leaves.put(node)
+
+    def _add_leaf(self, parent: Node, tokens: Tokens, kv_slots: Indices, salt: int) -> Node:
+        leaf = Node(parent, tokens.copy(), kv_slots, parent.end + len(tokens))
+        leaf.salt = salt
         leaf.used_at = self.clock
-        parent.children[int(tokens[0])] = leaf
-        self._leaves.discard(parent)
-        self._leaves.add(leaf)
+        parent.children[leaf.key] = leaf
+        self._leaves.remove(parent)
+        self._leaves.put(leaf)
         self.num_kv += len(kv_slots)
         self.evictable_kv += len(kv_slots)
         return leaf
@@ -162,49 +214,96 @@ class RadixCache(PrefixCache):
         """Cuts the edge after ``at`` tokens. ``node`` keeps the lower part; returns the upper."""
         assert node.parent is not None and 0 < at < len(node.tokens)
         upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
-        upper.locks = node.locks
-        upper.used_at = node.used_at
-        node.parent.children[int(upper.tokens[0])] = upper
+        upper.salt = node.salt
+        upper.locks, upper.pins = node.locks, node.pins
+        upper.used_at, upper.used_time = node.used_at, node.used_time
+        node.parent.children[upper.key] = upper
         node.parent = upper
         node.tokens = node.tokens[at:]
         node.kv_slots = node.kv_slots[at:]
-        upper.children[int(node.tokens[0])] = node
+        upper.children[node.key] = node
+        if node in self._leaves:  # its first slot is another now
+            self._leaves.put(node)
         return upper
+
+    # ── pinning ──────────────────────────────────────────────────────────────────────────────
+
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        nodes = [self._node_at(node, position) for position in sorted(set(positions))]
+        deepest = nodes[-1]
+        old = self._pins.get(deepest)
+        kv = self.pinned_kv + deepest.end - (old.nodes[-1].end if old else 0)
+        states = self.pinned_states + len(nodes) - (len(old.nodes) if old else 0)
+        if kv > self.kv.total // 2 or states > self.state_slots.total // 2:
+            return False
+        if old is not None:
+            until = max(until, old.until)
+            self._unpin(deepest)
+        self._pins[deepest] = Pin(until, nodes)
+        self._pins_in_order.put(deepest)
+        self.pinned_kv, self.pinned_states = kv, states
+        for part in deepest.ancestors():
+            part.pins += 1
+        for part in nodes:
+            part.state_pins += 1
+        return True
+
+    def unpin(self, now: float) -> None:
+        while (node := self._pins_in_order.first()) is not None and self._pins[node].until <= now:
+            self._unpin(node)
+
+    def _unpin(self, deepest: Node) -> None:
+        """The pin's nodes may have been evicted meanwhile."""
+        self._pins_in_order.remove(deepest)
+        nodes = self._pins.pop(deepest).nodes
+        self.pinned_kv -= deepest.end
+        self.pinned_states -= len(nodes)
+        for part in nodes:
+            part.state_pins -= 1
+            if part in self._states:
+                self._states.put(part)
+        for part in deepest.ancestors():
+            part.pins -= 1
+            if part in self._leaves:
+                self._leaves.put(part)
+
+    def _pin_rank(self, node: Node) -> Rank:
+        return (int(1000 * self._pins[node].until),)
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────
 
     def evict_kv(self, count: int) -> int:
-        def rank(leaf: Node) -> tuple[bool, int, int]:
-            return leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
-
-        heap = [(rank(leaf), leaf) for leaf in self._leaves if leaf.locks == 0]
-        heapq.heapify(heap)
         freed = 0
-        while heap and freed < count:
-            leaf = heapq.heappop(heap)[1]
-            parent = leaf.parent
-            assert parent is not None
+        while freed < count and (leaf := self._leaves.first()) is not None:
             freed += len(leaf.kv_slots)
             self._remove_leaf(leaf)
-            if parent in self._leaves and parent.locks == 0:
-                heapq.heappush(heap, (rank(parent), parent))
+        self.evicted_kv += freed
         return freed
 
+    @staticmethod
+    def _leaf_rank(leaf: Node) -> Rank:
+        """The lowest is evicted first."""
+        return leaf.pins > 0, leaf.state_slot >= 0, leaf.used_at, leaf.kv_slots[0]
+
     def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
-        for freed in range(count):
-            nodes = [node for node in self._with_state if node.state_slot not in keep]
-            if not nodes:
-                return freed
-            node = min(nodes, key=self._state_rank)
+        freed, kept = 0, []
+        while freed < count and (node := self._states.first()) is not None:
+            if node.state_slot in keep:
+                kept.append(node)
+                self._states.remove(node)
+                continue
             if not node.spare:
                 self.inflation = max(self.inflation, self._score(node))
             self._drop_state(node)
-        return max(count, 0)
+            freed += 1
+        for node in kept:
+            self._states.put(node)
+        return freed
 
-    def _state_rank(self, node: Node) -> tuple[bool, int, int, int]:
+    def _state_rank(self, node: Node) -> Rank:
         """The lowest is evicted first."""
         score = 0 if node.spare else self._score(node)
-        return not node.spare, score, node.state_used_at, node.end
+        return node.state_pins > 0, not node.spare, score, node.state_used_at, node.end
 
     @staticmethod
     def _score(node: Node) -> int:
@@ -216,21 +315,23 @@ class RadixCache(PrefixCache):
 
     def _drop_state(self, node: Node) -> None:
         self.state_slots.free([node.state_slot])
+        self.evicted_states += 1
         node.state_slot = -1
         node.spare = False
-        self._with_state.remove(node)
+        self._states.remove(node)
+        if node in self._leaves:  # without a state it is evicted sooner
+            self._leaves.put(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
         assert leaf.parent is not None and not leaf.children and leaf.locks == 0
+        self._leaves.remove(leaf)
         if leaf.state_slot >= 0:
             self._drop_state(leaf)
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
-        del leaf.parent.children[int(leaf.tokens[0])]
-        self._leaves.remove(leaf)
-        if not leaf.parent.children and leaf.parent is not self.root:
-            self._leaves.add(leaf.parent)
+        del leaf.parent.children[leaf.key]
+        self._offer_leaf(leaf.parent)
 
     def flush(self) -> None:
         if self.evictable_kv != self.num_kv:
@@ -259,8 +360,10 @@ class RadixCache(PrefixCache):
             right = (
                 len(node.tokens) == len(node.kv_slots) > 0
                 and node.start == node.parent.end
-                and node.parent.children.get(int(node.tokens[0])) is node
+                and node.parent.children.get(node.key) is node
                 and node.locks >= sum(child.locks for child in node.children.values())
+                and node.pins >= sum(child.pins for child in node.children.values())
+                and node.salt == (node.salt if node.parent is self.root else node.parent.salt)
             )
             if not right:
                 raise RuntimeError(
@@ -270,14 +373,39 @@ class RadixCache(PrefixCache):
                 )
             num_kv += len(node.kv_slots)
             evictable += len(node.kv_slots) if node.locks == 0 else 0
-            if not node.children:
+            if not node.children and node.locks == 0:
                 leaves.add(node)
             if node.state_slot >= 0:
                 with_state.add(node)
         found = (num_kv, evictable, len(leaves), len(with_state))
-        counted = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._with_state))
-        if found != counted or leaves != self._leaves or with_state != self._with_state:
+        counted = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._states))
+        if found != counted or leaves != set(self._leaves) or with_state != set(self._states):
             raise RuntimeError(
-                "radix cache: (KV slots, evictable KV slots, leaves, state slots) are "
-                f"{found} in the tree but {counted} by its counters"
+                "radix cache: (KV slots, evictable KV slots, leaves without locks, state slots) "
+                f"are {found} in the tree but {counted} by its counters"
+            )
+        self._check_pins()
+        orders = {"leaves": self._leaves, "states": self._states, "pins": self._pins_in_order}
+        for name, order in orders.items():
+            if problem := order.problem():
+                raise RuntimeError(f"radix cache, order of {name}: {problem}")
+
+    def _check_pins(self) -> None:
+        """Every pin counts at all nodes that it is for, whether they are still in the tree."""
+        ends: Counter[Node] = Counter()
+        above: Counter[Node] = Counter()
+        for deepest, pin in self._pins.items():
+            ends.update(pin.nodes)
+            above.update(deepest.ancestors())
+        for node in {*self._nodes(), *above}:
+            if (node.pins, node.state_pins) != (above[node], ends[node]):
+                raise RuntimeError(
+                    f"radix node [{node.start}, {node.end}): {above[node]} pins of its KV and "
+                    f"{ends[node]} of its state, but counted {node.pins} and {node.state_pins}"
+                )
+        pinned = sum(node.end for node in self._pins), sum(ends.values())
+        if pinned != (self.pinned_kv, self.pinned_states):
+            raise RuntimeError(
+                f"radix cache: (KV slots, states) pinned are {pinned} by the pins, but "
+                f"{(self.pinned_kv, self.pinned_states)} by its counters"
             )

@@ -44,8 +44,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, Tokens
+from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, StateKind, Tokens
 from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.message.indices import Indices, indices
 
 
 @dataclass(slots=True)
@@ -54,14 +55,16 @@ class HeldSlots:
 
     slot: int  # its request slot
     state_slot: int  # of S0, its own running state
-    kv: list[int]  # the KV slot of each position
+    kv: Indices  # the KV slot of each position
     node: Node  # ends at ``inserted``; its prefix is locked
+    hit_kind: StateKind  # of the state at ``hit``, if that is not 0
     hit: int  # position that prefill starts from: tokens whose KV and state are reused
     branch: int  # tokens whose KV was cached at admission, hit or not
     load_from: int  # the cache's state slot at ``hit``; may be evicted once the first chunk is sent
     inserted: int  # tokens that are in the cache's tree
     folded: int  # position that S0 was last known to be at
-    duplicates: list[int] = field(default_factory=list)  # own slots of tokens in the tree
+    salt: int = 0  # of its prefix in the cache
+    duplicates: Indices = field(default_factory=indices)  # own slots of tokens in the tree
 
     @property
     def num_own_kv(self) -> int:
@@ -90,13 +93,18 @@ class Slots:
     # ── a request's life ─────────────────────────────────────────────────────────────────────
 
     def admit(
-        self, match: Match, num_tokens: int, headroom: int, keep: Collection[int] = ()
+        self,
+        match: Match,
+        num_tokens: int,
+        headroom: int,
+        keep: Collection[int] = (),
+        salt: int = 0,
     ) -> HeldSlots | None:
         """All that a request needs for its prompt, evicting from the cache where necessary.
 
         match: what the cache has of the prompt's ``num_tokens`` tokens. headroom: KV slots that
         must stay available beyond the prompt. keep: state slots that must not be evicted, besides
-        the match's own.
+        the match's own. salt: that of the match.
 
         Returns None, and nothing is held, if there is not enough.
         """
@@ -114,11 +122,13 @@ class Slots:
                     state_slot=state_slot,
                     kv=match.kv_slots + kv,
                     node=match.node,
+                    hit_kind=match.node.kind,
                     hit=match.position,
                     branch=match.length,
                     load_from=match.state_slot,
                     inserted=match.position,
                     folded=match.position,
+                    salt=salt,
                 )
         cache.unlock(match.node)
         return None
@@ -139,28 +149,26 @@ class Slots:
         """
         end = held.inserted + len(tokens)
         fresh = held.kv[held.inserted : end]
-        done = self.cache.insert(held.node, tokens, fresh)
+        done = self.cache.insert(held.node, tokens, fresh, held.salt)
         held.duplicates += fresh[: len(fresh) - done.taken]
         self.cache.lock(done.node)
         self.cache.unlock(held.node)
         held.node, held.inserted, held.folded = done.node, end, end
 
     def attach_state(
-        self, held: HeldSlots, position: int, state_slot: int, spare: bool = False
+        self, held: HeldSlots, position: int, state_slot: int, kind: StateKind
     ) -> None:
         """A plan saves the state after ``position`` inserted tokens: the cache gets it, unless it
         has one already."""
-        if not self.cache.attach_state(held.node, position, state_slot, spare):
+        if not self.cache.attach_state(held.node, position, state_slot, kind):
             self.states.free([state_slot])
 
-    def reserve_tree(self, num_nodes: int) -> list[int] | None:
+    def reserve_tree(self, num_nodes: int) -> Indices | None:
         """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
         nothing is evicted, if that many are not available."""
         return self._take_kv(num_nodes)
 
-    def settle(
-        self, held: HeldSlots, tree: Sequence[int], accepted: Sequence[int], folded: int
-    ) -> None:
+    def settle(self, held: HeldSlots, tree: Indices, accepted: Sequence[int], folded: int) -> None:
         """The result of a decode step is back: accepted nodes keep their KV slots, the others are
         free.
 
@@ -172,7 +180,7 @@ class Slots:
             held.kv += tree
             return
         kept = set(accepted)
-        held.kv += [tree[node] for node in accepted]
+        held.kv.extend(tree[node] for node in accepted)
         self.kv.free(slot for node, slot in enumerate(tree) if node not in kept)
 
     def release(self, held: HeldSlots, tokens: Tokens | None) -> bool:
@@ -187,7 +195,9 @@ class Slots:
         state_kept = False
         if tokens is not None and stored:
             self.insert(held, tokens)
-            state_kept = self.cache.attach_state(held.node, held.inserted, held.state_slot)
+            state_kept = self.cache.attach_state(
+                held.node, held.inserted, held.state_slot, "output"
+            )
         self.kv.free(held.duplicates)
         self.kv.free(held.kv[held.inserted :])
         if not state_kept:
@@ -196,14 +206,13 @@ class Slots:
         self.requests.free([held.slot])
         return stored
 
-    def _take_kv(self, count: int) -> list[int] | None:
+    def _take_kv(self, count: int) -> Indices | None:
         """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
         missing = count - self.kv.num_free
         if missing > 0:
             if missing > self.cache.evictable_kv:
                 return None
-            # A few more at a time, because each eviction looks at all leaves.
-            self.cache.evict_kv(max(missing, self.kv.total // 128))
+            self.cache.evict_kv(missing)
         return self.kv.allocate(count)
 
     # ── checking ─────────────────────────────────────────────────────────────────────────────

@@ -1,15 +1,16 @@
 """What is measured, under the names that SGLang's dashboards know (prefix ``mamba_eagle:``).
 
-Counters and histograms are fed by the outputs that pass through the tokenizer process; gauges are
-the scheduler's, asked for when somebody reads /metrics.
+Counters and histograms are fed by the outputs that pass through the server process. Gauges are the
+scheduler's, which is asked for them when /metrics is read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,61 +21,97 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mamba_eagle.message import ShapeUse, StateReply
+from mamba_eagle.core import FinishReason, SamplingParams, shown
+from mamba_eagle.limits import MAX_LOGGED_PROMPT
+from mamba_eagle.message import CacheUse, ShapeUse, StateReply
 
 if TYPE_CHECKING:
-    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+    from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+    from mamba_eagle.tokenizer.text import TextTokenizer
 
 PREFIX = "mamba_eagle:"
+_DEFAULT = SamplingParams()
 request_log = logging.getLogger("mamba_eagle.requests")
 
 GAUGES = {
-    "num_running_reqs": "requests that are prefilled or decoded",
-    "num_queue_reqs": "requests that wait",
+    "num_running_reqs": "requests that are being prefilled or decoded",
+    "num_queue_reqs": "waiting requests",
     "num_used_tokens": "KV slots or tokens in use by running requests",
     "token_usage": "share of the KV slots in use",
-    "gen_throughput": "output tokens a second, lately",
+    "gen_throughput": "output tokens per second over the last seconds",
+    "num_cached_tokens": "KV slots of the prefix cache",
+    "num_locked_tokens": "KV slots of the prefix cache that running requests read",
+    "num_pinned_tokens": "KV slots that clients have pinned; common ones count for each pin",
+    "num_free_kv_slots": "KV slots that nobody has",
+    "num_used_checkpoints": "state slots of running requests",
+    "num_cached_checkpoints": "state slots of the prefix cache",
+    "num_pinned_checkpoints": "states that clients have pinned",
+    "num_free_checkpoints": "state slots that nobody has",
     "cache_hit_rate": "share of prompt tokens found in the cache",
-    "spec_accept_length": "output tokens a verify step",
-    "spec_given_up": "1 while the drafter hits next to nothing and follows few requests",
-    "num_retracted_reqs": "requests sent back to the queue for want of memory",
+    "spec_accept_length": "output tokens per verify step",
+    "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
+    "num_retracted_reqs": "requests sent back to the queue because memory ran out",
 }
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
-disable_created_metrics()  # they double the series and no dashboard reads them
+disable_created_metrics()  # they double the number of series, and no dashboard reads them
 
 
 class _OfScheduler(Collector):
-    """What the scheduler counts, as it was last told."""
+    """The scheduler's counters and gauges, as of its last reply."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.values: dict[str, float] = {}
         self.shapes: dict[str, ShapeUse] = {}
+        self.cache = CacheUse()
 
     def collect(self) -> Iterator[Metric]:
         steps = CounterMetricFamily(
             PREFIX + "spec_steps",
-            "decode steps by what they drafted: plain, or topk x steps x nodes",
+            "decode steps by the tree they drafted: plain, or topk x steps x nodes",
             labels=["model_name", "shape"],
         )
         for shape, use in self.shapes.items():
             steps.add_metric([self.model, shape], use.steps)
         yield steps
+        yield from self._of_cache()
         for name, help_text in GAUGES.items():
             if name in self.values:
                 gauge = GaugeMetricFamily(PREFIX + name, help_text, labels=["model_name"])
                 gauge.add_metric([self.model], self.values[name])
                 yield gauge
 
+    def _of_cache(self) -> Iterator[Metric]:
+        for name, help_text, by_kind in (
+            ("cache_hits", "requests that continued from a cached state", self.cache.hits),
+            ("cache_saved_tokens", "prompt tokens not run again", self.cache.saved_tokens),
+        ):
+            family = CounterMetricFamily(
+                PREFIX + name, f"{help_text}, by its kind", labels=["model_name", "kind"]
+            )
+            for kind, count in by_kind.items():
+                family.add_metric([self.model, kind], count)
+            yield family
+        for name, help_text, count in (
+            ("cache_evicted_states", "states evicted", self.cache.evicted_states),
+            ("cache_evicted_tokens", "KV slots evicted", self.cache.evicted_tokens),
+        ):
+            family = CounterMetricFamily(PREFIX + name, help_text, labels=["model_name"])
+            family.add_metric([self.model], count)
+            yield family
+
 
 class Recorder:
-    """Called for each event of a request; each call costs microseconds."""
+    """Is called for each event of a request. A call takes microseconds."""
 
-    def __init__(self, model: str, log_requests: bool = False) -> None:
+    def __init__(self, model: str, log_requests: bool = False, log_prompts: bool = False) -> None:
+        """log_prompts: with log_requests, what clients wrote as well."""
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
+        self.log_prompts = log_prompts
+        self.tokenizer: TextTokenizer | None = None  # set when loaded; for prompts in the log
         self._model = model
         self._scheduler = _OfScheduler(model)
         self.registry.register(self._scheduler)
@@ -92,7 +129,7 @@ class Recorder:
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
         self.generation_tokens = counter("generation_tokens", "output tokens")
         self.cached_tokens = counter("cached_tokens", "prompt tokens found in the cache")
-        self.requests = counter("num_requests", "samples that have ended, aborted ones included")
+        self.requests = counter("num_requests", "samples that have ended, including aborted ones")
         self.aborted = counter("num_aborted_requests", "samples that were aborted or failed")
         self.first_token = histogram(
             "time_to_first_token_seconds", "from arrival to the first output token", SLOW
@@ -115,7 +152,7 @@ class Recorder:
         self.reset_averages()
 
     def reset_averages(self) -> None:
-        """Forgets what averages are made of; benchmarks do this with /flush_cache."""
+        """Starts the averages anew, as benchmarks ask for with /flush_cache."""
         self._tokens = 0
         self._verify_steps = 0
         self._prompt = 0
@@ -123,7 +160,7 @@ class Recorder:
 
     @property
     def accept_length(self) -> float | None:
-        """Output tokens a verify step, over finished requests; None without speculation."""
+        """Output tokens per verify step over finished requests; None without speculation."""
         return self._tokens / self._verify_steps if self._verify_steps else None
 
     def started(self, live: LiveRequest) -> None:
@@ -131,14 +168,33 @@ class Recorder:
             for sample in live.samples:
                 request_log.info(
                     "start %s: %d prompt tokens, seed %d, %s",
-                    sample.rid,
+                    shown(sample.rid),
                     len(sample.prompt.token_ids),
                     sample.seed,
-                    sample.prompt.sampling,
+                    self._described(sample.prompt),
                 )
 
+    def _described(self, prompt: PromptRequest) -> str:
+        """Sampling parameters other than defaults. Texts of clients only if asked for, escaped
+        and cut, as all that clients may choose."""
+        values = {
+            name: value
+            for name, value in msgspec.structs.asdict(prompt.sampling).items()
+            if name not in ("stop", "seed") and value != getattr(_DEFAULT, name)
+        }
+        text = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+        if prompt.sampling.stop:
+            text += f", {len(prompt.sampling.stop)} stop strings"
+        if self.log_prompts:
+            written: Any = prompt.token_ids[:MAX_LOGGED_PROMPT]
+            if self.tokenizer is not None:
+                written = self.tokenizer.decode(written, skip_special_tokens=False)
+            text += f", stop={shown(prompt.sampling.stop)}"
+            text += f", prompt={shown(written, MAX_LOGGED_PROMPT)}"
+        return text.removeprefix(", ")
+
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
-        """``new_tokens`` came at time ``now``."""
+        """``new_tokens`` arrived at time ``now`` (time.time())."""
         if not new_tokens:
             return
         self.generation_tokens.inc(new_tokens)
@@ -172,15 +228,20 @@ class Recorder:
         if self.log_requests:
             request_log.info(
                 "end %s: %d tokens in %.3f s, %s",
-                sample.rid,
+                shown(sample.rid),
                 len(sample.output_ids),
                 seconds,
-                sample.finish.as_dict(),
+                self._end(sample.finish),
             )
 
+    def _end(self, finish: FinishReason) -> str:
+        if isinstance(finish.matched, str) and not self.log_prompts:
+            return "stop string"
+        return shown(finish.as_dict())
+
     def exposition(self, reply: StateReply | None) -> bytes:
-        """The text of /metrics; the scheduler's gauges win over those of the same name here.
-        None: it has not answered."""
+        """The text of /metrics. The scheduler's gauges override those of the same name here;
+        ``reply`` is None if it has not answered."""
         values: dict[str, float] = {}
         if self._prompt:
             values["cache_hit_rate"] = self._cached / self._prompt
@@ -190,5 +251,6 @@ class Recorder:
         self._scheduler.values = values | {k: v for k, v in state.items() if k in GAUGES}
         if reply is not None:
             self._scheduler.shapes = reply.speculation.shapes
+            self._scheduler.cache = reply.cache
             self._scheduler.values["spec_given_up"] = float(reply.speculation.disabled)
         return generate_latest(self.registry)

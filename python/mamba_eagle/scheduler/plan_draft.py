@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mamba_eagle.cache.base import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release
+from mamba_eagle.message.indices import Indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Choice
 
@@ -18,7 +20,7 @@ class Chunk(NamedTuple):
     request: Request
     held: HeldSlots  # the request's
     item: PrefillItem
-    spare_saves: frozenset[int]  # positions of saves that no request is known to ask for
+    kinds: dict[int, StateKind]  # of its saves, by position
 
 
 class DecodeItem(NamedTuple):
@@ -26,7 +28,7 @@ class DecodeItem(NamedTuple):
 
     request: Request
     held: HeldSlots  # the request's
-    tree: list[int]  # the nodes' KV slots, from Slots.reserve_tree; the plan's until it is settled
+    tree: Indices  # the nodes' KV slots, from Slots.reserve_tree; the plan's until it is settled
 
 
 @dataclass
@@ -55,7 +57,7 @@ class PlanDraft:
             decode = DecodeBatch(
                 shape=self.choice.shape,
                 slots=[item.held.slot for item in self.decodes],
-                kv_slots=[item.tree for item in self.decodes],
+                kv_slots=[item.tree.tolist() for item in self.decodes],
             )
         return Plan(
             step=self.number,

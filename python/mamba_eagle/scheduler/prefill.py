@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mamba_eagle.cache.base import Match, as_tokens, common_prefix
+from mamba_eagle.cache.base import Match, StateKind, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
@@ -74,7 +74,7 @@ class PrefillManager:
         for request in self._in_order()[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0 or self.slots.requests.num_free == 0:
                 break
-            match = self.slots.cache.match(request.to_prefill, request.hit_limit)
+            match = self.slots.cache.match(request.to_prefill, request.hit_limit, request.salt)
             if self._prefix_is_coming(request, match, leaving):
                 continue  # others may overtake it: this lasts a few steps only
             if not self._admit(request, match, plan, [*holding, *admitted]):
@@ -91,7 +91,7 @@ class PrefillManager:
         cache = self.slots.cache
 
         def rank(request: Request) -> tuple[bool, int]:
-            hit = cache.match(request.to_prefill, request.hit_limit).position
+            hit = cache.match(request.to_prefill, request.hit_limit, request.salt).position
             return request.retractions == 0, -hit
 
         return sorted(self.waiting, key=rank)
@@ -102,11 +102,15 @@ class PrefillManager:
         if not self.slots.cache.stores:
             return False
         for other in leaving:
+            if other.salt != request.salt:
+                continue
             end = other.reusable or 0
             far = match.position + MIN_SHARED_TOKENS <= end <= request.hit_limit
             if far and np.array_equal(as_tokens(other.tokens[:end]), request.to_prefill[:end]):
                 return True
         for other in self.chunked:
+            if other.salt != request.salt:
+                continue
             shared = common_prefix(other.to_prefill, request.to_prefill)
             reach = min(shared, request.hit_limit)
             assert other.held is not None
@@ -123,14 +127,16 @@ class PrefillManager:
         # while it holds duplicates of its own.
         replayed = match.length - match.position if num_running else 0
         headroom = replayed + (2 + num_running) * self.nodes
-        held = self.slots.admit(match, len(request.to_prefill), headroom, keep=plan.reads)
+        held = self.slots.admit(
+            match, len(request.to_prefill), headroom, keep=plan.reads, salt=request.salt
+        )
         if held is None:
             if holding or match.position == 0:
                 return False
             # The only state slot has the state of its own prefix, without which nothing that is
             # cached can be reused. It starts over: the KV would only get duplicates.
             self.slots.cache.flush()
-            empty = self.slots.cache.match(request.to_prefill, limit=0)
+            empty = self.slots.cache.match(request.to_prefill, limit=0, salt=request.salt)
             return self._admit(request, empty, plan, holding)
         request.admit(held)
         self.policy.admit(request.drafts)
@@ -144,7 +150,7 @@ class PrefillManager:
         assert held is not None
         start = held.inserted
         end = min(start + budget, len(request.to_prefill))
-        saves, spare = self._saves(request, held, end, plan)
+        saves, kinds = self._saves(request, held, end, plan)
         item = PrefillItem(
             slot=held.slot,
             state_slot=held.state_slot,
@@ -169,42 +175,46 @@ class PrefillManager:
                 item.load_from = held.load_from
             if request.sampling.needs_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
-        plan.chunks.append(Chunk(request, held, item, spare))
+        plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start
 
     # ── saved states ─────────────────────────────────────────────────────────────────────────
 
     def _saves(
         self, request: Request, held: HeldSlots, end: int, plan: PlanDraft
-    ) -> tuple[list[StateSave], frozenset[int]]:
-        """Where in (inserted, end] the state is saved, as far as there are slots for it; and which
-        of these positions are spare."""
+    ) -> tuple[list[StateSave], dict[int, StateKind]]:
+        """Where in (inserted, end] the state is saved, as far as there are slots for it; and why,
+        by position."""
         if not self.slots.cache.stores:
-            return [], frozenset()
+            return [], {}
         start, tail = held.inserted, len(request.to_prefill) - 1
         state_slots: dict[int, int] = {}  # by position
-        for position in [tail, *self._shared_positions(request, held), held.branch]:
+        asked = request.cache_hints.positions
+        for position in [tail, *asked, *self._shared_positions(request, held), held.branch]:
             inside = max(start, held.hit) < position <= min(end, tail)
             if inside and position not in state_slots:
                 state_slot = self.slots.reserve_state(keep=plan.reads)
                 if state_slot is None:
                     break
                 state_slots[position] = state_slot
-        spare = set()
+        kinds: dict[int, StateKind] = {
+            position: ("tail" if position == tail else "asked" if position in asked else "branch")
+            for position in state_slots
+        }
         for position in self._spare_positions(request, held, min(end, tail)):
             if position in state_slots or self.slots.states.num_free <= self.reserve:
                 continue
             state_slot = self.slots.reserve_state()
             assert state_slot is not None
             state_slots[position] = state_slot
-            spare.add(position)
-        return [StateSave(*save) for save in sorted(state_slots.items())], frozenset(spare)
+            kinds[position] = "spare"
+        return [StateSave(*save) for save in sorted(state_slots.items())], kinds
 
     def _shared_positions(self, request: Request, held: HeldSlots) -> list[int]:
         """Ends of prefixes shared with waiting requests; those that save most tokens first."""
         ends: Counter[int] = Counter()
         for other in self.waiting[:LOOK_AHEAD]:
-            if other is not request:
+            if other is not request and other.salt == request.salt:
                 shared = common_prefix(request.to_prefill, other.to_prefill)
                 ends[min(shared, other.hit_limit, len(request.to_prefill) - 1)] += 1
         saved = {

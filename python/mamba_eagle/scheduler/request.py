@@ -6,10 +6,11 @@ import time
 
 import msgspec
 
-from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.base import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
+from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.estimates import RequestDrafts
 
 
@@ -35,7 +36,9 @@ class Request:
         self.top_logprobs = message.top_logprobs
         self.logprob_start = message.logprob_start
         self.return_spec_trace = message.return_spec_trace
-        self.tokens = list(message.token_ids)  # prompt, then output
+        self.cache_hints = message.cache
+        self.salt = salt_number(message.cache.salt)
+        self.tokens = indices(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         self.drafts = RequestDrafts()
         # reported to the client
@@ -140,7 +143,7 @@ class Request:
     def accept(self, token_ids: list[int]) -> None:
         """New output tokens, which the runner has cut after a stop token and at max_new_tokens:
         the request ends here exactly where it has ended in the runner."""
-        self.tokens += token_ids
+        self.tokens.extend(token_ids)
         if token_ids and token_ids[-1] in self.stop_tokens:
             self.finish = FinishReason(kind="stop", matched=token_ids[-1])
         elif self.num_output >= self.sampling.max_new_tokens:

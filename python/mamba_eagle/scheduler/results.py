@@ -8,15 +8,16 @@ sampled, because the logits are not finite or every token of the vocabulary is b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from mamba_eagle.core import shown
 from mamba_eagle.message import DecodeResult, PrefillItem, PrefillResult
 from mamba_eagle.scheduler.request import Request
 
-NO_TOKEN = (
+NO_TOKEN_PROBLEM = (
     "the model produced no token: its logits are not finite, or every token of the vocabulary is "
     "banned (stop tokens before min_new_tokens, logit_bias)"
 )
-
-MAX_SHOWN = 200  # characters of a value in a message
 
 
 def prefill_problem(
@@ -30,11 +31,13 @@ def prefill_problem(
     if not item.is_last or request.sampling.max_new_tokens == 0:
         return ""
     if result.token < 0:
-        return NO_TOKEN
+        return NO_TOKEN_PROBLEM
     return _token_problem(request, [result.token], vocab_size)
 
 
-def decode_problem(request: Request, result: DecodeResult, tree: list[int], vocab_size: int) -> str:
+def decode_problem(
+    request: Request, result: DecodeResult, tree: Sequence[int], vocab_size: int
+) -> str:
     """What is wrong with a decode step's result for one request; "" if nothing.
 
     tree: the KV slots of the nodes that were verified. Of a request that has ended, only the nodes
@@ -42,12 +45,13 @@ def decode_problem(request: Request, result: DecodeResult, tree: list[int], voca
     """
     tokens, nodes = result.tokens, result.nodes
     if not _is_path(nodes, len(tree)):
-        shown = str(nodes)[:MAX_SHOWN]
-        return f"the runner accepted nodes {shown}, which are no path in a tree of {len(tree)}"
+        return (
+            f"the runner accepted nodes {shown(nodes)}, which are no path in a tree of {len(tree)}"
+        )
     if request.finish is not None:
         return ""
     if not tokens:
-        return NO_TOKEN
+        return NO_TOKEN_PROBLEM
     if len(nodes) != len(tokens):
         return f"the runner accepted {len(nodes)} nodes but returned {len(tokens)} tokens"
     if request.return_logprob and len(result.logprobs) != len(tokens):
@@ -64,8 +68,8 @@ def _is_path(nodes: list[int], num_nodes: int) -> bool:
 
 def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
-        shown = str(tokens)[:MAX_SHOWN]
-        return f"the runner returned tokens {shown}, not all in the vocabulary of {vocab_size}"
+        found = shown(tokens)
+        return f"the runner returned tokens {found}, not all in the vocabulary of {vocab_size}"
     total, sampling = request.num_output + len(tokens), request.sampling
     if total > sampling.max_new_tokens:
         return (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 
 from mamba_eagle.cache.base import as_tokens
-from mamba_eagle.cache.slots import Slots
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import FinishReason, TreeShape
+from mamba_eagle.core import Failure, FinishReason, TreeShape
 from mamba_eagle.message import (
+    CacheUse,
     DecodeResult,
     Generate,
     Plan,
@@ -67,12 +69,17 @@ class Scheduler:
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
     def add(self, message: Generate) -> list[RequestOutput]:
-        """Queues a request; one that can never be served is answered at once."""
+        """Queues it; one that can never be served is answered at once.
+
+        The caller has checked the prompt and the parameters (core.py), and gives no rid that is
+        in use; what only the scheduler knows is how many slots there are.
+        """
+        assert message.rid not in self._live
         self.stats.num_requests += 1
         problem = self._problem(message)
         if problem:
             self.stats.num_aborted += 1
-            reason = FinishReason(kind="abort", message=problem, status_code=400)
+            reason = FinishReason(kind="abort", message=problem, failure=Failure.REFUSED)
             prompt_tokens = len(message.token_ids)
             return [RequestOutput(rid=message.rid, finish=reason, prompt_tokens=prompt_tokens)]
         self._num_added += 1
@@ -103,18 +110,6 @@ class Scheduler:
     def _problem(self, message: Generate) -> str:
         """Why the request can never be served; "" if it can."""
         size, limit = len(message.token_ids), self.runner.context_length
-        if message.rid in self._live:
-            return f"rid = {message.rid!r}: a request of this name is running; give another"
-        if size == 0:
-            return "the prompt has no tokens; give one at least"
-        vocab = self.runner.vocab_size
-        if min(message.token_ids) < 0 or max(message.token_ids) >= vocab:
-            return f"the prompt's token ids must be between 0 and {vocab - 1}"
-        if size >= limit:
-            return (
-                f"the prompt has {size} tokens, but prompt and output together are limited to "
-                f"{limit} (--context-length): shorten the prompt"
-            )
         max_output = max(0, min(message.sampling.max_new_tokens, limit - size))
         needed, slots = size + max_output + 2 * self.shape.nodes, self.runner.max_kv_slots
         if needed > slots:
@@ -143,6 +138,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
+        self.slots.cache.unpin(time.monotonic())
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
         if not self.prompts_first:
@@ -196,19 +192,28 @@ class Scheduler:
         for request, _, _ in plan.decodes:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += 1
-        for request, held, item, spare in plan.chunks:
+        for request, held, item, kinds in plan.chunks:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += item.is_last
             if item.is_first and request.retractions == 0:
                 self.stats.prompt_tokens += request.prompt_len
-                self.stats.cached_tokens += request.cached_tokens
+                self.stats.hit(held.hit_kind, request.cached_tokens)
             end = item.start + len(item.token_ids)
             self.slots.insert(held, request.to_prefill[item.start : end])
             for save in item.saves:
-                is_spare = save.position in spare
-                self.slots.attach_state(held, save.position, save.state_slot, is_spare)
+                kind = kinds[save.position]
+                self.slots.attach_state(held, save.position, save.state_slot, kind)
             if item.is_last:
                 self.prefill.remove(request)
+                self._pin(request, held)
+
+    def _pin(self, request: Request, held: HeldSlots) -> None:
+        """Its prompt is in the cache now; a client may have asked to keep it there."""
+        hints, tail = request.cache_hints, request.prompt_len - 1
+        if hints.pin_seconds > 0 and tail > 0 and self.slots.cache.stores:
+            until = time.monotonic() + hints.pin_seconds
+            if not self.slots.cache.pin(held.node, [*hints.positions, tail], until):
+                log.warning("request %r: half of the cache is pinned already", request.rid)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -285,7 +290,7 @@ class Scheduler:
     def _fail(self, request: Request, problem: str) -> RequestOutput:
         """The runner's result cannot be: this request ends with an error of its own."""
         log.error("request %r failed after %d tokens: %s", request.rid, request.num_output, problem)
-        return self._end(request, FinishReason(kind="abort", message=problem, status_code=500))
+        return self._end(request, FinishReason("abort", message=problem, failure=Failure.INTERNAL))
 
     def _learn(self, choice: Choice, outcomes: list[Outcome], result: StepResult) -> None:
         # If the next plan arrived in time, the runner waited only for messages, which is a cost of
@@ -334,11 +339,25 @@ class Scheduler:
             "num_queue_reqs": len(self.prefill.waiting),
             "num_used_tokens": used,
             "num_cached_tokens": cache.num_kv,
+            "num_locked_tokens": cache.num_kv - cache.evictable_kv,
+            "num_pinned_tokens": cache.pinned_kv,
             "num_free_kv_slots": slots.kv.num_free,
             "max_total_num_tokens": slots.kv.total,
             "token_usage": used / max(slots.kv.total, 1),
             "num_free_checkpoints": slots.states.num_free,
             "num_cached_checkpoints": cache.num_states,
+            "num_pinned_checkpoints": cache.pinned_states,
+            "num_used_checkpoints": slots.states.total - slots.states.num_free - cache.num_states,
             "max_mamba_cache_size": slots.states.total,
             **self.stats.as_dict(),
         }
+
+    def cache_use(self) -> CacheUse:
+        """What the prefix cache has done so far."""
+        cache = self.slots.cache
+        return CacheUse(
+            hits=dict(self.stats.hits),
+            saved_tokens=dict(self.stats.saved_tokens),
+            evicted_states=cache.evicted_states,
+            evicted_tokens=cache.evicted_kv,
+        )

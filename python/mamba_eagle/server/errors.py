@@ -1,4 +1,7 @@
-"""Errors as clients see them, in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
+"""Errors as clients see them, in OpenAI's shape: ``{"error": {message, type, param, code}}``.
+
+HTTP status codes live in this folder only: the engine says what kind of failure it was.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from mamba_eagle.core import Failure, FinishReason
+
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
     503: "service_unavailable_error",
 }
+STATUS = {Failure.REFUSED: 400, Failure.INTERNAL: 500, Failure.UNAVAILABLE: 503}
 
 
 class RequestError(Exception):
@@ -30,11 +34,17 @@ class RequestError(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    @classmethod
+    def of(cls, reason: FinishReason) -> RequestError:
+        """For an ended request whose end its client must see as an error."""
+        return cls(reason.message, failure_status(reason))
+
     def body(self) -> dict[str, Any]:
+        other = "invalid_request_error" if self.status < 500 else "internal_server_error"
         return {
             "error": {
                 "message": self.message,
-                "type": TYPES.get(self.status, "internal_server_error"),
+                "type": TYPES.get(self.status, other),
                 "param": self.param,
                 "code": self.status,
             }
@@ -45,9 +55,14 @@ class RequestError(Exception):
         return json_response(self.body(), self.status, headers)
 
 
+def failure_status(reason: FinishReason) -> int:
+    """The HTTP status of an abort; 0 if somebody asked for it."""
+    return STATUS[reason.failure] if reason.failure is not None else 0
+
+
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    return Response(
-        msgspec.json.encode(content), status, headers=headers, media_type="application/json"
-    )
+    """content: bytes are JSON already."""
+    text = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    return Response(text, status, headers=headers, media_type="application/json")

@@ -5,66 +5,15 @@ null means absent, unknown keys are ignored, and a whole float is an integer: cl
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
-from starlette.requests import ClientDisconnect, Request
-
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_INTEGER
 from mamba_eagle.server.errors import RequestError
 
-MAX_BODY = 64 * 2**20
-# An oversized body is read and thrown away up to this length, since a client that is still
-# sending would not see the answer.
-MAX_DRAINED = 4 * MAX_BODY
 T = TypeVar("T")
-
-
-def shown(value: Any) -> str:
-    """A value for an error message, not longer than a line."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-async def read_body(request: Request) -> bytes:
-    """Raises: RequestError 413 when it is longer than MAX_BODY."""
-    parts: list[bytes] = []
-    length = 0
-    try:
-        async for part in request.stream():
-            length += len(part)
-            if length <= MAX_BODY:
-                parts.append(part)
-            elif length > MAX_DRAINED:
-                break
-    except ClientDisconnect:
-        raise RequestError("the client went away before its request was complete") from None
-    if length > MAX_BODY:
-        raise RequestError(f"the body is longer than {MAX_BODY // 2**20} MiB", 413)
-    return b"".join(parts)
-
-
-async def read_fields(request: Request) -> Fields:
-    """The body as a JSON object; an empty one counts as {}.
-
-    Raises: RequestError
-    """
-    body = await read_body(request)
-    if not body.strip():
-        return Fields({})
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        try:
-            # Takes NaN and Infinity, which the readers below then refuse by field.
-            value = json.loads(body)
-        except (ValueError, RecursionError):
-            raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, not {shown(value)}")
-    return Fields(value)
 
 
 class Fields:
@@ -81,6 +30,13 @@ class Fields:
         path = self.where + name
         return RequestError(f"{path} = {shown(self.values.get(name))}: {remedy}", param=path)
 
+    def too_many(self, name: str, what: str, count: int, most: int) -> RequestError:
+        """what: the items, as in "stop strings"."""
+        path = self.where + name
+        return RequestError(
+            f"{path}: {count} {what} are more than the limit of {most}: send fewer", param=path
+        )
+
     def _read(self, name: str, default: T, convert: Callable[[Any], T | None], kind: str) -> T:
         value = self.values.get(name)
         if value is None:
@@ -91,7 +47,11 @@ class Fields:
         return result
 
     def integer(self, name: str, default: int) -> int:
-        return self._read(name, default, as_integer, "an integer")
+        value = self.values.get(name)
+        kind = "an integer"
+        if isinstance(value, (int, float)) and not _fits(value):
+            kind = "an integer between -2**63 and 2**63 - 1"
+        return self._read(name, default, as_integer, kind)
 
     def number(self, name: str, default: float) -> float:
         return self._read(name, default, as_number, "a finite number")
@@ -105,15 +65,29 @@ class Fields:
     def text(self, name: str, default: str = "") -> str:
         return self._read(name, default, as_text, "a string of valid Unicode")
 
-    def texts(self, name: str) -> list[str]:
-        """A string or a list of strings."""
+    def short_text(self, name: str, most: int, default: str = "") -> str:
+        """A string that replies repeat, of at most so many characters."""
+        value = self.text(name, default)
+        if len(value) > most:
+            remedy = f"has {len(value)} characters but may have at most {most}: shorten it"
+            raise self.wrong(name, remedy)
+        return value
+
+    def texts(self, name: str, what: str, most: int) -> list[str]:
+        """A string or a list of at most so many strings; what: "stop strings"."""
+        value = self.values.get(name)
+        if isinstance(value, list) and len(value) > most:
+            raise self.too_many(name, what, len(value), most)
 
         def convert(value: Any) -> list[str] | None:
             return all_of([value] if isinstance(value, str) else value, as_text)
 
         return self._read(name, [], convert, "a string or a list of strings")
 
-    def integers(self, name: str) -> list[int]:
+    def integers(self, name: str, what: str, most: int) -> list[int]:
+        value = self.values.get(name)
+        if isinstance(value, list) and len(value) > most:
+            raise self.too_many(name, what, len(value), most)
         return self._read(name, [], lambda value: all_of(value, as_integer), "a list of integers")
 
     def object(self, name: str) -> Fields:
@@ -126,8 +100,12 @@ class Fields:
 def as_integer(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    # Messages carry 64-bit integers.
-    return value if type(value) is int and -(2**63) <= value < 2**63 else None
+    return value if type(value) is int and _fits(value) else None
+
+
+def _fits(value: float) -> bool:
+    """Messages carry 64-bit integers."""
+    return -MAX_INTEGER - 1 <= value <= MAX_INTEGER
 
 
 def as_number(value: Any) -> float | None:

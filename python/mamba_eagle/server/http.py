@@ -1,75 +1,70 @@
-"""The FastAPI application: every route but /generate and /v1/completions, which have own files."""
+"""The FastAPI application: every route but those that take prompts, which have own files."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle import __version__
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.message import StateReply
-from mamba_eagle.server import generate, openai
+from mamba_eagle.server import cache_route, generate, openai, tokens
+from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.fields import Fields, read_fields, shown
-from mamba_eagle.server.sse import sample_error, wait_until_done
+from mamba_eagle.server.lifetime import RETRY_AFTER
+from mamba_eagle.server.origins import guard_origins
+from mamba_eagle.server.sse import sample_error, unless_gone, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.manager import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
+OPEN_PATHS = ("/", "/health", "/ready")  # without a key: the page asks for it
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
 
 
-class BearerAuth:
-    """Lets through what carries the key, /health and the page, which asks for the key. Plain
-    ASGI: streams pass untouched."""
+def get(path: str) -> Callable[[Handler], Handler]:
+    """A route that answers HEAD as well; the HTTP server leaves the body out."""
+    return router.api_route(path, methods=["GET", "HEAD"])
 
-    open_paths = ("/", "/health")
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+class PlainPaths:
+    """A trailing slash makes no difference. Plain ASGI: streams pass untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.open_paths:
-            await self.app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self.expected):
-            await self.app(scope, receive, send)
-            return
-        message = "the server was started with --api-key: send 'Authorization: Bearer KEY'"
-        await RequestError(message, 401).response()(scope, receive, send)
+        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self.app(scope, receive, send)
 
 
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
-    for part in (router, generate.router, openai.router):
+    for part in (router, generate.router, openai.router, tokens.router, cache_route.router):
         app.include_router(part)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(Exception, _internal_error)
-    if state.config.api_key:
-        app.add_middleware(BearerAuth, api_key=state.config.api_key)
-    # Pages of any origin may ask, as with SGLang: browsers hide the answers from them otherwise.
-    # Added last, so that it comes first: a preflight request carries no key.
-    app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
-    )
+    if state.api_keys:
+        app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
+    guard_origins(app, state.config)
+    app.add_middleware(PlainPaths)
     return app
 
 
@@ -80,31 +75,43 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{shown(request.method)[1:-1]} {shown(request.url.path)[1:-1]}: {error.detail}"
     return RequestError(message, error.status_code).response()
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return RequestError("the server failed; its log says more", 500).response()
+    return RequestError("internal server error; see the server log", 500).response()
 
 
 # ── health and facts ─────────────────────────────────────────────────────────────────────────
 
 
-@router.get("/", include_in_schema=False)
+@get("/")
 async def playground() -> Response:
     return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])  # monitors ask for the head alone
+@get("/health")
 async def health(request: Request) -> Response:
-    dead = server_state(request).manager.dead
-    if dead is not None:
-        raise RequestError(dead, 503)
+    """Liveness: 503 once the engine is dead or has stopped working, so that a restart is due."""
+    state = server_state(request)
+    problem = state.lifetime.failure or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503)
     return Response()
 
 
-@router.get("/health_generate")
+@router.api_route("/ready", methods=["GET", "HEAD"])
+async def ready(request: Request) -> Response:
+    """Readiness: 503 whenever a request would be refused, as while the server shuts down."""
+    state = server_state(request)
+    problem = state.lifetime.refusal or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503, retry_after=RETRY_AFTER)
+    return Response()
+
+
+@get("/health_generate")
 async def health_generate(request: Request) -> Response:
     """One token through the whole engine."""
     state = server_state(request)
@@ -127,8 +134,8 @@ async def health_generate(request: Request) -> Response:
     return Response()
 
 
-@router.get("/get_model_info")
-@router.get("/model_info")
+@get("/get_model_info")
+@get("/model_info")
 async def model_info(request: Request) -> Response:
     state = server_state(request)
     model = state.model_config()
@@ -147,13 +154,13 @@ async def model_info(request: Request) -> Response:
     )
 
 
-@router.get("/get_server_info")
-@router.get("/server_info")
+@get("/get_server_info")
+@get("/server_info")
 async def server_info(request: Request) -> Response:
     state = server_state(request)
     engine = state.manager.engine
     arguments = dataclasses.asdict(state.config)
-    arguments["api_key"] = "***" if state.config.api_key else ""
+    arguments["api_key"] = "***" if state.api_keys else ""
     scheduler = await _scheduler_state(state)
     averages = {
         "avg_spec_accept_length": state.recorder.accept_length,
@@ -173,7 +180,7 @@ async def server_info(request: Request) -> Response:
             "max_running_requests": engine.max_running_requests,
             "context_length": state.context_length,
             "vocab_size": engine.vocab_size,
-            "max_req_input_len": state.max_prompt,
+            "max_req_input_len": state.prompts.max_prompt,
             "tp_size": 1,
             "dp_size": 1,
         }
@@ -198,12 +205,12 @@ def _model_card(state: ServerState) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/models")
+@get("/v1/models")
 async def models(request: Request) -> Response:
     return json_response({"object": "list", "data": [_model_card(server_state(request))]})
 
 
-@router.get("/v1/models/{name:path}")
+@get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     state = server_state(request)
     if name != state.model_name:
@@ -228,18 +235,18 @@ async def _load(state: ServerState) -> dict[str, Any]:
     }
 
 
-@router.get("/get_load")
+@get("/get_load")
 async def get_load(request: Request) -> Response:
     return json_response([await _load(server_state(request))])
 
 
-@router.get("/v1/loads")
+@get("/v1/loads")
 async def loads(request: Request) -> Response:
     load = await _load(server_state(request))
     return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]})
 
 
-@router.get("/metrics")
+@get("/metrics")
 async def metrics(request: Request) -> Response:
     state = server_state(request)
     try:
@@ -263,10 +270,13 @@ async def flush_cache(request: Request) -> Response:
             raise ValueError
     except ValueError:
         raise RequestError(f"timeout = {shown(given)}: must be 0 to 3600 seconds") from None
+    manager = server_state(request).manager
     try:
-        reply = await server_state(request).manager.flush_cache(timeout)
+        reply = await unless_gone(request, manager.flush_cache(timeout))
     except (EngineDead, asyncio.TimeoutError) as error:
         raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    if reply is None:
+        return Response(status_code=499)  # nobody reads it
     if not reply.ok:
         raise RequestError(f"the cache was not flushed: {reply.message or 'requests are running'}")
     return PlainTextResponse("Cache flushed.\n")
@@ -275,56 +285,13 @@ async def flush_cache(request: Request) -> Response:
 @router.post("/abort_request")
 async def abort_request(request: Request) -> Response:
     """Ends the request of exactly this ``rid`` with all its samples, or all requests."""
-    fields = await read_fields(request)
+    fields = await server_state(request).read_control(request)
     manager = server_state(request).manager
     if fields.flag("abort_all"):
-        count = manager.abort(None)
+        count = await manager.abort(None)
     else:
         rid = fields.text("rid")
         if not rid:
             raise fields.wrong("rid", 'must be a request\'s name; or send {"abort_all": true}')
-        count = manager.abort(rid)
+        count = await manager.abort(rid)
     return json_response({"aborted": count})
-
-
-# ── the tokenizer alone ──────────────────────────────────────────────────────────────────────
-
-
-@router.post("/tokenize")
-async def tokenize(request: Request) -> Response:
-    """``prompt`` (or ``text``), a string or a list of strings, to token ids."""
-    state = server_state(request)
-    fields = await read_fields(request)
-    name = "prompt" if fields.raw("prompt") is not None else "text"
-    texts = fields.texts(name)
-    value = fields.raw(name)
-    if value is None:
-        raise RequestError("prompt is needed: a string or a list of strings", param="prompt")
-    special = fields.flag("add_special_tokens", True)
-    ids = [await state.encode(text, name, special) for text in texts]
-    single = isinstance(value, str)
-    return json_response(
-        {
-            "tokens": ids[0] if single else ids,
-            "count": len(ids[0]) if single else [len(one) for one in ids],
-            "max_model_len": state.context_length,
-        }
-    )
-
-
-@router.post("/detokenize")
-async def detokenize(request: Request) -> Response:
-    """``tokens``, a list of ids or a list of such lists, to text."""
-    state = server_state(request)
-    fields = await read_fields(request)
-    tokenizer = state.need_tokenizer("/detokenize")
-    skip = fields.flag("skip_special_tokens", True)
-    value = fields.raw("tokens")
-    lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
-    texts = []
-    for one in lists:
-        ids = Fields({"tokens": one}).integers("tokens")
-        if one is None or not all(0 <= token < state.vocab_size for token in ids):
-            raise fields.wrong("tokens", f"must be token ids between 0 and {state.vocab_size - 1}")
-        texts.append(tokenizer.decode(ids, skip))
-    return json_response({"text": texts if lists is value else texts[0]})

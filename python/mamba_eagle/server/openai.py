@@ -8,20 +8,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from mamba_eagle.server.errors import json_response
-from mamba_eagle.server.fields import read_fields
+from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.openai_body import OpenAIJob, parse_chat, parse_completion
 from mamba_eagle.server.openai_choice import ChatChoice, Choice, CompletionChoice
 from mamba_eagle.server.sse import (
     DONE,
     EventStream,
     event,
+    json_parts,
     sample_error,
     updates,
     wait_until_done,
 )
 from mamba_eagle.server.state import ServerState, server_state
-from mamba_eagle.tokenizer.sample import LiveRequest
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 router = APIRouter()
 
@@ -29,14 +29,14 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     state = server_state(request)
-    job = await parse_completion(await read_fields(request), state)
+    job = await state.read(request, parse_completion)
     return await _serve(request, state, job, CompletionChoice)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     state = server_state(request)
-    job = await parse_chat(await read_fields(request), state)
+    job = await state.read(request, parse_chat)
     return await _serve(request, state, job, ChatChoice)
 
 
@@ -44,22 +44,27 @@ async def _serve(
     request: Request, state: ServerState, job: OpenAIJob, kind: type[Choice]
 ) -> Response:
     live = state.submit(job.rid, job.prompts)
-    tokenizer = state.need_tokenizer(request.url.path)
+    tokenizer = state.prompts.need_tokenizer(request.url.path)
     choices = [kind(sample, tokenizer, job) for sample in live.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
     if job.stream:
         events = _stream(state, job, live, choices, head)
         return EventStream(events, lambda: state.manager.release(live))
-    if not await wait_until_done(request, state.manager, live):
+
+    def take(sample: Sample) -> None:
+        choices[sample.index].take_logprobs()
+
+    wants_logprobs = job.logprobs is not None
+    if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
         return Response(status_code=499)  # nobody reads it
     for sample in live.samples:
-        if (error := sample_error(sample)) is not None:
+        if (error := choice_error(sample)) is not None:
             raise error
     return json_response(
         {
             **head,
             "object": kind.object_name,
-            "choices": [choice.whole() for choice in choices],
+            "choices": await json_parts([choice.whole for choice in choices]),
             "usage": usage(live),
         }
     )
@@ -74,8 +79,9 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     head = {**head, "object": choices[0].chunk_name}
     begun = False
-    async for sample in updates(live, state.config.stream_interval):
-        error = sample_error(sample)
+    interval = state.config.stream_interval
+    async for sample in updates(live, lambda sample: interval):
+        error = choice_error(sample)
         if error is not None:
             if not begun:
                 raise error
@@ -91,6 +97,15 @@ async def _stream(
     if job.include_usage:
         yield event({**head, "choices": [], "usage": usage(live)})
     yield DONE
+
+
+def choice_error(sample: Sample) -> RequestError | None:
+    """A sample that was aborted is an error, too: OpenAI's finish reasons have none for it, and
+    strict clients refuse others. To say "stop" would pass a cut text off as a whole one."""
+    error = sample_error(sample)
+    if error is None and sample.finish is not None and sample.finish.kind == "abort":
+        error = RequestError(f"the request was ended: {sample.finish.message}")
+    return error
 
 
 def usage(live: LiveRequest) -> dict[str, Any]:

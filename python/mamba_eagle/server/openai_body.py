@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from mamba_eagle.core import MAX_TOP_LOGPROBS, SamplingParams
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.limits import (
+    MAX_MESSAGES,
+    MAX_MODEL_LENGTH,
+    MAX_RID_LENGTH,
+    MAX_TOP_LOGPROBS,
+)
+from mamba_eagle.server.cache_fields import read_cache_hints
+from mamba_eagle.server.demand import check_demand, fitting_output
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.fields import Fields, all_of, as_text, shown
+from mamba_eagle.server.fields import Fields, all_of, as_text
+from mamba_eagle.server.prompts import limit_prompts
 from mamba_eagle.server.sampling import (
+    Vocabulary,
     check,
     read_params,
     read_samples,
     read_seed,
+    read_stop,
     refuse_constraints,
 )
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
+from mamba_eagle.tokenizer.stop import StopStrings
 from mamba_eagle.tokenizer.text import TemplateError
+
+LENGTHS = ("max_completion_tokens", "max_tokens")  # the first that is given counts
 
 
 class OpenAIJob(msgspec.Struct, kw_only=True):
@@ -33,16 +48,16 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
     echoes: list[str] = []  # completions with echo: the prompts' text, which comes first
 
 
-async def parse_completion(fields: Fields, state: ServerState) -> OpenAIJob:
+def parse_completion(fields: Fields, state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     _refuse(fields, ("suffix",))
-    best_of = fields.integer("best_of", read_samples(fields))
-    if best_of != read_samples(fields):
+    n = read_samples(fields)
+    if fields.integer("best_of", n) != n:
         raise fields.wrong("best_of", "choosing among samples is not available; leave it out")
-    prompts = await _prompts(fields, state)
     echo = fields.flag("echo")
     wanted = None if fields.raw("logprobs") is None else _top(fields, "logprobs")
-    tokenizer = state.need_tokenizer("/v1/completions")
+    tokenizer = state.prompts.need_tokenizer("/v1/completions")
+    prompts = _prompts(fields, state, n)
     return _job(
         fields,
         state,
@@ -50,29 +65,33 @@ async def parse_completion(fields: Fields, state: ServerState) -> OpenAIJob:
         prompts,
         lambda length: fields.integer("max_tokens", 16),
         wanted,
-        [tokenizer.decode(prompt) for prompt in prompts] if echo else [],
+        tokenizer.decode_all(prompts) if echo else [],
     )
 
 
-async def parse_chat(fields: Fields, state: ServerState) -> OpenAIJob:
+def parse_chat(fields: Fields, state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
     _refuse(fields, ("tools", "functions"))
-    tokenizer = state.need_tokenizer("/v1/chat/completions")
+    tokenizer = state.prompts.need_tokenizer("/v1/chat/completions")
+    n = read_samples(fields)
+    state.limit_samples(1, n)
+    wanted = _top(fields, "top_logprobs") if fields.flag("logprobs") else None
     messages = _messages(fields)
     try:
         text = tokenizer.render_chat(messages)
     except TemplateError as error:
         raise RequestError(str(error), param="messages") from None
     # The template writes the special tokens itself.
-    ids = state.check_prompt(await state.encode(text, "messages", False), "messages")
-    wanted = _top(fields, "top_logprobs") if fields.flag("logprobs") else None
+    (ids,) = state.prompts.encode([text], ["messages"], False)
 
     def max_tokens(length: int) -> int:
         # As with OpenAI, a chat without a limit goes on until the model stops.
-        default = fields.integer("max_tokens", state.context_length - length)
-        return fields.integer("max_completion_tokens", default)
+        default = fitting_output(n, wanted, state.context_length - length)
+        return fields.integer(LENGTHS[0], fields.integer(LENGTHS[1], default))
 
-    return _job(fields, state, "chatcmpl", [ids], max_tokens, wanted, [])
+    return _job(
+        fields, state, "chatcmpl", [state.prompts.check(ids, "messages")], max_tokens, wanted, []
+    )
 
 
 def _job(
@@ -80,33 +99,42 @@ def _job(
     state: ServerState,
     kind: str,
     prompts: list[list[int]],
-    max_tokens: Any,
+    max_tokens: Callable[[int], int],
     logprobs: int | None,
     echoes: list[str],
 ) -> OpenAIJob:
-    rid = fields.text("rid") or f"{kind}-{uuid.uuid4().hex}"
+    rid = fields.short_text("rid", MAX_RID_LENGTH) or f"{kind}-{uuid.uuid4().hex}"
     n = read_samples(fields)
     seed = read_seed(fields)
+    samplings: dict[int, SamplingParams] = {}  # by length: prompts share them
+    stops = StopStrings(read_stop(fields))
     requests = []
     for i, ids in enumerate(prompts):
         own = rid if len(prompts) == 1 else f"{rid}_{i}"
+        length = max_tokens(len(ids))
+        if length not in samplings:
+            samplings[length] = _sampling(fields, state, length)
         requests.append(
             PromptRequest(
                 rid=own,
                 token_ids=ids,
-                sampling=_sampling(fields, state, max_tokens(len(ids))),
+                sampling=samplings[length],
                 seed=seed,
                 n=n,
                 sample_rids=[own] if n == 1 else [f"{own}_{k}" for k in range(n)],
+                stops=stops,
                 return_logprob=logprobs is not None,
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
+                cache=read_cache_hints(fields, len(ids)),
             )
         )
+    top = "logprobs" if kind == "cmpl" else "top_logprobs"
+    check_demand(requests, state.context_length, {"top": top, "output": _length_name(fields)})
     options = fields.object("stream_options")
     return OpenAIJob(
         rid=rid,
-        model=fields.text("model") or state.model_name,
+        model=fields.short_text("model", MAX_MODEL_LENGTH) or state.model_name,
         prompts=requests,
         stream=fields.flag("stream"),
         include_usage=options.flag("include_usage"),
@@ -119,11 +147,15 @@ def _job(
 def _sampling(fields: Fields, state: ServerState, max_tokens: int) -> SamplingParams:
     """OpenAI's fields, and those beyond them under the names that other servers take."""
     params = read_params(fields, max_tokens, fields.integer("min_tokens", 0))
-    if max_tokens < 0:
-        names = [k for k in ("max_completion_tokens", "max_tokens") if fields.raw(k) is not None]
-        raise fields.wrong(names[0], "must be 0 or more")
-    check(params, state.vocab_size, "")
+    names = {"max_new_tokens": _length_name(fields), "min_new_tokens": "min_tokens"}
+    vocabulary = Vocabulary(state.vocab_size, state.manager.engine.eos_token_ids)
+    check(params, vocabulary, names=names)
     return params
+
+
+def _length_name(fields: Fields) -> str:
+    """The field that limits the output, as this client calls it."""
+    return next((name for name in LENGTHS if fields.raw(name) is not None), LENGTHS[1])
 
 
 def _refuse(fields: Fields, names: tuple[str, ...]) -> None:
@@ -148,29 +180,23 @@ def _top(fields: Fields, name: str) -> int:
     return number
 
 
-async def _prompts(fields: Fields, state: ServerState) -> list[list[int]]:
+def _prompts(fields: Fields, state: ServerState, n: int) -> list[list[int]]:
     """A string, token ids, or a list of either."""
     value = fields.raw("prompt")
     if isinstance(value, str):
-        return [await _encode(fields.text("prompt"), "prompt", state)]
+        state.limit_samples(1, n)
+        return state.prompts.prompts([fields.text("prompt")], ["prompt"])
     if not isinstance(value, list) or not value:
         raise fields.wrong("prompt", "must be a string, a list of token ids, or a list of either")
+    batch = isinstance(value[0], (str, list))
+    if batch:
+        limit_prompts(fields, "prompt", value)
+    state.limit_samples(len(value) if batch else 1, n * len(value) if batch else n)
     if isinstance(value[0], str):
-        texts = all_of(value, as_text)
-        if texts is None:
-            raise fields.wrong("prompt", "must be a list of strings, as its first entry is one")
-        return [await _encode(text, f"prompt[{i}]", state) for i, text in enumerate(texts)]
+        return state.prompts.text_list(fields, "prompt")
     if isinstance(value[0], list):
-        if not all(isinstance(one, list) for one in value):
-            raise fields.wrong("prompt", "must be a list of lists, as its first entry is one")
-        return [state.check_prompt(one, f"prompt[{i}]") for i, one in enumerate(value)]
-    return [state.check_prompt(value, "prompt")]
-
-
-async def _encode(text: str, name: str, state: ServerState) -> list[int]:
-    if not text:
-        raise RequestError(f'{name} = "": the prompt is empty', param=name)
-    return state.check_prompt(await state.encode(text, name), name)
+        return state.prompts.id_lists(fields, "prompt")
+    return [state.prompts.check(value, "prompt")]
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
@@ -178,11 +204,13 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     value = fields.raw("messages")
     if not isinstance(value, list) or not value:
         raise fields.wrong("messages", "must be a list of messages, at least one")
+    if len(value) > MAX_MESSAGES:
+        raise fields.too_many("messages", "messages", len(value), MAX_MESSAGES)
     messages = []
     for i, entry in enumerate(value):
         name = f"messages[{i}]"
         if not isinstance(entry, dict):
-            raise RequestError(f"{name} = {shown(entry)}: must be an object", param="messages")
+            raise Fields({name: entry}).wrong(name, "must be an object")
         message = Fields(entry, name + ".")
         if not message.text("role"):
             raise message.wrong("role", "must be a string such as user")
@@ -194,10 +222,12 @@ def _content(message: Fields) -> str:
     value = message.raw("content")
     if not isinstance(value, list):
         return message.text("content")
-    parts = []
-    for part in value:
-        text = as_text(part.get("text")) if isinstance(part, dict) else None
-        if text is None or part.get("type") != "text":
-            raise message.wrong("content", "must be a string or parts of type text")
-        parts.append(text)
+    parts = all_of(value, _text_part)
+    if parts is None:
+        raise message.wrong("content", "must be a string or parts of type text")
     return "".join(parts)
+
+
+def _text_part(part: Any) -> str | None:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return as_text(part.get("text")) if is_text else None

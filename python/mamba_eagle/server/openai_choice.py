@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from mamba_eagle.message import TokenLogprob
+from mamba_eagle.server.json_list import JsonList
 from mamba_eagle.server.openai_body import OpenAIJob
 from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import Sample
@@ -18,13 +19,15 @@ class Choice(ABC):
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
+    lists: ClassVar[tuple[str, ...]]  # of the logprobs
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
         self.sample = sample
         self.tokenizer = tokenizer
         self.job = job
         self._sent = 0  # characters
-        self._sent_logprobs = 0
+        self._meta = Reply(sample, tokenizer, False) if job.meta_info else None
+        self._logprobs = {name: JsonList() for name in self.lists}
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -34,15 +37,34 @@ class Choice(ABC):
     def pieces(self) -> Iterator[dict[str, Any]]:
         """The choices of the chunks that say what is new; the last one has the finish reason."""
 
+    @abstractmethod
+    def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
+        """What ``items`` add to each of ``lists``."""
+
+    def take_logprobs(self) -> None:
+        """Takes the sample's new ones over, in their final form."""
+        sample = self.sample
+        if self._meta is not None:
+            self._meta.add_logprobs("input", sample.input_logprobs)
+            self._meta.add_logprobs("output", sample.logprobs)
+        items = sample.input_logprobs + sample.logprobs
+        sample.input_logprobs, sample.logprobs = [], []
+        if self.job.logprobs is not None and items:
+            for column, more in zip(self._logprobs.values(), self._columns(items)):
+                column.extend(more)
+
     def _new_text(self) -> str:
         text = self.sample.visible_text()[self._sent :]
         self._sent += len(text)
         return text
 
-    def _new_logprobs(self) -> list[TokenLogprob]:
-        new = self.sample.logprobs[self._sent_logprobs :]
-        self._sent_logprobs += len(new)
-        return new
+    def _new_logprobs(self) -> dict[str, Any] | None:
+        self.take_logprobs()
+        lists = self._logprobs
+        if not lists[self.lists[0]].num_items:
+            return None
+        self._logprobs = {name: JsonList() for name in self.lists}
+        return {name: items.raw() for name, items in lists.items()}
 
     def _choice(self, **content: Any) -> dict[str, Any]:
         finish = self.sample.finish
@@ -53,13 +75,14 @@ class Choice(ABC):
         }
         if finish is not None and finish.kind == "stop":
             choice["matched_stop"] = finish.matched
-        if finish is not None and self.job.meta_info:
-            choice["meta_info"] = Reply(self.sample, self.tokenizer, False).meta_info()
+        if finish is not None and self._meta is not None:
+            choice["meta_info"] = self._meta.meta_info()
         return choice
 
 
 class CompletionChoice(Choice):
     object_name = chunk_name = "text_completion"
+    lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
         super().__init__(sample, tokenizer, job)
@@ -76,61 +99,50 @@ class CompletionChoice(Choice):
             yield piece
 
     def _piece(self) -> dict[str, Any]:
-        items = self._new_logprobs()
-        if self._echo and self.sample.input_logprobs:
-            items = self.sample.input_logprobs + items
         echo, self._echo = self._echo, ""
-        text = echo + self._new_text()
-        wanted = self.job.logprobs is not None and bool(items)
-        return self._choice(text=text, logprobs=self._logprobs(items) if wanted else None)
+        return self._choice(text=echo + self._new_text(), logprobs=self._new_logprobs())
 
-    def _logprobs(self, items: list[TokenLogprob]) -> dict[str, Any]:
+    def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
         name = self.tokenizer.token_text
         tokens = [name(item.token_id) for item in items]
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [item.logprob for item in items],
-            "top_logprobs": [
-                {name(token_id): logprob for logprob, token_id in item.top}
-                if self.job.logprobs and item.logprob is not None
-                else None
-                for item in items
-            ],
-            "text_offset": offsets,
-        }
+        best = [
+            {name(token_id): logprob for logprob, token_id in item.top}
+            if self.job.logprobs and item.logprob is not None
+            else None
+            for item in items
+        ]
+        return tokens, [item.logprob for item in items], best, offsets
 
 
 class ChatChoice(Choice):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    lists = ("content",)
     _begun = False
 
     def whole(self) -> dict[str, Any]:
         message = {"role": "assistant", "content": self._new_text()}
-        return self._choice(message=message, logprobs=self._logprobs())
+        return self._choice(message=message, logprobs=self._new_logprobs())
 
     def pieces(self) -> Iterator[dict[str, Any]]:
+        # taken first: the meta_info of a sample that has ended takes what is left of it
+        text, logprobs = self._new_text(), self._new_logprobs()
         if not self._begun:
             self._begun = True
             first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
             yield {**first, "finish_reason": None}
-        text = self._new_text()
-        logprobs = self._logprobs()
         if text or logprobs:
             piece = self._choice(delta={"content": text}, logprobs=logprobs)
             yield {**piece, "finish_reason": None}
         if self.sample.finish is not None:
             yield self._choice(delta={}, logprobs=None)
 
-    def _logprobs(self) -> dict[str, Any] | None:
-        items = self._new_logprobs()
-        if self.job.logprobs is None or not items:
-            return None
-        return {"content": [self._entry(item) for item in items]}
+    def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
+        return ([self._entry(item) for item in items],)
 
     def _entry(self, item: TokenLogprob) -> dict[str, Any]:
         entry = self._token(item.token_id, item.logprob)

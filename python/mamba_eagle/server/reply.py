@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from mamba_eagle.core import FinishReason
 from mamba_eagle.message import StepTrace, TokenLogprob
+from mamba_eagle.server.errors import failure_status
+from mamba_eagle.server.json_list import JsonList
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 Entry = tuple[float | None, int, str | None]  # logprob, token id, text if asked for
+# A stream's events are cumulative. Once one has more logprobs than this, the next waits until the
+# output has grown by the share, so that all of them together stay a few times as long as the last.
+MANY_LOGPROBS = 2048
+GROWTH = 1 / 8
+
+
+def finish_dict(reason: FinishReason) -> dict[str, Any]:
+    """The form clients read in meta_info.finish_reason."""
+    known = reason.as_dict()
+    return {**known, "status_code": failure_status(reason)} if reason.kind == "abort" else known
 
 
 class Reply:
-    """Builds the reply of one sample; for a stream again and again, converting logprobs once."""
+    """Builds the reply of one sample; for a stream again and again. What was made once is kept
+    as JSON: a sample's logprobs may be a million."""
 
     def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
         self.sample = sample
         self._name = tokenizer.token_text if tokenizer is not None else None
         self._text = self._name if with_text else None
         self._told_traces = 0
-        self._input: tuple[list[Entry], list[list[Entry] | None]] = ([], [])
-        self._output: tuple[list[Entry], list[list[Entry] | None]] = ([], [])
+        self._ids = JsonList()
+        self._own = {"input": JsonList(), "output": JsonList()}
+        self._top = {"input": JsonList(), "output": JsonList()}
 
     def as_dict(self) -> dict[str, Any]:
+        """The reply as it stands, with parts in JSON already."""
+        self._ids.extend(self.sample.output_ids[self._ids.num_items :])
         return {
             "text": self.sample.visible_text(),
-            "output_ids": self.sample.output_ids,
+            "output_ids": self._ids.raw(),
             "meta_info": self.meta_info(),
         }
 
@@ -38,7 +56,7 @@ class Reply:
         count = len(sample.output_ids)
         meta: dict[str, Any] = {
             "id": sample.rid,
-            "finish_reason": sample.finish.as_dict() if sample.finish is not None else None,
+            "finish_reason": finish_dict(sample.finish) if sample.finish is not None else None,
             "prompt_tokens": len(sample.prompt.token_ids),
             "completion_tokens": count,
             "cached_tokens": counters.cached_tokens,
@@ -56,7 +74,11 @@ class Reply:
             meta["spec_trace"] = [self._step(each) for each in sample.traces[self._told_traces :]]
             self._told_traces = len(sample.traces)
         if sample.prompt.return_logprob:
-            self._add_logprobs(meta)
+            self.take_logprobs()
+            for side in ("input", "output"):
+                meta[f"{side}_token_logprobs"] = self._own[side].raw()
+                if sample.prompt.top_logprobs:
+                    meta[f"{side}_top_logprobs"] = self._top[side].raw()
         return meta
 
     def _step(self, trace: StepTrace) -> dict[str, Any]:
@@ -66,23 +88,31 @@ class Reply:
             step["bonus_text"] = self._name(trace.bonus)
         return step
 
-    def _add_logprobs(self, meta: dict[str, Any]) -> None:
-        best = self.sample.prompt.top_logprobs
-        for side, found, (own, top) in (
-            ("input", self.sample.input_logprobs, self._input),
-            ("output", self.sample.logprobs, self._output),
-        ):
-            for item in found[len(own) :]:
-                own.append(self._entry(item.logprob, item.token_id))
-                top.append(self._top(item) if best else None)
-            meta[f"{side}_token_logprobs"] = own
-            if best:
-                meta[f"{side}_top_logprobs"] = top
+    # ── logprobs ─────────────────────────────────────────────────────────────────────────────
+
+    def take_logprobs(self) -> None:
+        """Takes the sample's new ones over."""
+        sample = self.sample
+        self.add_logprobs("input", sample.input_logprobs)
+        self.add_logprobs("output", sample.logprobs)
+        sample.input_logprobs, sample.logprobs = [], []
+
+    def add_logprobs(self, side: str, items: Sequence[TokenLogprob]) -> None:
+        self._own[side].extend([self._entry(item.logprob, item.token_id) for item in items])
+        if self.sample.prompt.top_logprobs:
+            self._top[side].extend([self._best(item) for item in items])
+
+    def spacing(self, interval: int) -> int:
+        """How many new tokens the next event of a stream waits for, at least ``interval``."""
+        tokens = self._own["input"].num_items + self._own["output"].num_items
+        if tokens * (1 + self.sample.prompt.top_logprobs) <= MANY_LOGPROBS:
+            return interval
+        return max(interval, int(tokens * GROWTH))
 
     def _entry(self, logprob: float | None, token_id: int) -> Entry:
         return (logprob, token_id, self._text(token_id) if self._text is not None else None)
 
-    def _top(self, item: TokenLogprob) -> list[Entry] | None:
+    def _best(self, item: TokenLogprob) -> list[Entry] | None:
         if item.logprob is None:  # the first token of a prompt follows nothing
             return None
         return [self._entry(logprob, token_id) for logprob, token_id in item.top]

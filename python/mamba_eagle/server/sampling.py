@@ -1,15 +1,25 @@
-"""sampling_params of a body, under SGLang's names."""
+"""Sampling parameters of a body, under SGLang's names and OpenAI's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import SamplingParams, shown
+from mamba_eagle.limits import (
+    GREEDY_BELOW,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_SAMPLES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, as_number
+from mamba_eagle.tokenizer.stop import StopStrings
 
 CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex")
-MAX_SAMPLES = 1024
 
 
 class Sampling(NamedTuple):
@@ -18,6 +28,14 @@ class Sampling(NamedTuple):
     params: SamplingParams
     n: int
     seed: int | None
+    stops: StopStrings
+
+
+class Vocabulary(NamedTuple):
+    """What token ids of a request are checked against."""
+
+    size: int
+    eos_token_ids: Sequence[int]
 
 
 def refuse_constraints(fields: Fields) -> None:
@@ -46,6 +64,23 @@ def read_samples(fields: Fields) -> int:
     return n
 
 
+def read_stop(fields: Fields) -> list[str]:
+    """Stop strings: not too many, and not too long."""
+    strings = fields.texts("stop", "stop strings", MAX_STOP_STRINGS)
+    longest = max(strings, key=len, default="")
+    if len(longest) > MAX_STOP_LENGTH:
+        own = Fields({"stop": longest}, fields.where)
+        raise own.wrong(
+            "stop",
+            f"the string has {len(longest)} characters but may have at most {MAX_STOP_LENGTH}: "
+            "shorten it",
+        )
+    total = sum(map(len, strings))
+    if total > MAX_STOP_CHARACTERS:
+        raise fields.too_many("stop", "characters of stop strings", total, MAX_STOP_CHARACTERS)
+    return strings
+
+
 def read_logit_bias(fields: Fields) -> dict[int, float]:
     value = fields.raw("logit_bias")
     if value is None:
@@ -53,6 +88,8 @@ def read_logit_bias(fields: Fields) -> dict[int, float]:
     remedy = "must be an object from token ids to finite numbers"
     if not isinstance(value, dict):
         raise fields.wrong("logit_bias", remedy)
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise fields.too_many("logit_bias", "entries", len(value), MAX_LOGIT_BIAS_ENTRIES)
     bias: dict[int, float] = {}
     for key, number in value.items():
         converted = as_number(number)
@@ -63,32 +100,50 @@ def read_logit_bias(fields: Fields) -> dict[int, float]:
     return bias
 
 
-def check(params: SamplingParams, vocab_size: int, where: str = "sampling_params.") -> None:
-    """Raises: RequestError with every value that is out of range."""
-    problems = params.problems(vocab_size)
-    if problems:
-        message = "; ".join(problems).replace("sampling_params.", where)
-        raise RequestError(message, param=message.split(" = ")[0])
+def read_temperature(fields: Fields, default: float) -> float:
+    value = fields.number("temperature", default)
+    return 0.0 if 0 < value < GREEDY_BELOW else value
+
+
+def check(
+    params: SamplingParams,
+    vocabulary: Vocabulary,
+    where: str = "",
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """names: the route's own names of parameters, where they are not SamplingParams'.
+
+    Raises: RequestError with every value that is out of range.
+    """
+    problems = params.problems(*vocabulary)
+    if not problems:
+        return
+    parts = []
+    for name, value, remedy in problems:
+        for ours, theirs in (names or {}).items():
+            remedy = remedy.replace(ours, theirs)
+        parts.append(f"{where}{(names or {}).get(name, name)} = {shown(value)}: {remedy}")
+    raise RequestError("; ".join(parts), param=parts[0].partition(" = ")[0])
 
 
 def read_params(fields: Fields, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
     """What all routes name alike, unchecked; the limits' names differ.
 
-    Raises: RequestError for what is of the wrong kind.
+    Raises: RequestError for what is of the wrong kind, or too much of it.
     """
     default = SamplingParams()
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
-        temperature=fields.number("temperature", default.temperature),
+        temperature=read_temperature(fields, default.temperature),
         top_p=fields.number("top_p", default.top_p),
         top_k=fields.integer("top_k", default.top_k),
         min_p=fields.number("min_p", default.min_p),
         frequency_penalty=fields.number("frequency_penalty", default.frequency_penalty),
         presence_penalty=fields.number("presence_penalty", default.presence_penalty),
         repetition_penalty=fields.number("repetition_penalty", default.repetition_penalty),
-        stop=fields.texts("stop"),
-        stop_token_ids=fields.integers("stop_token_ids"),
+        stop=read_stop(fields),
+        stop_token_ids=fields.integers("stop_token_ids", "token ids", MAX_STOP_TOKEN_IDS),
         ignore_eos=fields.flag("ignore_eos"),
         logit_bias=read_logit_bias(fields),
         skip_special_tokens=fields.flag("skip_special_tokens", default.skip_special_tokens),
@@ -99,7 +154,7 @@ def read_params(fields: Fields, max_new_tokens: int, min_new_tokens: int) -> Sam
     )
 
 
-def read_sampling(fields: Fields, vocab_size: int) -> Sampling:
+def read_sampling(fields: Fields, vocabulary: Vocabulary) -> Sampling:
     """Raises: RequestError"""
     refuse_constraints(fields)
     default = SamplingParams()
@@ -108,5 +163,5 @@ def read_sampling(fields: Fields, vocab_size: int) -> Sampling:
         fields.integer("max_new_tokens", default.max_new_tokens),
         fields.integer("min_new_tokens", default.min_new_tokens),
     )
-    check(params, vocab_size, fields.where)
-    return Sampling(params, read_samples(fields), read_seed(fields))
+    check(params, vocabulary, fields.where)
+    return Sampling(params, read_samples(fields), read_seed(fields), StopStrings(params.stop))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +16,10 @@ from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 DONE = b"data: [DONE]\n\n"
+BATCHED_TOKENS = 16  # whose logprobs a plain reply takes over at a time
+REPLIES_PER_TURN = 32
 _encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 
 def event(content: Any) -> bytes:
@@ -26,29 +29,28 @@ def event(content: Any) -> bytes:
 def sample_error(sample: Sample) -> RequestError | None:
     """The error that a sample's end is for its client, if it is one."""
     error = sample.error
-    return RequestError(error.message, error.status_code) if error is not None else None
+    return RequestError.of(error) if error is not None else None
 
 
-async def updates(live: LiveRequest, interval: int) -> AsyncIterator[Sample]:
-    """Samples with news: ``interval`` tokens or their end; each sample's end comes exactly once.
+async def updates(live: LiveRequest, spacing: Callable[[Sample], int]) -> AsyncIterator[Sample]:
+    """Samples with news: ``spacing`` tokens or their end; each sample's end comes exactly once.
 
     News that pile up while a client reads slowly become one.
     """
-    running = list(live.samples)
+    running = len(live.samples)
     while running:
         await live.changed.wait()
         live.changed.clear()
-        ended = set()
-        for sample in running:
+        while live.news:
             # Whoever consumes this reads the sample before anything else can happen to it.
+            sample = live.news.pop(next(iter(live.news)))
             new = len(sample.output_ids) - sample.told
             if sample.finish is not None:
-                ended.add(sample.index)
-            elif new < (interval if sample.told else 1):
+                running -= 1
+            elif new < (spacing(sample) if sample.told else 1):
                 continue
             sample.told += new
             yield sample
-        running = [sample for sample in running if sample.index not in ended]
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -56,17 +58,49 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def wait_until_done(request: Request, manager: TokenizerManager, live: LiveRequest) -> bool:
-    """Whether the request ran to its end; False: the client left and the request was aborted."""
-    done = asyncio.ensure_future(live.done.wait())
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result; None if the client left before, and then the work is cancelled."""
+    done = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return done.done()
+        return done.result() if done.done() else None
     finally:
-        manager.release(live)
         done.cancel()
         gone.cancel()
+
+
+async def wait_until_done(
+    request: Request,
+    manager: TokenizerManager,
+    live: LiveRequest,
+    take: Callable[[Sample], None] | None = None,
+) -> bool:
+    """Whether the request ran to its end; False: the client left and the request was aborted.
+
+    take: called now and then for a sample that has new tokens, and at its end.
+    """
+    try:
+        work = _take_all(live, take) if take is not None else live.done.wait()
+        return await unless_gone(request, work) is not None
+    finally:
+        manager.release(live)
+
+
+async def _take_all(live: LiveRequest, take: Callable[[Sample], None]) -> bool:
+    async for sample in updates(live, lambda sample: BATCHED_TOKENS):
+        take(sample)
+    return True
+
+
+async def json_parts(parts: list[Callable[[], Any]]) -> list[msgspec.Raw]:
+    """What each function gives, as JSON; the event loop serves others between some of them."""
+    made = []
+    for number, part in enumerate(parts):
+        if number and number % REPLIES_PER_TURN == 0:
+            await asyncio.sleep(0)
+        made.append(msgspec.Raw(_encode(part())))
+    return made
 
 
 class EventStream(Response):

@@ -7,15 +7,17 @@ that text once given out never changes; ``flush`` gives what is left when a requ
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes, so of any longer run of unfinished tokens the first are invalid
 # and waiting for them is in vain.
 LONGEST_RUN = 12
-# How many prompt tokens a decoder sees before the first output token: enough to know that the
-# output does not begin a text (SentencePiece drops the space of a first word).
+# How many prompt tokens a decoder sees before the first output token: enough for decoders whose
+# text depends on the neighbours (SentencePiece drops the space of a first word).
 CONTEXT = 6
 
 
@@ -107,51 +109,139 @@ class ByteLevelDetokenizer:
 
 
 class WindowFactory:
+    """Calls the tokenizer's own decoder, but for byte-fallback tokens: see WindowDetokenizer."""
+
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.special_ids = _special_ids(tokenizer)
+        self.byte_values = byte_fallbacks(tokenizer)
+        self._texts: dict[int, str] = {}  # of tokens that were asked for; no more than there are
 
     def make(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDetokenizer(self.decode, prompt_ids[-CONTEXT:], skipped)
+        return WindowDetokenizer(self.decode, self.byte_values, prompt_ids, skipped)
 
     def decode(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def token_text(self, token_id: int) -> str:
-        return self.decode([token_id])
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.token_text(token_id).encode()
+        value = self.byte_values.get(token_id)
+        return bytes([value]) if value is not None else self.token_text(token_id).encode()
+
+
+def byte_fallbacks(tokenizer: Any) -> dict[int, int]:
+    """Token id -> byte, of a vocabulary that spells what it lacks in bytes, as ``<0x0A>``."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    if decoder is None or "ByteFallback" not in _decoder_types(json.loads(decoder.__getstate__())):
+        return {}
+    found = {}
+    for entry, token_id in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).items():
+        if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", entry):
+            found[token_id] = int(match[1], 16)
+    return found
+
+
+def _decoder_types(state: dict[str, Any]) -> set[str]:
+    """The types of a decoder and of those that it is made of."""
+    return {state["type"]}.union(*map(_decoder_types, state.get("decoders", ())))
 
 
 class WindowDetokenizer:
-    """``ids[:known]`` is context whose text is out; ``ids[known:]`` is held back."""
+    """``ids[:known]`` is context whose text is out; ``ids[known:]`` is held back.
 
-    def __init__(self, decode: Any, context: Sequence[int], skipped: frozenset[int]) -> None:
+    Byte-fallback tokens never enter the window: the tokenizer's decoder takes all neighbouring
+    ones for one run, and spoils the whole run if it does not begin and end with a character, as
+    part of a prompt or of a text that is still growing may not. Their characters are put
+    together here.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        byte_values: dict[int, int],
+        prompt_ids: Sequence[int],
+        skipped: frozenset[int],
+    ) -> None:
         self._decode = decode
+        self._byte_values = byte_values
         self._skipped = skipped
-        self._ids = [token_id for token_id in context if token_id not in skipped]
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._run: list[int] = []  # byte tokens of the character that is not complete yet
+        # What a text begins with may lose a space, so it matters whether something came before.
+        self._begun = any(token_id not in skipped for token_id in reversed(prompt_ids))
+        self._ids = [
+            token_id
+            for token_id in prompt_ids[-CONTEXT:]
+            if token_id not in skipped and token_id not in byte_values
+        ]
         self._known = len(self._ids)
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
+        if token_id in self._byte_values:
+            return self._take_held() + self._push_byte(token_id)
+        before = self._end_run()
+        if self._begun and not self._ids:
+            self._ids = self._letter()
+            self._known = len(self._ids)
         self._ids.append(token_id)
         new = self._held()
         unfinished = new.endswith(REPLACEMENT) or not new
         if unfinished and len(self._ids) - self._known < LONGEST_RUN:
-            return ""
-        # What was just given out is the context of what comes next.
-        self._ids = self._ids[self._known :]
-        self._known = len(self._ids)
-        return new
+            return before
+        return before + self._take_held()
 
     def flush(self) -> str:
-        return self._held()
+        return self._take_held() + self._end_run()
+
+    # ── tokens of the window ─────────────────────────────────────────────────────────────────
 
     def _held(self) -> str:
-        before: str = self._decode(self._ids[: self._known])
-        after: str = self._decode(self._ids)
+        if len(self._ids) == self._known:
+            return ""
+        before = self._decode(self._ids[: self._known])
+        after = self._decode(self._ids)
         return after[len(before) :]
+
+    def _take_held(self) -> str:
+        """What is held back; it becomes the context of what comes next."""
+        new = self._held()
+        if len(self._ids) > self._known:
+            self._begun = True
+            self._ids = self._ids[self._known :]
+            self._known = len(self._ids)
+        return new
+
+    def _letter(self) -> list[int]:
+        """A context for a text of bytes alone: some letter's byte, if the vocabulary has one."""
+        return [token for token, value in self._byte_values.items() if value == ord("a")]
+
+    # ── bytes ────────────────────────────────────────────────────────────────────────────────
+
+    def _push_byte(self, token_id: int) -> str:
+        self._run.append(token_id)
+        text = self._utf8.decode(bytes([self._byte_values[token_id]]))
+        return self._completed(text) if text else ""
+
+    def _end_run(self) -> str:
+        """No further byte comes: what is incomplete never will be a character."""
+        if not self._run:
+            return ""
+        text = self._utf8.decode(b"", True)
+        self._utf8.reset()
+        return self._completed(text)
+
+    def _completed(self, text: str) -> str:
+        if not self._begun:
+            text = self._decode(self._run)  # which may drop the first space
+            self._begun = True
+        self._run.clear()
+        return text

@@ -1,4 +1,4 @@
-"""The tokenizer process's end of the engine: requests go out, outputs find who waits for them."""
+"""The server process's end of the engine: requests go out, outputs find who waits for them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import itertools
 import logging
 import secrets
 import time
+from collections import deque
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import msgspec
 import zmq
 
 from mamba_eagle.config import ServerConfig
-from mamba_eagle.core import FinishReason
+from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     Abort,
+    CacheReply,
     FlushCache,
     FlushReply,
     Generate,
+    GetCache,
     GetState,
     Outputs,
     Ready,
@@ -34,6 +38,11 @@ from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 log = logging.getLogger("mamba_eagle.tokenizer")
+# A request of thousands of samples is started and ended in turns, between which this process and
+# the scheduler serve the others.
+SAMPLES_PER_TURN = 32
+TOKENS_PER_TURN = 32_768
+TURN_SECONDS = 0.005
 
 
 class EngineDead(RuntimeError):
@@ -42,10 +51,6 @@ class EngineDead(RuntimeError):
 
 class QueueFull(RuntimeError):
     """More requests than the server holds at a time."""
-
-
-class TooManySamples(ValueError):
-    """One request of more samples than the server holds at a time."""
 
 
 class DuplicateRid(ValueError):
@@ -82,6 +87,8 @@ class TokenizerManager:
         self._names: dict[str, list[Sample]] = {}  # what a client may call them
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
+        self._unsent: deque[Sample] = deque()  # started, but the scheduler does not know them yet
+        self._tasks: set[asyncio.Task[Any]] = set()
         # The file descriptor tells of a change, not of a state: each wake must read all there is.
         self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
         self._loop.call_soon(self._receive_all)
@@ -94,7 +101,14 @@ class TokenizerManager:
     def num_live(self) -> int:
         return len(self._samples)
 
+    @property
+    def max_samples(self) -> int:
+        """What may run and wait at the same time."""
+        return self.engine.max_running_requests + self.config.max_queued_requests
+
     def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
         self._loop.remove_reader(self._receiver.socket.FD)
         self._receiver.close()
         self._sender.close()
@@ -102,44 +116,48 @@ class TokenizerManager:
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
     def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
-        """Sends every sample of every prompt to the scheduler.
+        """Starts every sample of every prompt; the scheduler hears of many of them in turns.
 
-        Raises: EngineDead, TooManySamples, QueueFull, DuplicateRid; then nothing was sent.
+        Raises: EngineDead, QueueFull, DuplicateRid; then nothing was started.
         """
+        names = self._admit(rid, prompts)
+        live = LiveRequest(rid)
+        live.names = list(names)
+        started: deque[Sample] = deque()
+        for prompt in prompts:
+            seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
+            for i in range(prompt.n):
+                started.append(self._start(live, prompt, i, sample_seed(seed, i)))
+        self.recorder.started(live)
+        self._send_turn(started)
+        if started:
+            self._unsent += started
+            if len(self._unsent) == len(started):
+                self._spawn(self._send_unsent())
+        return live
+
+    def _admit(self, rid: str, prompts: list[PromptRequest]) -> set[str]:
+        """All names of a request that may start."""
         if self.dead is not None:
             raise EngineDead(self.dead)
         wanted = sum(prompt.n for prompt in prompts)
-        most = self.engine.max_running_requests + self.config.max_queued_requests
-        if wanted > most:
-            raise TooManySamples(
-                f"{len(prompts)} prompts with n samples each are {wanted} samples, but the server "
-                f"holds at most {most} (--max-running-requests and --max-queued-requests): send "
-                "fewer at a time"
-            )
-        if self.num_live + wanted > most:
+        if self.num_live + wanted > self.max_samples:
             raise QueueFull(
                 f"{self.num_live} requests are running or waiting and {wanted} more would exceed "
-                f"the limit of {most}: try again later"
+                f"the limit of {self.max_samples}: try again later"
             )
         names = {rid}
         for prompt in prompts:
             names.update((prompt.rid, *prompt.sample_rids))
-        for name in sorted(names):
-            if name in self._names:
-                raise DuplicateRid(
-                    f"rid = {name!r}: a request of this name is running; give another or none"
-                )
+        taken = names & self._names.keys()
+        if taken:
+            raise DuplicateRid(
+                f"rid = {shown(min(taken))}: a request of this name is running; give another or "
+                "none"
+            )
+        return names
 
-        live = LiveRequest(rid)
-        live.names = list(names)
-        for prompt in prompts:
-            seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
-            for i in range(prompt.n):
-                self._start(live, prompt, i, sample_seed(seed, i))
-        self.recorder.started(live)
-        return live
-
-    def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> None:
+    def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> Sample:
         rid = prompt.sample_rids[i]
         # Clients may use a name again as soon as they have their answer, when the scheduler may
         # still have something to say about the first holder.
@@ -156,47 +174,87 @@ class TokenizerManager:
         self._samples[engine_rid] = sample
         for name in {live.rid, prompt.rid, rid}:
             self._names.setdefault(name, []).append(sample)
+        return sample
+
+    def _send_turn(self, samples: deque[Sample]) -> None:
+        """Hands the first of them to the scheduler, no more than it takes in in a moment."""
+        tokens = 0
+        for _ in range(min(SAMPLES_PER_TURN, len(samples))):
+            sample = samples.popleft()
+            if sample.finish is not None:
+                continue
+            self._send_generate(sample)
+            tokens += len(sample.prompt.token_ids)
+            if tokens >= TOKENS_PER_TURN:
+                break
+
+    async def _send_unsent(self) -> None:
+        while self._unsent and self.dead is None:
+            await asyncio.sleep(TURN_SECONDS)
+            self._send_turn(self._unsent)
+
+    def _send_generate(self, sample: Sample) -> None:
+        prompt = sample.prompt
+        sample.sent = True
         self._sender.send(
             Generate(
-                rid=engine_rid,
+                rid=sample.engine_rid,
                 token_ids=prompt.token_ids,
-                sampling=msgspec.structs.replace(prompt.sampling, seed=seed),
+                # Stop strings are looked for here; thousands of them would travel for nothing.
+                sampling=msgspec.structs.replace(prompt.sampling, seed=sample.seed, stop=[]),
                 return_logprob=prompt.return_logprob,
                 logprob_start=prompt.logprob_start,
                 top_logprobs=prompt.top_logprobs,
                 return_spec_trace=prompt.return_spec_trace,
-                arrival_time=live.arrival,
+                cache=prompt.cache,
+                arrival_time=sample.request.arrival,
             )
         )
 
-    def abort(self, rid: str | None, message: str = "aborted by /abort_request") -> int:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def abort(self, rid: str | None, message: str = "aborted by /abort_request") -> int:
         """Ends the samples of exactly this name, or all (None); how many there were."""
         samples = list(self._samples.values()) if rid is None else self._names.get(rid, [])
-        reason = FinishReason(kind="abort", message=message)
-        return sum(self._abort(sample, reason) for sample in list(samples))
+        return await self._abort_all(list(samples), FinishReason(kind="abort", message=message))
 
     def release(self, live: LiveRequest) -> None:
         """Nobody waits for the request any more: what still runs of it is ended."""
         if live.open:
             reason = FinishReason(kind="abort", message="the client has gone")
-            for sample in live.samples:
+            for sample in live.samples[:SAMPLES_PER_TURN]:
                 self._abort(sample, reason)
+            if live.open:
+                self._spawn(self._abort_all(live.samples[SAMPLES_PER_TURN:], reason))
+
+    async def _abort_all(self, samples: Iterable[Sample], reason: FinishReason) -> int:
+        aborted = 0
+        for sample in samples:
+            if self._abort(sample, reason):
+                aborted += 1
+                if aborted % SAMPLES_PER_TURN == 0:
+                    await asyncio.sleep(TURN_SECONDS)
+        return aborted
 
     def _abort(self, sample: Sample, reason: FinishReason) -> bool:
         if sample.finish is not None:
             return False
-        if self.dead is None:
+        if self.dead is None and sample.sent:
             self._sender.send(Abort(rid=sample.engine_rid))
         sample.end(reason)
         self._ended(sample)
         return True
 
-    def fail(self, message: str, status_code: int = 500) -> None:
+    def fail(self, message: str, failure: Failure = Failure.INTERNAL) -> None:
         """The engine is gone: whoever waits gets an error, and so does whoever comes."""
         if self.dead is not None:
             return
         self.dead = message
-        reason = FinishReason(kind="abort", message=message, status_code=status_code)
+        reason = FinishReason(kind="abort", message=message, failure=failure)
         for sample in list(self._samples.values()):
             self._abort(sample, reason)
         for call in self._calls.values():
@@ -225,9 +283,10 @@ class TokenizerManager:
         try:
             self._dispatch(sample, output, now)
         except Exception:  # one request's trouble must not stop the others' outputs
-            log.exception("request %s failed in the tokenizer process", sample.rid)
-            message = "the server failed to decode this request's output; its log says more"
-            self._abort(sample, FinishReason(kind="abort", message=message, status_code=500))
+            log.exception("request %s: its output could not be decoded", shown(sample.rid))
+            message = "the output could not be decoded; see the server log"
+            reason = FinishReason(kind="abort", message=message, failure=Failure.INTERNAL)
+            self._abort(sample, reason)
 
     def _dispatch(self, sample: Sample, output: RequestOutput, now: float) -> None:
         before = len(sample.output_ids)
@@ -235,7 +294,7 @@ class TokenizerManager:
         if stop is not None and output.finish is None:
             self._sender.send(stop)
         self.recorder.progressed(sample, len(sample.output_ids) - before, now)
-        sample.request.changed.set()
+        sample.request.tell(sample)
         if sample.finish is not None:
             self._ended(sample)
 
@@ -243,7 +302,7 @@ class TokenizerManager:
         del self._samples[sample.engine_rid]
         live = sample.request
         live.open -= 1
-        live.changed.set()
+        live.tell(sample)
         self.recorder.finished(sample)
         if live.open == 0:
             for name in live.names:
@@ -261,6 +320,16 @@ class TokenizerManager:
         assert isinstance(reply, StateReply)
         return reply
 
+    async def cache(self, max_nodes: int, timeout: float = 5.0) -> CacheReply:
+        """What the prefix cache holds, and the first nodes of its tree.
+
+        Raises: EngineDead, TimeoutError
+        """
+        item = GetCache(call_id=next(self._numbers), max_nodes=max_nodes)
+        reply = await self._call(item, timeout)
+        assert isinstance(reply, CacheReply)
+        return reply
+
     async def flush_cache(self, timeout: float = 0.0) -> FlushReply:
         """Empties the cache; a busy engine refuses, and is asked again until ``timeout`` s.
 
@@ -276,7 +345,9 @@ class TokenizerManager:
                 return reply
             await asyncio.sleep(0.05)
 
-    async def _call(self, item: FlushCache | GetState, timeout: float) -> FlushReply | StateReply:
+    async def _call(
+        self, item: FlushCache | GetState | GetCache, timeout: float
+    ) -> FlushReply | StateReply | CacheReply:
         if self.dead is not None:
             raise EngineDead(self.dead)
         call: asyncio.Future[Any] = self._loop.create_future()

@@ -8,9 +8,9 @@ import time
 import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams
-from mamba_eagle.message import RequestOutput, StepTrace, StopAt, TokenLogprob
+from mamba_eagle.message import CacheHints, RequestOutput, StepTrace, StopAt, TokenLogprob
 from mamba_eagle.tokenizer.detokenize import Detokenizer
-from mamba_eagle.tokenizer.stop import StopFinder
+from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 
 
 class PromptRequest(msgspec.Struct, kw_only=True):
@@ -25,7 +25,9 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     logprob_start: int = -1
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    cache: CacheHints = CacheHints()
     sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
+    stops: StopStrings | None = None  # sampling.stop, if it is prepared already
 
 
 class Sample:
@@ -51,6 +53,7 @@ class Sample:
         self.index = index
         self.seed = 0  # its own, drawn where the client gave none
         self.output_ids: list[int] = []
+        # Those that nobody has taken yet: a reply keeps them in a smaller form.
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self.traces: list[StepTrace] = []
@@ -59,9 +62,10 @@ class Sample:
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
         self.last_token_time = 0.0
         self.told = 0  # tokens that a stream has sent
+        self.sent = False  # to the scheduler
         self.text = ""
         self._detokenizer = detokenizer
-        self._stops = StopFinder(prompt.sampling.stop)
+        self._stops = StopFinder(prompt.stops or StopStrings(prompt.sampling.stop))
 
     def take(self, output: RequestOutput) -> StopAt | None:
         """Adds an output; gives the message for the scheduler if a stop string became complete."""
@@ -93,13 +97,12 @@ class Sample:
         """Whether a stop string has become complete; then the text is cut and the sample ends."""
         if not piece:
             return False
-        seen = len(self.text)
         self.text += piece
         sampling = self.prompt.sampling
-        if not self._stops or len(self.output_ids) < sampling.min_new_tokens:
+        if not self._stops:
             return False
-        match = self._stops.find(self.text, seen)
-        if match is None:
+        match = self._stops.find(self.text)
+        if match is None or len(self.output_ids) < sampling.min_new_tokens:
             return False
         self.text = self.text[: match.end if sampling.no_stop_trim else match.start]
         self._detokenizer = None
@@ -119,15 +122,14 @@ class Sample:
         """The text that can no longer change: without what may begin a stop string."""
         if self.finish is not None or not self._stops:
             return self.text
-        held = self._stops.held_back(self.text)
+        held = self._stops.held_back()
         return self.text[: len(self.text) - held] if held else self.text
 
     @property
     def error(self) -> FinishReason | None:
         """The finish reason, if it is one that clients must see as an error."""
         finish = self.finish
-        failed = finish is not None and finish.kind == "abort" and finish.status_code >= 400
-        return finish if failed else None
+        return finish if finish is not None and finish.failure is not None else None
 
 
 class LiveRequest:
@@ -141,4 +143,10 @@ class LiveRequest:
         self.names: list[str] = []  # all rids by which it or a part of it can be ended
         # A stream waits for each change, a plain reply only for the end.
         self.changed = asyncio.Event()
+        self.news: dict[int, Sample] = {}  # by index: those with a change that nobody looked at
         self.done = asyncio.Event()
+
+    def tell(self, sample: Sample) -> None:
+        """The sample has a token more, or has ended."""
+        self.news[sample.index] = sample
+        self.changed.set()

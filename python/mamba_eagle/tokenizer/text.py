@@ -1,11 +1,20 @@
-"""The model's tokenizer: text to ids, chats to text, and detokenizers."""
+"""The model's tokenizer: text to ids, chats to text, and detokenizers.
+
+Encoding and decoding call the Rust tokenizer in ways that release Python's global lock (its
+``encode`` and ``decode`` keep it, ``encode_batch_fast`` and ``decode_batch`` do not), so that a
+long text in one thread does not hold up the event loop in another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mamba_eagle.core import shown
 from mamba_eagle.tokenizer.detokenize import Detokenizer, detokenizer_factory
+
+BATCH_TEXTS = 256  # texts and characters of one call: results are made with the lock held
+BATCH_CHARACTERS = 2**16
 
 
 class TemplateError(ValueError):
@@ -13,7 +22,10 @@ class TemplateError(ValueError):
 
 
 class TextTokenizer:
-    """Wraps a fast tokenizer of transformers; encoding is as ``tokenizer.encode(text)`` does it."""
+    """Wraps a fast tokenizer of transformers; encoding is as ``tokenizer.encode(text)`` does it.
+
+    Safe to use from several threads at once.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.hf = tokenizer
@@ -21,6 +33,10 @@ class TextTokenizer:
         self.token_text = self._factory.token_text
         self.token_bytes = self._factory.token_bytes
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        # transformers sets truncation and padding of the Rust tokenizer at each call. Called
+        # once, it leaves them off; from here on nothing changes the tokenizer.
+        tokenizer.encode("")
+        self._backend = tokenizer.backend_tokenizer
 
     @classmethod
     def load(cls, path: str) -> TextTokenizer:
@@ -37,19 +53,38 @@ class TextTokenizer:
         return cls(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.hf.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        return self.encode_all([text], add_special_tokens)[0]
 
-    def encode_all(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As ``encode``, many at once on all cores."""
-        if not texts:
-            return []
-        ids: list[list[int]] = self.hf(texts, add_special_tokens=add_special_tokens).input_ids
-        return ids
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As ``encode``; where the environment allows it (TOKENIZERS_PARALLELISM), many at once
+        on all cores."""
+        found: list[list[int]] = []
+        for batch in _batches(texts):
+            encodings = self._backend.encode_batch_fast(
+                batch, add_special_tokens=add_special_tokens
+            )
+            found += [encoding.ids for encoding in encodings]
+        return found
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self.hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self.decode_all([token_ids], skip_special_tokens)[0]
+
+    def decode_all(
+        self, lists: Sequence[Sequence[int]], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Each list's text, as ``tokenizer.decode(ids)`` gives it."""
+        texts: list[str] = self._backend.decode_batch(
+            [list(ids) for ids in lists], skip_special_tokens=skip_special_tokens
+        )
+        if self._cleans_up:
+            texts = [self.hf.clean_up_tokenization(text) for text in texts]
+        return texts
+
+    @property
+    def _cleans_up(self) -> bool:
+        """Whether transformers would remove spaces before punctuation: never those of a BPE."""
+        asked = bool(getattr(self.hf, "clean_up_tokenization_spaces", False))
+        return asked and type(self._backend.model).__name__ != "BPE"
 
     def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         return self._factory.make(prompt_ids, skip_special_tokens)
@@ -69,6 +104,20 @@ class TextTokenizer:
             )
         except Exception as error:  # templates raise whatever Jinja or they themselves choose
             raise TemplateError(
-                f"the chat template does not take these messages: {error}"
+                f"the chat template does not take these messages: {shown(str(error))}"
             ) from None
         return text
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """In order; a text longer than a batch is one of its own."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        if batch and (len(batch) == BATCH_TEXTS or characters + len(text) > BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(text)
+        characters += len(text)
+    if batch:
+        yield batch

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from running_server import RunningServer, need_weights
 
-from mamba_eagle.bench.server import ServerProcess
 from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
-
-START_SECONDS = 120
-
-
-def is_running(pid: int) -> bool:
-    """False for zombies, too: whoever should reap them may not be the server."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
-
-
-class RunningServer(ServerProcess):
-    """With a temporary folder of its own, to see what is left in it."""
-
-    def __init__(self, *flags: str, port: int = 0, temporary: str = "") -> None:
-        self.temporary = temporary or tempfile.mkdtemp(prefix="me-")  # sockets need short paths
-        super().__init__(flags, port, {"TMPDIR": self.temporary}, START_SECONDS)
-
-    def wait_until_ready(self) -> RunningServer:
-        self.wait_for_output("Server is ready at")
-        return self
-
-    def leftovers(self) -> list[str]:
-        """Its socket folders."""
-        return [path.name for path in Path(self.temporary).glob("mamba-eagle-*")]
-
-    def stop(self) -> None:
-        super().stop()
-        shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def need_weights(*folders: Path) -> None:
-    for folder in folders:
-        if not (folder / "model.safetensors").exists():
-            pytest.skip(f"{folder.name}/model.safetensors is missing: the embedded model's recipe")
-
 
 StartServer = Callable[..., RunningServer]
 

@@ -16,9 +16,13 @@ import zmq
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import (
     Abort,
+    CacheNode,
+    CacheReply,
+    CacheUse,
     FlushCache,
     FlushReply,
     Generate,
+    GetCache,
     GetState,
     Outputs,
     Ready,
@@ -33,6 +37,39 @@ from mamba_eagle.message import (
 from mamba_eagle.message.channel import Receiver, Sender
 
 Script = Callable[[Generate], "tuple[list[int], FinishReason] | None"]
+
+
+CACHE_USE = CacheUse(
+    hits={"tail": 3, "output": 1},
+    saved_tokens={"tail": 50, "output": 20},
+    evicted_states=2,
+    evicted_tokens=30,
+)
+CACHE_STATE = {
+    "max_total_num_tokens": 100.0,
+    "num_free_kv_slots": 40.0,
+    "num_cached_tokens": 50.0,
+    "num_locked_tokens": 20.0,
+    "num_pinned_tokens": 10.0,
+    "num_pinned_checkpoints": 2.0,
+    "max_mamba_cache_size": 8.0,
+    "num_free_checkpoints": 3.0,
+    "num_cached_checkpoints": 4.0,
+    "num_used_checkpoints": 1.0,
+    "prompt_tokens_total": 140.0,
+    "cached_tokens_total": 70.0,
+}
+NODES = [
+    CacheNode(
+        parent=-1, start=0, tokens=20, kind="tail", evicted_first=False, locks=1, age=2, children=3
+    ),
+    CacheNode(
+        parent=0, start=20, tokens=5, kind="", evicted_first=False, locks=0, age=90, children=0
+    ),
+    CacheNode(
+        parent=0, start=20, tokens=9, kind="spare", evicted_first=True, locks=0, age=9e5, children=0
+    ),
+]
 
 
 def length_of(tokens: list[int]) -> FinishReason:
@@ -114,7 +151,17 @@ class FakeEngine:
             speculation = SpeculationState(
                 adaptive=True, current="2x5x8", disabled=True, shapes={"2x5x8": tree}
             )
-            self._out.send(StateReply(call_id=item.call_id, state=state, speculation=speculation))
+            self._out.send(
+                StateReply(
+                    call_id=item.call_id, state=state, speculation=speculation, cache=CACHE_USE
+                )
+            )
+        elif isinstance(item, GetCache):
+            nodes = NODES[: item.max_nodes]
+            reply = CacheReply(
+                call_id=item.call_id, state=CACHE_STATE, cache=CACHE_USE, nodes=nodes
+            )
+            self._out.send(reply)
 
     def _step(self) -> None:
         outputs = []
@@ -151,7 +198,8 @@ class FakeEngine:
                 time.sleep(self.pause)
 
     def _logprob(self, token: int, request: Generate) -> TokenLogprob:
-        top = [(-0.5, token), (-1.5, 3)][: request.top_logprobs]
+        best = [(-0.5, token), *((-1.5 - i, 3 + i) for i in range(request.top_logprobs - 1))]
+        top = best[: request.top_logprobs]
         return TokenLogprob(token_id=token, logprob=-0.5, top=top)
 
     def _trace(self, tokens: list[int]) -> StepTrace:

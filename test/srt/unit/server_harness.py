@@ -63,15 +63,20 @@ class Harness:
 
 @contextlib.asynccontextmanager
 async def serving(
-    script: Script, chunk: int = 1, tokenizer: Any = TOKENIZER, **settings: Any
+    script: Script,
+    chunk: int = 1,
+    tokenizer: Any = TOKENIZER,
+    context_length: int = 64,
+    vocab_size: int = 300,
+    **settings: Any,
 ) -> AsyncIterator[Harness]:
     config = ServerConfig(model_path="tiny", **settings)
     socket_dir = make_socket_dir()
     context = zmq.Context()
-    recorder = Recorder("tiny")
+    recorder = Recorder("tiny", config.log_requests, config.log_prompts)
     manager = TokenizerManager(config, context, socket_dir, recorder)
     manager.tokenizer = tokenizer
-    engine = FakeEngine(socket_dir, script, chunk)
+    engine = FakeEngine(socket_dir, script, chunk, vocab_size, context_length=context_length)
     await asyncio.wait_for(manager.ready, 5)
     app = make_app(ServerState(config, manager, recorder))
     transport = httpx.ASGITransport(app)

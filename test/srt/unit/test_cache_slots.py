@@ -83,7 +83,7 @@ class OwnersOfSlots(RuleBasedStateMachine):
         self.slots.insert(held, as_tokens(sample.tokens[start:end]))
         assert held.inserted == held.folded == held.node.end == end or not self.slots.cache.stores
         if state is not None:
-            self.slots.attach_state(held, position, state, spare)
+            self.slots.attach_state(held, position, state, "spare" if spare else "branch")
 
     @rule(place=PLACE)
     def reserve_a_tree(self, place):
@@ -106,7 +106,7 @@ class OwnersOfSlots(RuleBasedStateMachine):
         before = len(sample.held.kv)
         sample.tokens += [len(sample.tokens) % 2 for _ in nodes]
         self.slots.settle(sample.held, tree, nodes, folded=before)
-        assert sample.held.kv[before:] == [tree[node] for node in nodes]
+        assert sample.held.kv[before:].tolist() == [tree[node] for node in nodes]
         assert self.slots.kv.num_free == free + NODES - len(nodes)
         self.write(sample, before)
 
@@ -180,9 +180,9 @@ def test_of_two_equal_prompts_at_once_the_cache_keeps_one_state_and_one_kv_slot_
     for held in (first, second):
         state = slots.reserve_state()
         slots.insert(held, prompt)
-        slots.attach_state(held, 3, state)
+        slots.attach_state(held, 3, state, "tail")
     assert slots.cache.num_kv == 4 and slots.cache.num_states == 1
-    assert first.duplicates == [] and second.duplicates == second.kv
+    assert not first.duplicates and second.duplicates == second.kv
     slots.check_integrity([first, second])
     assert slots.release(second, prompt[4:]) and not slots.release(first, None)
     slots.check_integrity()

@@ -10,10 +10,11 @@ from tiny_tokenizer import EOS, FIRST_BYTE, byte_level, metaspace, spell
 from mamba_eagle.core import FinishReason, SamplingParams
 from mamba_eagle.message import RequestOutput, StopAt
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
-from mamba_eagle.tokenizer.stop import StopFinder
+from mamba_eagle.tokenizer.stop import StopFinder, StopStrings
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 BYTES = byte_level()
+SPACED = metaspace()
 WORDS = byte_level(("Question", " the", "\n\n"))
 TEXTS = ["plain", "Grüße, 世界", "🦅🐍 eagle 👩‍👩‍👧", "a\u0301\ufffdz", "\n\nQuestion: x"]
 
@@ -77,21 +78,104 @@ def test_window_does_not_wait_for_ever() -> None:
     assert "\ufffd" in "".join(pieces)
 
 
+# ── bytes for what a vocabulary lacks ────────────────────────────────────────────────────────
+
+
+def fallback(text: str) -> list[int]:
+    """The text in byte-fallback tokens."""
+    return [6 + byte for byte in text.encode()]
+
+
+def output_text(prompt: list[int], ids: list[int], skip: bool = True) -> str:
+    detokenizer = SPACED.detokenizer(prompt, skip)
+    return "".join([*(detokenizer.push(token) for token in ids), detokenizer.flush()])
+
+
+def test_a_prompt_of_bytes_does_not_spoil_the_output() -> None:
+    """However its last tokens are cut: no context begins or ends inside a character."""
+    assert output_text(fallback("hi😀😀"), [*fallback("😀"), 4]) == "😀 world"
+    for cut in range(1, 4):
+        assert output_text(fallback("😀")[:cut], [4, *fallback("é")]) == " worldé"
+
+
+def test_bytes_may_begin_a_text() -> None:
+    assert output_text([1], [*fallback(" a"), 4]) == "a world"
+    assert output_text([1, 3], [*fallback(" a"), 4]) == " a world"
+
+
+def test_bytes_that_are_no_character_become_replacements() -> None:
+    assert output_text([3], [*fallback("😀")[:2], 5]) == "\ufffd!"
+    assert output_text([3], [*fallback("a😀")[:-1]]) == "a\ufffd"
+    assert SPACED.token_bytes(fallback("é")[0]) == b"\xc3"
+
+
+def test_prompt_and_output_make_the_whole_text() -> None:
+    tokenizer = SPACED
+    rng = random.Random(3)
+    words = [[1], [2], [3], [4], [5], *map(fallback, ["é", "😀", "世", " ", "x"])]
+    for _ in range(1000):
+        parts = [rng.choice(words) for _ in range(rng.randrange(1, 12))]
+        cut = rng.randrange(len(parts) + 1)
+        before, after = sum(parts[:cut], []), sum(parts[cut:], [])
+        for skip in (True, False):
+            whole = tokenizer.decode(before + after, skip)
+            assert tokenizer.decode(before, skip) + output_text(before, after, skip) == whole
+
+
 # ── stop strings ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_finder_takes_the_first_to_begin_then_the_longest() -> None:
-    finder = StopFinder(["bc", "abcd", "ab"])
-    match = finder.find("xabcd", 1)
+    finder = StopFinder(StopStrings(["bc", "abcd", "ab"]))
+    match = finder.find("xabcd")
     assert match is not None and match.string == "abcd" and (match.start, match.end) == (1, 5)
-    assert finder.find("ab", 2) is None  # what ended before was looked at before
+    assert finder.find("xabcd") is None  # what ended before was looked at before
 
 
 def test_held_back_is_the_longest_beginning_of_a_stop() -> None:
-    finder = StopFinder(["\n\nQuestion", "aab"])
-    assert finder.held_back("x\n\nQues") == 6
-    assert finder.held_back("xaa") == 2
-    assert finder.held_back("xb") == 0
+    for text, held in (("x\n\nQues", 6), ("xaa", 2), ("xb", 0)):
+        finder = StopFinder(StopStrings(["\n\nQuestion", "aab"]))
+        assert finder.find(text) is None
+        assert finder.held_back() == held
+
+
+def naive_match(text: str, seen: int, strings: list[str]) -> tuple[int, int] | None:
+    ends = [
+        (at, at + len(string))
+        for string in strings
+        for at in range(len(text))
+        if text.startswith(string, at) and at + len(string) > seen
+    ]
+    return min(ends, key=lambda match: (match[0], -match[1]), default=None)
+
+
+def naive_held(text: str, strings: list[str]) -> int:
+    starts = {string[:length] for string in strings for length in range(1, len(string))}
+    return max((len(start) for start in starts if text.endswith(start)), default=0)
+
+
+def test_finder_agrees_with_looking_for_each_string() -> None:
+    """Few letters and many strings: they overlap, contain and continue one another."""
+    rng = random.Random(11)
+    for _ in range(400):
+        strings = [
+            "".join(rng.choice("ab") for _ in range(rng.randrange(1, 6)))
+            for _ in range(rng.randrange(1, 6))
+        ]
+        finder, text = StopFinder(StopStrings(strings)), ""
+        for _ in range(20):
+            seen = len(text)
+            text += "".join(rng.choice("aabc") for _ in range(rng.randrange(1, 5)))
+            match = finder.find(text)
+            found = (match.start, match.end) if match is not None else None
+            assert found == naive_match(text, seen, strings), (strings, text, seen)
+            assert finder.held_back() == naive_held(text, strings), (strings, text)
+
+
+def test_no_strings_match_nothing() -> None:
+    finder = StopFinder(StopStrings([]))
+    assert not finder
+    assert finder.find("abc") is None and finder.held_back() == 0
 
 
 def make_sample(prompt_ids: list[int] | None = None, **sampling: object) -> Sample:

@@ -191,7 +191,7 @@ def test_a_server_out_of_reach_is_named(url: str) -> None:
         (["--text", "\udc80"], r"--text '\\udc80': must be text in valid UTF-8"),
         ([], "--text"),
         (["--text", "a", "--url", "x", "--model-path", "y"], "leave the model's flags out"),
-        (["--text", "a", "--temperature", "nan"], "temperature = nan: must be a finite number"),
+        (["--text", "a", "--temperature", "nan"], "temperature = NaN: must be a finite number"),
         (["--text", "a", "--max-new-tokens", "-1"], "max_new_tokens = -1: must be 0 or more"),
         (["--text", "a", "--seed", "-1"], "seed = -1: must be between 0"),
         (["--text", "a", "--model-path", "/nowhere"], "--model-path /nowhere: "),

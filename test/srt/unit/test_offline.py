@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import pytest
 from fake_runner import FakeRunner, expected_text
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import Failure, SamplingParams
 from mamba_eagle.message import Generate, Plan, StepResult
 from mamba_eagle.offline import OfflineEngine
 
@@ -79,8 +80,17 @@ def test_with_prompts_first_no_step_is_mixed_and_texts_are_the_same() -> None:
     assert first_four == "pppppp" + "d", "44 tokens, then all four decode"
 
 
-def test_what_can_never_be_served_is_answered_at_once() -> None:
+@pytest.mark.parametrize(
+    "prompt, expect",
+    [
+        ([], "the prompt is empty"),
+        ([1] * 200, "200 tokens, but at most 199 fit"),
+        ([1, 50], r"\[1\] = 50: .* between 0 and 49"),
+    ],
+)
+def test_what_can_never_be_served_is_answered_at_once(prompt: list[int], expect: str) -> None:
     engine = OfflineEngine(EngineConfig(speculative_algorithm="NONE"), Device(False))
-    (refused,) = engine.add(Generate(rid="a", token_ids=[], sampling=SamplingParams()))
-    assert refused.finish is not None and "no tokens" in refused.finish.message
+    (refused,) = engine.add(Generate(rid="a", token_ids=prompt, sampling=SamplingParams()))
+    assert refused.finish is not None and refused.finish.failure is Failure.REFUSED
+    assert re.search(expect, refused.finish.message), refused.finish.message
     assert engine.idle

@@ -29,6 +29,7 @@ from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.drafting.ngram import MAX_UNREAD, NgramDrafter
 from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.message.indices import indices
 from mamba_eagle.tree.accept import Truncated
 
 torch.set_num_threads(1)
@@ -137,7 +138,9 @@ def test_trees_are_the_indexs_on_any_device(device: str) -> None:
     slots = torch.tensor([1, 0], device=device)
     features = torch.zeros(1, device=device)
     for slot, text in enumerate(texts):
-        item = PrefillItem(slot=slot, state_slot=slot, start=0, token_ids=text, kv_slots=[])
+        item = PrefillItem(
+            slot=slot, state_slot=slot, start=0, token_ids=indices(text), kv_slots=indices()
+        )
         drafter.observe_prefill([item], slots, features, features)
         drafter.observe_first_tokens([slot], torch.tensor([7 + slot], device=device), features)
         alone.begin(slot, [*text, 7 + slot])

@@ -11,8 +11,9 @@ import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, Fault, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import SamplingParams
+from mamba_eagle.core import Failure, SamplingParams
 from mamba_eagle.message import DecodeResult, Generate, PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.message.indices import indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.results import decode_problem, prefill_problem
 
@@ -45,13 +46,13 @@ FAULTS = {
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
 def test_one_request_fails_and_the_others_go_on(spoil, after, shape):
-    luck = random.Random(f"{spoil.__name__} {after} {shape}")
+    rng = random.Random(f"{spoil.__name__} {after} {shape}")
     runner = FakeRunner(300, 12, 6, 400)
-    server = Server(EngineConfig(**SHAPES[shape], chunked_prefill_size=32), runner, luck)
-    trunk = [luck.randrange(VOCAB) for _ in range(40)]
+    server = Server(EngineConfig(**SHAPES[shape], chunked_prefill_size=32), runner, rng)
+    trunk = [rng.randrange(VOCAB) for _ in range(40)]
     expected = {}
     for i in range(24):
-        prompt = trunk[: luck.randint(0, 40)] + [i, *range(luck.randint(0, 9))]
+        prompt = trunk[: rng.randint(0, 40)] + [i, *range(rng.randint(0, 9))]
         sampling = SamplingParams(max_new_tokens=40, min_new_tokens=30, seed=i)
         if i % 5 == 2:
             runner.faults[i] = Fault(after, spoil)
@@ -62,7 +63,7 @@ def test_one_request_fails_and_the_others_go_on(spoil, after, shape):
     for rid, text in expected.items():
         finish = server.last[rid].finish
         if int(rid[1:]) in runner.faults:
-            assert (finish.kind, finish.status_code) == ("abort", 500)
+            assert (finish.kind, finish.failure) == ("abort", Failure.INTERNAL)
             assert server.texts[rid] == text[: len(server.texts[rid])]
             assert after <= len(server.texts[rid]) < after + 8
         else:
@@ -135,7 +136,9 @@ def test_what_a_decode_step_cannot_return(tokens, nodes, problem):
     ],
 )
 def test_what_a_prompt_cannot_return(token, logprobs, problem):
-    item = PrefillItem(slot=0, state_slot=0, start=4, token_ids=[1, 2, 3, 4], kv_slots=[0, 1, 2, 3])
+    item = PrefillItem(
+        slot=0, state_slot=0, start=4, token_ids=indices([1, 2, 3, 4]), kv_slots=indices(range(4))
+    )
     item.logprob_start = 5
     result = PrefillResult(token=token, input_logprobs=[TokenLogprob(1, -1.0)] * logprobs)
     found = prefill_problem(request(), item, result, VOCAB)

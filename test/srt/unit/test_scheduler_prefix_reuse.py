@@ -8,8 +8,8 @@ import pytest
 from fake_runner import FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, SamplingParams
-from mamba_eagle.message import Plan
+from mamba_eagle.core import PLAIN, Failure, SamplingParams
+from mamba_eagle.message import CacheHints, Plan
 
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 TRUNK = [(i * i + i // 7) % 50 for i in range(1000)]
@@ -224,20 +224,12 @@ def test_first_come_first_served_without_overtaking():
     assert [item.output_start for plan in plans for item in plan.prefill] == [200, 200, 3]
 
 
-@pytest.mark.parametrize(
-    "prompt, most, expect",
-    [
-        ([], 10, "no tokens"),
-        ([1] * 3000, 10, "3000 tokens, but .* limited to 3000"),
-        ([1, 50], 10, "between 0 and 49"),
-        ([1] * 400, 2000, "400 prompt tokens, 2000 new tokens .* but there are 1000"),
-    ],
-)
-def test_what_can_never_fit_is_refused_at_once(prompt, most, expect):
+def test_what_can_never_fit_is_refused_at_once():
     serving = server(pools=(1000, 10, 8))
-    serving.add("r", prompt, SamplingParams(max_new_tokens=most))
+    serving.add("r", [1] * 400, SamplingParams(max_new_tokens=2000))
     finish = serving.last["r"].finish
-    assert finish.kind == "abort" and finish.status_code == 400
+    assert finish.kind == "abort" and finish.failure is Failure.REFUSED
+    expect = "400 prompt tokens, 2000 new tokens .* but there are 1000"
     assert re.search(expect, finish.message), finish.message
     assert serving.scheduler.idle
 
@@ -321,3 +313,49 @@ def test_state_counts():
     assert state["cache_hit_rate"] == pytest.approx(0.4995)
     assert state["spec_accept_length"] == 1.0 and state["verify_steps_total"] == 6
     assert state["num_used_tokens"] == state["num_running_reqs"] == state["num_queue_reqs"] == 0
+
+
+def test_requests_of_different_salts_share_nothing():
+    serving = server()
+    for rid, salt in (("a", "x"), ("b", "y"), ("c", ""), ("d", "x"), ("e", "y"), ("f", "")):
+        serving.add(rid, TRUNK, SHORT, cache=CacheHints(salt=salt))
+        serving.finish()
+    assert [serving.last[rid].cached_tokens for rid in "abcdef"] == [0, 0, 0, 999, 999, 999]
+
+
+def test_requests_of_different_salts_do_not_wait_for_each_other():
+    serving = server(chunked_prefill_size=100)
+    for rid, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+        serving.add(rid, TRUNK, SHORT, cache=CacheHints(salt=salt))
+    serving.finish()
+    assert [serving.last[rid].cached_tokens for rid in "abc"] == [0, 0, 999]
+    assert all(serving.texts[rid] == expected_text(TRUNK, SHORT) for rid in "abc")
+
+
+def test_states_are_saved_where_a_client_asks_for_them():
+    serving = server(mamba_checkpoint_interval=0)
+    plans = record(serving)
+    serving.add("a", TRUNK, SHORT, cache=CacheHints(positions=[333, 700]))
+    serving.finish()
+    assert saves(plans) == [333, 700, 999]
+    serving.add("b", [*TRUNK[:500], 49, 48], SHORT)
+    serving.finish()
+    assert serving.last["b"].cached_tokens == 333
+    assert serving.scheduler.cache_use().hits["asked"] == 1
+
+
+def test_a_pinned_prompt_survives_a_flood_of_others():
+    def cached_after_the_flood(hints: CacheHints) -> int:
+        serving = server(pools=(2500, 8, 2), mamba_checkpoint_interval=0)
+        serving.add("mine", TRUNK, SHORT, cache=hints)
+        serving.finish()
+        assert serving.scheduler.state()["num_pinned_tokens"] == 999 * (hints.pin_seconds > 0)
+        for i in range(12):
+            serving.add(f"r{i}", [i, *range(40), *TRUNK[:600]], SHORT)
+            serving.finish()
+        serving.add("again", TRUNK, SHORT)
+        serving.finish()
+        return serving.last["again"].cached_tokens
+
+    assert cached_after_the_flood(CacheHints(pin_seconds=3600)) == 999
+    assert cached_after_the_flood(CacheHints()) == 0

@@ -12,8 +12,8 @@ from fake_engine import length_of
 from server_harness import listening, run, says, serving, silent
 from tiny_tokenizer import EOS, spell
 
-from mamba_eagle.core import FinishReason
-from mamba_eagle.message import Abort, Generate, StopAt
+from mamba_eagle.core import Failure, FinishReason
+from mamba_eagle.message import Abort, FlushCache, Generate, StopAt
 
 
 def test_reply_has_what_clients_read() -> None:
@@ -200,6 +200,28 @@ def test_logprobs_end_with_the_stop_string() -> None:
     run(test())
 
 
+def test_long_logprobs_come_in_fewer_events() -> None:
+    """Cumulative events of a stream grow with its square; from some size on they come rarer, and
+    all of them together are a few times as long as the last."""
+
+    async def test() -> None:
+        async with serving(says("x" * 2000), context_length=4000) as server:
+            server.engine.pause = 0.0005
+            body = {"text": "x", "sampling_params": {"max_new_tokens": 400}}
+            body |= {"return_logprob": True, "top_logprobs_num": 60}
+            events = await server.events("/generate", **body)
+            last = events[-1]["meta_info"]
+            assert len(last["output_top_logprobs"]) == 400
+            assert len(last["output_top_logprobs"][0]) == 60
+            counts = [len(event["output_ids"]) for event in events]
+            for event, count in zip(events, counts):
+                assert len(event["meta_info"]["output_token_logprobs"]) == count
+            # One by one they would be 200 times as long.
+            assert sum(counts) < 20 * counts[-1]
+
+    run(test())
+
+
 # ── ends other than the usual ────────────────────────────────────────────────────────────────
 
 
@@ -323,7 +345,7 @@ def test_engine_death_mid_stream_is_an_event() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort_by_the_engine_has_its_status(path: str, stream: bool) -> None:
     async def test() -> None:
-        reason = FinishReason(kind="abort", message="too long for the pool", status_code=400)
+        reason = FinishReason("abort", message="too long for the pool", failure=Failure.REFUSED)
         async with serving(lambda request: ([], reason)) as server:
             reply = await server.post(path, text="x", prompt="x", stream=stream)
             assert reply.status_code == 400
@@ -457,6 +479,130 @@ def test_metrics_count_what_was_served() -> None:
     run(test())
 
 
+# ── what clients differ in ───────────────────────────────────────────────────────────────────
+
+
+def test_head_works_where_get_does() -> None:
+    paths = "/ /health /health_generate /model_info /server_info /v1/models /v1/models/tiny"
+    paths += " /get_load /v1/loads /metrics /get_model_info /get_server_info"
+
+    async def test() -> None:
+        async with serving(says("abc")) as server, listening(server.app) as client:
+            for path in paths.split():
+                got, head = await client.get(path), await client.head(path)
+                assert (got.status_code, head.status_code) == (200, 200), path
+                assert head.content == b""
+                assert head.headers.get("content-type") == got.headers.get("content-type")
+            assert (await client.head("/generate")).status_code == 405
+
+    run(test())
+
+
+def test_a_trailing_slash_makes_no_difference() -> None:
+    async def test() -> None:
+        async with serving(says("abc")) as server:
+            for path in ("/v1/models/", "/health/", "/v1/models/tiny/", "/model_info//"):
+                assert (await server.client.get(path)).status_code == 200, path
+            for path in ("/generate/", "/v1/completions/"):
+                reply = await server.post(path, text="a", prompt="a")
+                assert reply.status_code == 200, path
+            assert (await server.client.get("/nowhere/")).status_code == 404
+
+    run(test())
+
+
+def test_a_flush_ends_with_its_client() -> None:
+    async def test() -> None:
+        async with serving(silent) as server, listening(server.app) as client:
+            live = asyncio.ensure_future(client.post("/generate", json={"text": "x"}))
+            while not server.manager.num_live:
+                await asyncio.sleep(0.005)
+            flush = asyncio.ensure_future(client.post("/flush_cache?timeout=60"))
+            while not server.engine.of(FlushCache):
+                await asyncio.sleep(0.005)
+            flush.cancel()
+            while server.manager._calls:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.1)
+            asked = len(server.engine.of(FlushCache))
+            await asyncio.sleep(0.3)
+            assert len(server.engine.of(FlushCache)) == asked
+            live.cancel()
+
+    run(test())
+
+
+def test_stop_strings_stay_in_this_process() -> None:
+    async def test() -> None:
+        async with serving(says("abcd")) as server:
+            sampling = {"stop": ["c", "zz"], "n": 2, "stop_token_ids": [7]}
+            await server.post("/generate", text="x", sampling_params=sampling)
+            for request in server.engine.of(Generate):
+                assert request.sampling.stop == [] and request.sampling.stop_token_ids == [7]
+
+    run(test())
+
+
+def test_tiny_temperatures_are_greedy() -> None:
+    async def test() -> None:
+        async with serving(says("a")) as server:
+            for value in (1e-9, 1e-300, 0):
+                body = {"text": "x", "sampling_params": {"temperature": value}}
+                assert (await server.post("/generate", **body)).status_code == 200
+            assert {item.sampling.temperature for item in server.engine.of(Generate)} == {0.0}
+
+    run(test())
+
+
+def test_parameters_are_named_as_the_route_names_them() -> None:
+    async def message(server: Any, path: str, **body: Any) -> str:
+        reply = await server.post(path, **body)
+        assert reply.status_code == 400
+        return reply.json()["error"]["message"]
+
+    async def test() -> None:
+        async with serving(says("a")) as server:
+            said = await message(server, "/v1/completions", prompt="x", min_tokens=40)
+            assert said == "min_tokens = 40: must be between 0 and max_tokens (16)"
+            chat = {"messages": [{"role": "user", "content": "x"}], "min_tokens": 4}
+            path = "/v1/chat/completions"
+            said = await message(server, path, **chat, max_completion_tokens=2)
+            assert said == "min_tokens = 4: must be between 0 and max_completion_tokens (2)"
+            said = await message(server, path, **chat, max_tokens=-1)
+            assert "max_tokens = -1: must be 0 or more" in said
+            params = {"max_new_tokens": 2**63}
+            said = await message(server, "/generate", text="x", sampling_params=params)
+            assert "max_new_tokens = 9223372036854775808" in said
+            assert "between -2**63 and 2**63 - 1" in said
+            every = {"stop_token_ids": list(range(300)), "min_new_tokens": 2}
+            said = await message(server, "/generate", text="x", sampling_params=every)
+            assert "sampling_params.stop_token_ids" in said and "min_new_tokens to 0" in said
+
+    run(test())
+
+
+@pytest.mark.parametrize("value", [None, "abc"])
+def test_no_error_shows_another_clients_name(value: str | None) -> None:
+    """What one request's rid is, another client learns from no message."""
+
+    async def test() -> None:
+        async with serving(silent, max_queued_requests=0) as server:
+            task = asyncio.ensure_future(
+                server.post("/generate", text=["x"] * 7, rid="somebodys-name")
+            )
+            while server.manager.num_live < 7:
+                await asyncio.sleep(0.005)
+            full = await server.post("/generate", text=["a", "b"], rid=value)
+            unknown = await server.post("/abort_request", rid="other")
+            for reply in (full, unknown, await server.client.post("/flush_cache")):
+                assert "somebody" not in reply.text
+            assert full.status_code == 503
+            server.manager.fail("the engine is gone")
+            assert "somebody" not in (await task).text
+
+    run(test())
+
+
 # ── OpenAI ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -520,5 +666,69 @@ def test_chat() -> None:
             assert "".join(delta.get("content", "") for delta in deltas) == "hello"
             assert events[-1]["choices"][0]["finish_reason"] == "length"
             assert json.dumps(events).count('"finish_reason": "length"') == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_answer_is_no_answer(path: str, stream: bool) -> None:
+    """OpenAI's clients know four finish reasons, and none of them means this."""
+
+    async def test() -> None:
+        async with serving(says("x" * 60)) as server:
+            server.engine.pause = 0.02
+            messages = [{"role": "user", "content": "a"}]
+            body = {"prompt": "a", "messages": messages, "max_tokens": 40, "stream": stream}
+            task = asyncio.ensure_future(server.post(path, **body, rid="mine"))
+            while not any(sample.output_ids for sample in server.manager._samples.values()):
+                await asyncio.sleep(0.005)
+            await server.post("/abort_request", rid="mine")
+            reply = await task
+            assert '"abort"' not in reply.text
+            if stream:
+                *pieces, error, done = reply.text.strip().split("\n\n")
+                assert pieces and done == "data: [DONE]"
+                content = json.loads(error.removeprefix("data: "))
+            else:
+                assert reply.status_code == 400
+                content = reply.json()
+            assert "ended: aborted by /abort_request" in content["error"]["message"]
+
+    run(test())
+
+
+def test_logprobs_of_a_prompt_without_text_are_echoed() -> None:
+    async def test() -> None:
+        async with serving(says("ab")) as server:
+            body = {"prompt": [EOS, EOS], "echo": True, "logprobs": 0, "max_tokens": 1}
+            choice = (await server.post("/v1/completions", **body)).json()["choices"][0]
+            assert choice["text"] == "a"
+            assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_logprobs_in_pieces_are_those_of_the_whole(path: str) -> None:
+    async def test() -> None:
+        async with serving(says("abcdefgh" * 3), chunk=2) as server:
+            asked = {"logprobs": 2} if "chat" not in path else {"logprobs": True, "top_logprobs": 2}
+            body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 24}
+            body |= {**asked, "n": 2, "return_meta_info": True}
+            whole = (await server.post(path, **body)).json()["choices"]
+            events = await server.events(path, **body)
+            for index in (0, 1):
+                mine = [event["choices"][0] for event in events]
+                mine = [choice for choice in mine if choice["index"] == index]
+                joined: dict[str, list[Any]] = {}
+                for choice in mine:
+                    for name, items in (choice["logprobs"] or {}).items():
+                        joined.setdefault(name, []).extend(items)
+                assert joined == whole[index]["logprobs"]
+                meta = whole[index]["meta_info"]
+                assert len(meta["output_token_logprobs"]) == 24
+                last = mine[-1]["meta_info"]
+                assert last["output_token_logprobs"] == meta["output_token_logprobs"]
 
     run(test())

@@ -1,0 +1,59 @@
+"""The most that one request may ask for; docs/limits.md explains each.
+
+Every limit is checked before the work that it bounds is done, and an error names the field, its
+size, the limit and what to do. What depends on the model or on a setting (context length,
+vocabulary, ``--max-body-size``, ``--max-queued-requests``) is checked beside these.
+"""
+
+from __future__ import annotations
+
+# ── values: what float32, the kernels and the protocol hold ──────────────────────────────────
+
+MAX_TEMPERATURE = 10_000.0
+GREEDY_BELOW = 1e-6  # lower temperatures mean 0, as with SGLang
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 2.0
+MAX_PENALTY = 2.0  # frequency and presence, either sign
+MAX_LOGIT_BIAS = 10_000.0  # either sign
+MAX_TOP_LOGPROBS = 64
+MAX_INTEGER = 2**63 - 1  # messages carry 64 bits
+
+# ── sizes of a body ──────────────────────────────────────────────────────────────────────────
+
+MAX_BODY_SIZE = 1024  # MiB, that --max-body-size may allow
+MAX_CONTROL_BODY = 65_536  # bytes; routes that take no prompt, such as /abort_request
+MAX_DRAINED_BODY = 2**28  # bytes of an oversized body that are read and thrown away
+MAX_BODIES_IN_MEMORY = 2**26  # bytes of all bodies that are being received or read together
+MAX_JSON_CONTAINERS = 32_768  # arrays and objects in a body
+MAX_JSON_STRINGS = 65_536  # keys included
+MAX_JSON_ITEMS = 2**21  # of all arrays and objects: about as many token ids
+MAX_JSON_NUMBERS = 32_768  # outside lists of token ids
+
+# ── what a request may list ──────────────────────────────────────────────────────────────────
+
+MAX_PROMPTS = 4096  # also lists of /detokenize and texts of /tokenize
+MAX_MESSAGES = 4096
+MAX_SAMPLES = 1024  # n
+MAX_CACHE_SALT = 256  # characters of cache_salt
+MAX_PIN_SECONDS = 3600  # pin_seconds
+MAX_CHECKPOINTS = 16  # positions of checkpoint
+MAX_STOP_STRINGS = 512
+MAX_STOP_LENGTH = 1024  # characters of one
+MAX_STOP_CHARACTERS = 16_384  # of all together
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS_ENTRIES = 4096
+MAX_RID_LENGTH = 256  # characters
+MAX_MODEL_LENGTH = 512  # characters
+MAX_DETOKENIZED_IDS = 2**20  # of all lists of /detokenize together
+
+# ── products: a small body may ask for much ──────────────────────────────────────────────────
+
+MAX_PROMPT_TOKENS = 2**22  # of all samples: each carries its prompt
+MAX_TOKEN_ENTRIES = 2**18  # logit_bias and stop_token_ids, of all samples
+MAX_INPUT_LOGPROBS = 2**17  # of one prompt: positions times (1 + top)
+MAX_LOGPROBS = 2**21  # of all samples, input and output: tokens times (1 + top)
+
+# ── what is shown and repeated ───────────────────────────────────────────────────────────────
+
+MAX_SHOWN = 200  # characters of a value in an error message or a log line
+MAX_LOGGED_PROMPT = 2000  # characters of a prompt in the log, with --log-prompts

@@ -1,0 +1,138 @@
+"""Receives bodies: how long they may be, and how many are held at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_BODIES_IN_MEMORY, MAX_DRAINED_BODY
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.json_body import decode_object
+from mamba_eagle.server.threads import BodyThreads
+
+# What clients send JSON as; curl -d says it sends a form, and some say nothing.
+READABLE_TYPES = (
+    "",
+    "application/json",
+    "application/x-www-form-urlencoded",
+    "application/octet-stream",
+    "text/json",
+    "text/plain",
+)
+READABLE_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
+T = TypeVar("T")
+
+
+class Bodies:
+    """Receives, decodes and reads bodies; ``max_size`` is in bytes."""
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self.capacity = max(MAX_BODIES_IN_MEMORY, 2 * max_size)
+        self.held = 0  # bytes of the bodies that are being received or read
+        self.threads = BodyThreads()
+
+    async def read(
+        self, request: Request, read_fields: Callable[[Fields], T], max_size: int = 0
+    ) -> T:
+        """What ``read_fields`` makes of the body, off the event loop if the body is long.
+
+        max_size: of this route, if it is less than the server's.
+        Raises: RequestError; whatever ``read_fields`` raises.
+        """
+        reception = _Reception(self, request, max_size or self.max_size)
+        try:
+            body = await reception.body()
+            return await self.threads.run(
+                len(body), lambda: read_fields(Fields(decode_object(body)))
+            )
+        finally:
+            self.held -= reception.held
+
+
+class _Reception:
+    """One body as it comes in. What is refused is read to its end and thrown away, since a
+    client that is still sending would not see the answer."""
+
+    def __init__(self, bodies: Bodies, request: Request, max_size: int) -> None:
+        self.bodies = bodies
+        self.request = request
+        self.max_size = max_size
+        self.held = 0  # bytes that count as the bodies' in memory
+        self._parts: list[bytes] = []
+        self._refusal = unreadable(request)
+
+    async def body(self) -> bytes:
+        length = 0
+        try:
+            async for part in self.request.stream():
+                length += len(part)
+                if length > MAX_DRAINED_BODY:
+                    break
+                self._take(part)
+        except ClientDisconnect:
+            raise RequestError("the client went away before its request was complete") from None
+        if self._refusal is not None and length:
+            raise self._refusal
+        body = b"".join(self._parts)
+        self._parts.clear()
+        return body
+
+    def _take(self, part: bytes) -> None:
+        if self._refusal is None:
+            self._refusal = self._too_much(len(part))
+        if self._refusal is not None:
+            self._give_back()
+            return
+        self._parts.append(part)
+        self.held += len(part)
+        self.bodies.held += len(part)
+
+    def _give_back(self) -> None:
+        self._parts.clear()
+        self.bodies.held -= self.held
+        self.held = 0
+
+    def _too_much(self, more: int) -> RequestError | None:
+        if self.held + more > self.max_size:
+            most = _size(self.max_size)
+            own = self.max_size < self.bodies.max_size
+            limit = "the limit of this route" if own else "--max-body-size"
+            return RequestError(f"the body is longer than {most}, {limit}: send less", 413)
+        if self.bodies.held + more > self.bodies.capacity:
+            return RequestError(
+                f"the server holds {_size(self.bodies.capacity)} of request bodies, as much as it "
+                "may: try again later",
+                503,
+                retry_after=1,
+            )
+        return None
+
+
+def _size(count: int) -> str:
+    return f"{count // 2**20} MiB" if count >= 2**20 else f"{count // 1024} KiB"
+
+
+def unreadable(request: Request) -> RequestError | None:
+    """Why a body of this kind cannot be read, if it cannot."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        return RequestError(
+            f"Content-Encoding = {shown(encoding)}: compressed bodies are not read; send it as it "
+            "is",
+            415,
+        )
+    header = request.headers.get("content-type", "")
+    kind, _, parameters = header.lower().partition(";")
+    kind = kind.strip()
+    charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "') or "utf-8"
+    known = kind in READABLE_TYPES or kind.endswith("+json")
+    if known and charset in READABLE_CHARSETS:
+        return None
+    return RequestError(
+        f"Content-Type = {shown(header)}: send JSON in UTF-8, as application/json", 415
+    )

@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize: the tokenizer alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.limits import MAX_DETOKENIZED_IDS, MAX_PROMPTS
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.json_list import JsonList
+from mamba_eagle.server.state import ServerState, server_state
+
+router = APIRouter()
+PIECE = 8192  # token ids put into JSON at a time
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """``prompt`` (or ``text``), a string or a list of strings, to token ids."""
+    return json_response(await server_state(request).read(request, _tokenize))
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """``tokens``, a list of ids or a list of such lists, to text."""
+    return json_response(await server_state(request).read(request, _detokenize))
+
+
+def _tokenize(fields: Fields, state: ServerState) -> bytes:
+    name = "prompt" if fields.raw("prompt") is not None else "text"
+    value = fields.raw(name)
+    if value is None:
+        raise RequestError("prompt is needed: a string or a list of strings", param="prompt")
+    texts = fields.texts(name, "texts", MAX_PROMPTS)
+    special = fields.flag("add_special_tokens", True)
+    single = isinstance(value, str)
+    names = [name if single else f"{name}[{i}]" for i in range(len(texts))]
+    ids = state.prompts.encode(texts, names, special)
+    tokens = [_as_json(one) for one in ids]
+    return msgspec.json.encode(
+        {
+            "tokens": tokens[0] if single else tokens,
+            "count": len(ids[0]) if single else [len(one) for one in ids],
+            "max_model_len": state.context_length,
+        }
+    )
+
+
+def _as_json(ids: list[int]) -> msgspec.Raw:
+    text = JsonList()
+    for begin in range(0, len(ids), PIECE):
+        text.extend(ids[begin : begin + PIECE])
+    return text.raw()
+
+
+def _detokenize(fields: Fields, state: ServerState) -> bytes:
+    tokenizer = state.prompts.need_tokenizer("/detokenize")
+    skip = fields.flag("skip_special_tokens", True)
+    value = fields.raw("tokens")
+    single = not (isinstance(value, list) and value and isinstance(value[0], list))
+    lists: list[Any] = [value] if single else value
+    if len(lists) > MAX_PROMPTS:
+        raise fields.too_many("tokens", "lists", len(lists), MAX_PROMPTS)
+    total = sum(len(one) for one in lists if isinstance(one, list))
+    if total > MAX_DETOKENIZED_IDS:
+        raise fields.too_many("tokens", "token ids", total, MAX_DETOKENIZED_IDS)
+    checked = [_check_ids(fields, one, state.vocab_size) for one in lists]
+    texts = tokenizer.decode_all(checked, skip)
+    return msgspec.json.encode({"text": texts[0] if single else texts})
+
+
+def _check_ids(fields: Fields, value: Any, vocab_size: int) -> list[int]:
+    ids = Fields({"tokens": value}).integers("tokens", "token ids", MAX_DETOKENIZED_IDS)
+    if value is None or (ids and not (min(ids) >= 0 and max(ids) < vocab_size)):
+        raise fields.wrong("tokens", f"must be token ids between 0 and {vocab_size - 1}")
+    return ids

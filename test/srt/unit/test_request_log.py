@@ -1,0 +1,49 @@
+"""--log-requests: one line per event, nothing that a client wrote unescaped, no prompts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from server_harness import run, says, serving
+
+RID = "a\nFAKE line\x1b[31m\u2028" + "z" * 150
+BODY = {
+    "text": "secret prompt",
+    "rid": RID,
+    "sampling_params": {"stop": ["secret stop", "lo"], "temperature": 0.5, "top_k": 3},
+}
+
+
+def logged(caplog: pytest.LogCaptureFixture, log_prompts: bool) -> list[str]:
+    async def test() -> None:
+        async with serving(says("hello"), log_requests=True, log_prompts=log_prompts) as server:
+            await server.post("/generate", **BODY)
+
+    with caplog.at_level(logging.INFO, "mamba_eagle.requests"):
+        run(test())
+    return [record.getMessage() for record in caplog.records if "requests" in record.name]
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_what_clients_send_is_escaped(log_prompts: bool, caplog: pytest.LogCaptureFixture) -> None:
+    start, end = logged(caplog, log_prompts)
+    for line in (start, end):
+        assert line.isprintable()
+        assert "a\\nFAKE line\\u001b[31m\\u2028zzz" in line
+    assert "temperature=0.5, top_k=3" in start
+    assert "2 stop strings" in start
+    assert ("secret prompt" in start) == ("secret stop" in start) == log_prompts
+    assert ('"lo"' in end) == log_prompts and "secret" not in end
+
+
+def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serving(says("hello"), log_requests=False) as server:
+            body: dict[str, Any] = {**BODY, "rid": "r"}
+            assert (await server.post("/generate", **body)).status_code == 200
+
+    with caplog.at_level(logging.INFO):
+        run(test())
+    assert "secret" not in caplog.text and "requests" not in {r.name for r in caplog.records}
