@@ -176,7 +176,7 @@ async def server_info(request: Request) -> Response:
             "internal_states": [{**scheduler.state, **averages}],
             "speculation": scheduler.speculation,
             "max_total_num_tokens": engine.max_kv_slots,
-            "max_state_slots": engine.max_state_slots,
+            "max_checkpoints": engine.max_state_slots,
             "max_running_requests": engine.max_running_requests,
             "context_length": state.context_length,
             "vocab_size": engine.vocab_size,

@@ -129,8 +129,8 @@ def test_a_nine_b_geometry_answers(drafter: list[str], start_server) -> None:
     begin = time.perf_counter()
     server = start_server(*NINE_B, *drafter, "--no-speculative-adaptive")
     print(f"ready after {time.perf_counter() - begin:.1f} s\n{server.output}")
-    table = re.findall(r"^(KV|checkpoints|rows) .* = +([\d.]+ [GMk]B)$", server.output, re.M)
-    assert [name for name, _ in table] == ["KV", "checkpoints", "rows"]
+    table = re.findall(r"^(KV|state slots|rows) .* = +([\d.]+ [GMk]B)$", server.output, re.M)
+    assert [name for name, _ in table] == ["KV", "state slots", "rows"]
     prompts = [[7 * i + k for k in range(40)] for i in range(1, 9)]
     asks = {"return_logprob": True}
     bodies = [greedy_body(prompt, 12, **asks) for prompt in prompts]

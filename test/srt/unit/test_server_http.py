@@ -373,7 +373,7 @@ def test_information_routes() -> None:
                 assert info["internal_states"][0]["last_gen_throughput"] == 12.5
                 assert info["internal_states"][0]["avg_spec_accept_length"] == 1.0
                 assert info["max_req_input_len"] == 63
-                assert info["max_running_requests"] == 8
+                assert info["max_running_requests"] == 8 and info["max_checkpoints"] == 100
                 assert info["speculation"] == {
                     "adaptive": True,
                     "current": "2x5x8",
