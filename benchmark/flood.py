@@ -261,10 +261,11 @@ async def flood(
     return window, answers
 
 
-async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> list[dict[str, Any]]:
+async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> bool:
+    """Whether the server and all streams came through unharmed."""
     streams = Streams(port, pids)
     running = asyncio.ensure_future(streams.run(args.streams))
-    lines = []
+    facts = results.facts("cpu") if args.results else {}
     try:
         await quiet(streams, 3)
         for name in args.only or [CONTROL, *ATTACKS]:
@@ -273,18 +274,18 @@ async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> list[
             after = await quiet(streams, args.seconds)
             line = summary(name, [before, after], during, answers)
             line |= {"label": args.label, "streams": args.streams}
-            lines.append(line)
             print(show(line), flush=True)
+            if args.results:
+                results.append(args.results, [{**line, **facts}])
             if not all(Path(f"/proc/{pid}").exists() for pid in pids):
                 print("the server died", file=sys.stderr)
-                break
+                return False
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
     print(f"{streams.different} texts differed, {streams.failed} streams failed")
-    args.harmed = streams.different + streams.failed
-    return lines
+    return not streams.different and not streams.failed
 
 
 def summary(
@@ -336,15 +337,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.attack:
         attack(args.attack, args.port)
-    args.harmed = 0
     with server(args.source, args.flags) as (process, errors, port):
-        lines = asyncio.run(measure(args, port, wait_until_ready(process, errors)))
-        alive = process.poll() is None
-    if args.results:
-        facts = results.facts("cpu")
-        results.append(args.results, [{**line, **facts} for line in lines])
-    if not alive or args.harmed:
-        sys.exit(1)
+        unharmed = asyncio.run(measure(args, port, wait_until_ready(process, errors)))
+    sys.exit(0 if unharmed else 1)
 
 
 if __name__ == "__main__":
