@@ -3,133 +3,156 @@
     python benchmark/cpu_vs_transformers.py --threads 2
 
 Greedy, float32, a fixed number of new tokens (stop tokens are ignored), prefill included in the
-time. Repetitions of the contestants alternate, so that a slow minute of the machine hits all; the
-best one of each counts. The tokens of both sides are compared, too.
-Appends one JSON line a measurement to benchmark/results/cpu.jsonl.
+time. Ours is the model runner's time: in a server the scheduler works beside it. Repetitions of the
+contestants alternate, so that a slow minute of the machine hits all; the best one of each counts.
+The tokens of both sides are compared, too.
+Appends one JSON line per measurement to benchmark/results/cpu.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 
-from mamba_eagle.bench_one_batch import make_driver, synthetic_prompts
+from mamba_eagle.bench import facts, results
+from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
+from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.eval import machine
+from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
+from mamba_eagle.runner.make import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEER = "transformers"
 
+Prompts = list[list[int]]
 
-@dataclass
-class Contestant:
-    name: str
+
+@dataclass(frozen=True)
+class BatchRound(Round):
+    texts: list[list[int]] = field(kw_only=True)
+    tokens_per_step: float = 1.0  # of a request
+
+
+class Player(NamedTuple):
     mode: str  # transformers, plain or eagle
-    batch: int
-    run: Callable[[], tuple[list[list[int]], float]]  # the new tokens, tokens per request and step
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    accept_length: float = 1.0
+    prompts: Prompts
+    answer: Callable[[Prompts], BatchRound]
 
-    def measure(self) -> None:
-        begin = time.perf_counter()
-        self.tokens, self.accept_length = self.run()
-        self.seconds.append(time.perf_counter() - begin)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(len(tokens) for tokens in self.tokens) / min(self.seconds)
+    def play(self) -> BatchRound:
+        return self.answer(self.prompts)
 
 
-def transformers_generate(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    ids = torch.tensor(prompts)
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            use_cache=True,
-        )
-    return out[:, ids.shape[1] :].tolist()
-
-
-def load_transformers(folder: str) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def peer(folder: str, new_tokens: int) -> Callable[[Prompts], BatchRound]:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
     # Ours ignores stop tokens; without these there is nothing that could end the peer early either.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model
 
-
-def ours(driver: InProcessDriver, prompts: list[list[int]], new_tokens: int) -> Any:
-    made = driver.generate(prompts, greedy(new_tokens))
-    return made.tokens, made.accept_length
-
-
-def contestants(args: argparse.Namespace) -> list[Contestant]:
-    base = EngineConfig(model_path=args.model_path, device="cpu", cpu_threads=args.threads)
-    longest = args.input_len + args.output_len
-    drivers = {}
-    for mode, algorithm in (("plain", "NONE"), ("eagle", "auto")):
-        config = resolve(
-            EngineConfig(
-                model_path=args.model_path,
-                device="cpu",
-                dtype="float32",
-                cpu_threads=args.threads,
-                speculative_algorithm=algorithm,
-                speculative_draft_model_path=args.speculative_draft_model_path
-                if mode == "eagle"
-                else "",
+    def answer(prompts: Prompts) -> BatchRound:
+        begin = time.perf_counter()
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                use_cache=True,
             )
+        texts = out[:, ids.shape[1] :].tolist()
+        return BatchRound(sum(map(len, texts)), time.perf_counter() - begin, texts=texts)
+
+    return answer
+
+
+def ours(config: EngineConfig, new_tokens: int) -> Callable[[Prompts], BatchRound]:
+    engine = BatchEngine(config, make_runner(config))
+
+    def answer(prompts: Prompts) -> BatchRound:
+        made = engine.generate(prompts, greedy(new_tokens))
+        return BatchRound(
+            made.output_tokens,
+            made.seconds,
+            texts=made.tokens,
+            tokens_per_step=made.accept_length,
         )
-        if mode == "eagle" and config.speculative_algorithm == "NONE":
-            continue  # no head at hand
-        drivers[mode] = make_driver(sized_for(config, max(args.batch_size), longest))
-    model = load_transformers(resolve(base).model_path)
+
+    return answer
+
+
+def settings(args: argparse.Namespace, **speculation: str) -> EngineConfig:
+    config = EngineConfig(
+        model_path=args.model_path,
+        device="cpu",
+        dtype="float32",
+        cpu_threads=args.threads,
+        **speculation,  # type: ignore[arg-type]
+    )
+    return sized_for(resolve(config), max(args.batch_size), args.input_len + args.output_len)
+
+
+def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]]:
+    plain = settings(args, speculative_algorithm="NONE")
+    drafter = args.speculative_draft_model_path
+    eagle = settings(args, speculative_algorithm="auto", speculative_draft_model_path=drafter)
+    runs = {"plain": ours(plain, args.output_len)}
+    if eagle.speculative_algorithm != "NONE":  # there is a head
+        runs["eagle"] = ours(eagle, args.output_len)
+    runs = {PEER: peer(plain.model_path, args.output_len), **runs}
     # Loading sets the number of threads; from here on it is the same for all.
     torch.set_num_threads(args.threads)
-
-    config = resolve(base)
-    vocab_size = drivers["plain"].runner.ready.vocab_size
-    new = args.output_len
-    found = []
+    vocab_size = read_model_config(plain.model_path).vocab_size
+    found: list[Contestant[Player, BatchRound]] = []
     for batch in args.batch_size:
-        prompts = synthetic_prompts(config, vocab_size, batch, args.input_len)
-        found.append(
-            Contestant(
-                f"{PEER}-b{batch}",
-                PEER,
-                batch,
-                lambda prompts=prompts: (transformers_generate(model, prompts, new), 1.0),
-            )
-        )
-        for mode, driver in drivers.items():
-            found.append(
-                Contestant(
-                    f"{mode}-b{batch}",
-                    mode,
-                    batch,
-                    lambda driver=driver, prompts=prompts: ours(driver, prompts, new),
-                )
-            )
+        prompts = synthetic_prompts(plain, vocab_size, batch, args.input_len)
+        for mode, run in runs.items():
+            found.append(Contestant(f"{mode}-b{batch}", Player(mode, prompts, run)))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def report(
+    field: list[Contestant[Player, BatchRound]], about: dict[str, Any]
+) -> list[results.Line]:
+    """Prints a row for each contestant; returns the result lines."""
+    peers = {len(each.player.prompts): each for each in field if each.player.mode == PEER}
+    print(f"{'mode':>14} {'batch':>5} {'token/s':>9} {'ratio':>6} {'accept':>6} {'equal':>7}")
+    lines = []
+    for each in field:
+        mode, batch, last = each.player.mode, len(each.player.prompts), each.rounds[-1]
+        ratio = each.fastest / peers[batch].fastest
+        equal = sum(a == b for a, b in zip(last.texts, peers[batch].rounds[-1].texts))
+        print(
+            f"{mode:>14} {batch:>5} {each.fastest:>9.1f} {ratio:>6.2f} "
+            f"{last.tokens_per_step:>6.2f} {f'{equal}/{batch}':>7}"
+        )
+        lines.append(
+            {
+                "name": each.name,
+                "mode": mode,
+                "batch": batch,
+                "value": round(each.fastest, 2),
+                "unit": "token/s",
+                "ratio_to_transformers": round(ratio, 3),
+                "accept_length": round(last.tokens_per_step, 3),
+                "equal_to_transformers": equal,
+                **about,
+            }
+        )
+    return lines
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-path", default="", help="checkpoint; empty: the embedded model")
     parser.add_argument("--speculative-draft-model-path", default="", help="its draft head")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8])
@@ -138,61 +161,37 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--result-filename", default=str(RESULTS), help="empty: keep nothing")
-    args = parser.parse_args()
+    return parser
 
+
+def main() -> None:
+    args = make_parser().parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     field = contestants(args)
     for contestant in field:
-        contestant.run()  # warm-up
-    for _ in range(args.repetitions):
-        for contestant in field:
-            contestant.measure()
-
-    peers = {c.batch: c for c in field if c.mode == PEER}
-    facts = {
+        contestant.player.play()  # warm-up
+    play_rounds(field, Player.play, args.repetitions)
+    about = {
         "input_len": args.input_len,
         "output_len": args.output_len,
         "repetitions": args.repetitions,
-        "cpu": machine.cpu_model(),
+        "cpu": facts.cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": machine.commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": facts.commit(),
+        "date": facts.today(),
     }
-    print(f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, ", end="")
-    print(f"transformers {facts['transformers']}, commit {facts['commit']}")
-    print(f"{args.input_len} prompt tokens, {args.output_len} new tokens, best of ", end="")
-    print(f"{args.repetitions}; accept: tokens a step; equal: requests whose tokens are the peer's")
-    print(f"{'mode':>14} {'batch':>5} {'token/s':>9} {'ratio':>6} {'accept':>6} {'equal':>7}")
-    records = []
-    for c in field:
-        peer = peers[c.batch]
-        ratio = c.tokens_per_second / peer.tokens_per_second
-        equal = sum(a == b for a, b in zip(c.tokens, peer.tokens))
-        print(
-            f"{c.mode:>14} {c.batch:>5} {c.tokens_per_second:>9.1f} {ratio:>6.2f} "
-            f"{c.accept_length:>6.2f} {f'{equal}/{c.batch}':>7}"
-        )
-        records.append(
-            {
-                "name": c.name,
-                "mode": c.mode,
-                "batch": c.batch,
-                "value": round(c.tokens_per_second, 2),
-                "unit": "token/s",
-                "ratio_to_transformers": round(ratio, 3),
-                "accept_length": round(c.accept_length, 3),
-                "equal_to_transformers": equal,
-                **facts,
-            }
-        )
+    print(
+        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, "
+        f"transformers {about['transformers']}, commit {about['commit']}\n"
+        f"{args.input_len} prompt tokens, {args.output_len} new tokens, best of "
+        f"{args.repetitions}; accept: tokens per step; equal: requests whose tokens are the peer's"
+    )
+    lines = report(field, about)
     if args.result_filename:
-        path = Path(args.result_filename)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        results.append(args.result_filename, lines)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     PYTHONPATH=python python benchmark/kernels/bench_nodes.py --output FILE.jsonl
 
 Rows and folds (16 journal rows; without a fold, and with one of every request) read the state once,
-whatever the tree; a state a node is written as often as there are nodes. Measured as
-bench_tree_verify.py and bench_snapshot.py do.
+whatever the tree; the other scheme writes one state per node. Measured as in bench_tree_verify.py
+and bench_snapshot.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import itertools
 from typing import NamedTuple
 
 import torch
-from bench_snapshot import SnapshotInputs
-from bench_tree_verify import JOURNAL, NANO_9B, Inputs, Mode, bytes_moved
-from measure import Report, compile_all, graph_us
 
+from mamba_eagle.bench.launches import Report, compile_all, graph_us
+from mamba_eagle.bench.verify_inputs import (
+    JOURNAL,
+    NANO_9B,
+    Inputs,
+    Mode,
+    SnapshotInputs,
+    bytes_moved,
+)
 from mamba_eagle.kernels.tree_verify.triton import choose_config
 
 MAX_SNAPSHOT_BYTES = 30e9  # of all node states; two layers at least are gone round

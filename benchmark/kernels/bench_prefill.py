@@ -17,10 +17,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from bench_tree_verify import CONV_KERNEL, NANO_9B
-from measure import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from torch import Tensor
 
+from mamba_eagle.bench.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
+from mamba_eagle.bench.verify_inputs import CONV_KERNEL, NANO_9B
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import ScanInputs, prefill_conv
 from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Prompt, prefill_plan

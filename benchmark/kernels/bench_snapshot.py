@@ -11,64 +11,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
-from functools import partial
 
-import torch
-from bench_tree_verify import NANO_9B, Inputs, Mode
-from measure import ROTATED_BYTES, Launch, Report, graph_us
-from torch import Tensor
-
-from mamba_eagle.kernels.tree_verify.triton_snapshot import (
-    SnapshotConfig,
-    commit_snapshots,
-    snapshot_verify,
-)
+from mamba_eagle.bench.launches import Report, graph_us
+from mamba_eagle.bench.verify_inputs import SnapshotInputs
+from mamba_eagle.kernels.tree_verify.triton_snapshot import SnapshotConfig
 
 SGLANG_US = {8: {1: 29, 8: 161, 32: 676}, 16: {1: 55, 8: 309, 32: 1330}}
 CONFIGS = [
     SnapshotConfig(tile, warps)
     for tile, warps in ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
 ]
-
-
-class SnapshotInputs(Inputs):
-    """A tree without a journal, and a state for each node and layer."""
-
-    def __init__(self, batch: int, nodes: int) -> None:
-        state_bytes = batch * math.prod((NANO_9B.heads, NANO_9B.head_dim, NANO_9B.state_size)) * 4
-        layers = max(2, math.ceil(ROTATED_BYTES / (state_bytes * nodes)))
-        super().__init__(batch, Mode(nodes, None), layers=layers, journal=0, rows=nodes)
-        self.node_states = self.state.new_empty(layers, batch, nodes, *self.state.shape[2:])
-        self.nodes, self.state_bytes = nodes, state_bytes
-
-    def snapshot(self, config: SnapshotConfig | None = None) -> list[Launch]:
-        def launch(layer: int) -> Tensor:
-            return snapshot_verify(
-                self.buffers[layer],
-                self.C,
-                self.A,
-                self.D,
-                self.state[layer],
-                self.node_states[layer],
-                self.step,
-                self.sizes,
-                config,
-            )
-
-        return [partial(launch, layer) for layer in range(len(self.state))]
-
-    def commit(self) -> list[Launch]:
-        """All layers in one launch."""
-        count = torch.ones_like(self.step.slots)
-        at = (self.step.slots, self.step.state_slots, self.step.rows[:, -1].contiguous(), count)
-        return [lambda: commit_snapshots(self.node_states, self.state, *at)]
-
-    @property
-    def num_bytes(self) -> int:
-        H, P, G, N = self.sizes
-        rows = self.nodes * (2 * (H * P + G * N) + 4 * H + 2 * (G * N + H * P))
-        return (1 + self.nodes) * self.state_bytes + len(self.step.slots) * rows
 
 
 def report(output: str | None, sweeping: bool) -> None:
@@ -92,7 +44,7 @@ def report(output: str | None, sweeping: bool) -> None:
         )
         layers = len(inputs.state)
         found.add(
-            f"snapshot copy, a layer {batch}",
+            f"snapshot copy, per layer {batch}",
             "kernel_snapshot_copy_us",
             graph_us(inputs.commit()) / layers,
             2 * inputs.state_bytes,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -23,12 +22,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from measure import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from torch import Tensor
 
 from mamba_eagle.backend.choose import flashinfer_usable
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.torch.attention import PagedAttention
+from mamba_eagle.bench import results
+from mamba_eagle.bench.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.model_config import AttentionConfig
@@ -218,10 +218,8 @@ def sweep(output: str, seconds: float) -> dict[tuple[str, int], Config]:
 
         ranked = sorted(whole, key=cost)
         best[name, batch] = ranked[0]
-        with open(output, "a") as file:
-            for config in ranked:
-                line = {"mode": name, "batch": batch, "us": whole[config], "config": config}
-                file.write(json.dumps(line) + "\n")
+        case = {"mode": name, "batch": batch}
+        results.append(output, [case | {"us": whole[c], "config": c} for c in ranked])
         usual = usual_config(batch, MODES[name])
         for config in [*ranked[:4], usual]:
             shown = " ".join(f"{us:.2f}" for us in whole[config])

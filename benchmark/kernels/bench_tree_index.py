@@ -15,7 +15,6 @@ from functools import partial
 from types import ModuleType
 
 import torch
-from measure import Launch, Report, graph_us
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingSize
@@ -24,6 +23,7 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.bench.launches import Launch, Report, graph_us
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
 from mamba_eagle.kernels.tree_verify import torch_rows, triton_rows

@@ -12,35 +12,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import math
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from measure import ROTATED_BYTES, Report, compile_all, graph_us
-from torch import Tensor
 
-from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
-from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
-from mamba_eagle.kernels.tree_verify.triton import Config, choose_config, tree_verify
+from mamba_eagle.bench import results
+from mamba_eagle.bench.launches import Report, compile_all, graph_us
+from mamba_eagle.bench.verify_inputs import JOURNAL, NANO_9B, ROWS, Inputs, Mode, bytes_moved
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers
+from mamba_eagle.kernels.tree_verify.triton import Config, choose_config
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
-NANO_9B = Sizes(heads=128, head_dim=80, groups=8, state_size=128)
-CONV_KERNEL = 4
-JOURNAL = 16
-ROWS = 32
 LAYERS = 27  # of Nemotron-Nano-9B-v2 are Mamba2
-
-
-class Mode(NamedTuple):
-    nodes: int
-    fold: bool | None  # what all requests' flags say; None: a step without flags
-
-
 MODES = {
     "tree": Mode(16, None),
     "tree_fold": Mode(16, True),
@@ -57,97 +41,6 @@ GOALS_US = {
     "tree_fold": {1: 9, 8: 40, 32: 140},
     "decode": {1: 4, 8: 19, 32: 66},
 }
-
-
-class Inputs:
-    """A step of ``batch`` requests, and the buffers of ``layers`` layers that it goes through."""
-
-    def __init__(
-        self,
-        batch: int,
-        mode: Mode,
-        sizes: Sizes = NANO_9B,
-        layers: int = 0,
-        journal: int = JOURNAL,
-        rows: int = ROWS,
-    ) -> None:
-        H, P, G, N = self.sizes = sizes
-        T, row = mode.nodes, H * P + G * N
-        torch.manual_seed(0)
-
-        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.randn(*shape, dtype=dtype, device="cuda")
-
-        layers = layers or max(4, math.ceil(ROTATED_BYTES / (batch * H * P * N * 4)))
-        self.A = -torch.rand(H, device="cuda") - 0.1
-        self.D = normal(H, dtype=torch.float32)
-        self.state = normal(layers, batch, H, P, N, dtype=torch.float32)
-        dt = torch.rand(layers, batch, rows, H, device="cuda") * 0.1
-        per_layer = (normal(layers, batch, rows, row), dt, (dt * self.A).cumsum(2))
-        self.buffers = [RowBuffers(*parts) for parts in zip(*per_layer)]
-        self.conv_in = normal(layers, batch, CONV_KERNEL - 1 + rows, row + G * N)
-        self.projected = normal(batch * T, H * P + row + G * N + H)
-        self.C = normal(batch, T, G * N)
-        self.weights = ConvWeights(
-            normal(CONV_KERNEL, row + G * N),
-            normal(row + G * N),
-            normal(H, dtype=torch.float32),
-            self.A,
-            (0.0, float("inf")),
-        )
-        parents = torch.tensor([[0] + [(i - 1) // 3 for i in range(1, T)]] * batch)
-        ancestors = torch.eye(T, dtype=torch.bool).repeat(batch, 1, 1)
-        for i in range(1, T):
-            ancestors[:, i] |= ancestors[:, int(parents[0, i])]
-        order = torch.stack([torch.randperm(rows) for _ in range(batch)])
-        history = torch.arange(CONV_KERNEL - 1).expand(batch, -1)
-        path = torch.cat([history, order[:, :journal] + CONV_KERNEL - 1], dim=1)
-        step = TreeLayout(
-            slots=torch.arange(batch),
-            state_slots=torch.randperm(batch),
-            journal=order[:, :journal],
-            journal_len=torch.full((batch,), journal),
-            rows=order[:, journal : journal + T],
-            parents=parents,
-            ancestors=pack_ancestors(ancestors)[..., 0],
-            tail=path[:, -(CONV_KERNEL - 1) :],
-            fold=None if mode.fold is None else torch.full((batch,), mode.fold),
-        )
-        parts = (part if part is None else part.contiguous().cuda() for part in step)
-        self.step = TreeLayout(*parts)
-
-    def verify(self, config: Config | None = None) -> list[Callable[[], object]]:
-        def launch(layer: int) -> Tensor:
-            args = (self.buffers[layer], self.C, self.D, self.state[layer])
-            return tree_verify(*args, self.step, self.sizes, config)
-
-        return [partial(launch, layer) for layer in range(len(self.state))]
-
-    def conv(self, block: int | None = None, warps: int = 4) -> list[Callable[[], object]]:
-        H = self.sizes.heads
-        xbc = self.projected[:, H * self.sizes.head_dim : -H]
-
-        def launch(layer: int) -> Tensor:
-            args = (self.weights, self.conv_in[layer], self.buffers[layer])
-            dt_raw = self.projected[:, -H:]
-            return tree_conv(xbc, dt_raw, *args, self.step, self.sizes, block, warps)
-
-        return [partial(launch, layer) for layer in range(len(self.state))]
-
-    def norm(self) -> list[Callable[[], object]]:
-        inner = self.sizes.heads * self.sizes.head_dim
-        y = torch.randn(len(self.projected), inner, device="cuda").bfloat16()
-        gate, weight = self.projected[:, :inner], y[0].clone()
-        return [lambda: gated_norm(y, gate, weight, self.sizes.groups, 1e-5)]
-
-
-def bytes_moved(batch: int, mode: Mode, sizes: Sizes = NANO_9B) -> int:
-    """Each input once, each output once."""
-    H, P, G, N = sizes
-    T = mode.nodes
-    state = H * P * N * 4 * (2 if mode.fold else 1)
-    rows = (JOURNAL + T) * (2 * (H * P + G * N) + 8 * H)
-    return batch * (state + rows + 2 * T * (G * N + H * P))
 
 
 def measure_mode(
@@ -245,24 +138,22 @@ def sweep(output: str | None, seconds: float) -> dict[tuple[str, int], Config]:
     print(f"compiled {len(jobs)} in {time.monotonic() - start:.0f} s")
     best = {}
     for mode_name, batch in itertools.product(modes, (32, 8, 1)):
-        inputs, results = Inputs(batch, MODES[mode_name]), []
+        inputs, found = Inputs(batch, MODES[mode_name]), []
         for config in candidates(batch, mode_name):
             if time.monotonic() - start > seconds:
                 print("out of time")
                 break
             try:
-                results.append((graph_us(inputs.verify(config), 7), config))
+                found.append((graph_us(inputs.verify(config), 7), config))
             except Exception as error:
                 print(mode_name, batch, tuple(config), repr(error)[:100])
         if output:
-            with open(output, "a") as file:
-                for us, config in results:
-                    line = {"mode": mode_name, "batch": batch, "us": us, "config": list(config)}
-                    file.write(json.dumps(line) + "\n")
-        results.sort(key=lambda result: result[0])
-        if results:
-            best[mode_name, batch] = results[0][1]
-        shown = "  ".join(f"{us:.2f} {'/'.join(map(str, c))}" for us, c in results)
+            case = {"mode": mode_name, "batch": batch}
+            results.append(output, [case | {"us": us, "config": list(c)} for us, c in found])
+        found.sort(key=lambda timed: timed[0])
+        if found:
+            best[mode_name, batch] = found[0][1]
+        shown = "  ".join(f"{us:.2f} {'/'.join(map(str, c))}" for us, c in found)
         print(f"{mode_name} {batch}: {shown}", flush=True)
         if "fold" not in mode_name:
             blocks = itertools.product((64, 128, 256, 512, 1024), (1, 2, 4, 8))

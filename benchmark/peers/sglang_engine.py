@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from mamba_eagle.eval import results
+from mamba_eagle.bench import facts, results
 
 MODELS = Path(__file__).parents[1] / "models"
 TARGET, DRAFT = MODELS / "nemotron-nano-9b-v2", MODELS / "llama-2-layers"
@@ -110,7 +110,7 @@ def result_lines(
 ) -> list[dict[str, Any]]:
     common = {
         "engine": "sglang",
-        "mode": "snapshot",  # it keeps a state a node
+        "mode": "snapshot",  # it keeps one state per node
         "batch": batch.size,
         "nodes": NODES if is_tree else 1,
         "rows": None,
@@ -143,7 +143,7 @@ def run_engine(args: argparse.Namespace, is_tree: bool, facts: dict[str, Any]) -
                 f"{'tree' if is_tree else 'plain':<6} batch {size:>3}: prefill "
                 f"{batch.prefill:.4f} s, {batch.step_ms:.3f} ms/step, "
                 f"{batch.tokens_per_second:.1f} token/s, "
-                f"{batch.tokens / batch.steps:.3f} accepted a step"
+                f"{batch.tokens / batch.steps:.3f} accepted per step"
             )
             if args.results:
                 results.append(args.results, result_lines(batch, args, is_tree, facts))
@@ -166,9 +166,9 @@ def main() -> None:
     args = make_parser().parse_args()
     # read when the engine's processes import sglang; without a drafter it changes nothing
     os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(args.simulate_acc_len)
-    facts = {**results.facts("cuda"), "sglang": results.version("sglang")}
+    machine = {**facts.facts("cuda"), "sglang": facts.version("sglang")}
     for is_tree in (False, True):
-        run_engine(args, is_tree, facts)
+        run_engine(args, is_tree, machine)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import matplotlib
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
-import tables
-from lines import TREE, Lines, Series
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+from mamba_eagle.bench import tables
+from mamba_eagle.bench.lines import TREE, Lines, Series
 
 HERE = Path(__file__).parent
 RESULTS = (HERE.parent / "results/peers.jsonl", HERE.parent / "results/h100.jsonl")
@@ -53,7 +54,7 @@ plt.rcParams.update(
 
 
 def draw(ax: Axes, style: str, series: Series, **others: object) -> bool:
-    """False: there is nothing to draw."""
+    """Returns: False if there is nothing to draw."""
     if series.points:
         x, y = list(series.points), list(series.points.values())
         ax.plot(x, y, label=series.label, **STYLES[style], **others)
@@ -61,7 +62,7 @@ def draw(ax: Axes, style: str, series: Series, **others: object) -> bool:
 
 
 def logarithmic_values(ax: Axes) -> None:
-    """Equal distances are equal ratios; 1, 2 and 5 of each power are named."""
+    """Equal distances are equal ratios; 1, 2 and 5 times each power of ten are named."""
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
@@ -103,7 +104,7 @@ def verify_time(lines: Lines) -> Figure | None:
     """Microseconds per layer against the nodes of a tree, one panel per batch size."""
 
     def trees(label: str, kind: str, batch: int) -> Series:
-        """One node has a kernel, and so a name, of its own."""
+        """One node has a kernel of its own, under another name."""
         points: dict[int, float] = {}
         for name in (f"kernel_decode{kind}_us", f"kernel_tree{kind}_us"):
             points |= lines.series(label, "nodes", name, batch=batch).points
@@ -172,7 +173,7 @@ PLOTS = {"throughput": throughput, "verify_time": verify_time, "state_memory": s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, nargs="+", default=RESULTS, help="result files")
     parser.add_argument("--gpu", default=GPU, help="whose lines are drawn")
     parser.add_argument("--output", type=Path, default=HERE, help="folder of the plots")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +15,9 @@ from typing import Any
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafters import DRAFTERS
 from mamba_eagle.limits import MAX_BODY_SIZE
+
+# Of the runner on any machine: tens of thousands would end it while it starts them.
+MAX_THREADS = 256
 
 
 class ConfigError(ValueError):
@@ -187,6 +192,18 @@ class EngineConfig:
             and (value := getattr(self, spec.name)) is not None
             and value < minimum
         ]
+        if self.context_length == 1:
+            wrong.append(
+                "--context-length 1: must be 2 or more, one prompt token and one of output; or "
+                "auto for the model's own limit"
+            )
+        cores = os.cpu_count() or 1
+        max_threads = max(MAX_THREADS, cores)
+        if self.cpu_threads is not None and self.cpu_threads > max_threads:
+            wrong.append(
+                f"--cpu-threads {self.cpu_threads}: must be {max_threads} or less; this machine "
+                f"has {cores} cores, and more threads than cores make it slower"
+            )
         if not 0 < self.mem_fraction_static <= 1:
             wrong.append(
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
@@ -241,11 +258,43 @@ class ServerConfig(EngineConfig):
     )
     log_requests: bool = setting(False, "log the metadata of each request, without its prompt")
     log_prompts: bool = setting(False, "with --log-requests, also log prompts and stop strings")
+    cors_origins: str = setting(
+        "auto",
+        "web pages that may use the server, by origin (https://host[:port], with commas between): "
+        "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
+    )
+    max_connections: int = setting(
+        4096, "maximum number of open connections; further ones get status 503", minimum=1
+    )
+    header_timeout: float = setting(10.0, "seconds in which a request's headers must arrive")
+    body_timeout: float = setting(
+        30.0, "seconds in which a request's body, or its next 64 KiB, must arrive"
+    )
+    write_timeout: float = setting(
+        30.0, "seconds without progress before a client that does not read is disconnected"
+    )
+    shutdown_timeout: float = setting(
+        30.0, "seconds that open requests have to finish after SIGTERM or Ctrl-C"
+    )
+    watchdog_timeout: float = setting(
+        60.0, "seconds without a sign of life from the engine before the server ends; 0: never"
+    )
 
     def problems(self) -> list[str]:
         wrong = super().problems()
         if not 1 <= self.port <= 65535:
             wrong.append(f"--port {self.port}: must be between 1 and 65535")
+        for name in ("header_timeout", "body_timeout", "write_timeout"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                wrong.append(f"{flag_of(name)} {seconds:g}: must be more than 0 seconds")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            wrong.append(f"--shutdown-timeout {self.shutdown_timeout:g}: must be 0 seconds or more")
+        if not (self.watchdog_timeout == 0 or 2 <= self.watchdog_timeout < math.inf):
+            wrong.append(
+                f"--watchdog-timeout {self.watchdog_timeout:g}: must be 2 seconds or more, or 0 "
+                "for no watchdog"
+            )
         if self.max_body_size > MAX_BODY_SIZE:
             wrong.append(f"--max-body-size {self.max_body_size}: must be {MAX_BODY_SIZE} or less")
         return wrong

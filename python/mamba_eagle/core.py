@@ -1,4 +1,4 @@
-"""What all processes agree on: sampling parameters and finish reasons. No torch, no zmq."""
+"""Data that all processes share: sampling parameters, finish reasons, tree shapes. No torch."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def _beginning(value: Any, budget: list[int]) -> Any:
     return value
 
 
-# Controls of Latin-1 and Unicode's own line ends, which JSON leaves as they are.
-_ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+# What JSON leaves as it is and a terminal acts on: controls of Latin-1, Unicode's own line ends,
+# and marks that turn the direction of text.
+_CONTROLS = (*range(0x7F, 0xA0), 0x061C, *range(0x200B, 0x2010), *range(0x2028, 0x202F))
+_ESCAPED = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *range(0x2066, 0x206A), 0xFEFF)}
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────
@@ -75,11 +77,11 @@ class Problem(NamedTuple):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen and when a request ends; names and defaults as SGLang's clients use.
+    """How tokens are chosen and when a request ends; names and defaults are those of SGLang.
 
     ``seed`` is filled in before a request reaches the scheduler: noise is keyed by (seed,
-    position), so the same seed gives the same text whatever else is served.
-    ``stop`` strings are the tokenizer process's business, ``stop_token_ids`` the runner's.
+    position), so the same seed gives the same text regardless of other requests.
+    The server process handles ``stop`` strings, the runner ``stop_token_ids``.
     """
 
     max_new_tokens: int = 128
@@ -101,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     no_stop_trim: bool = False
 
     def problems(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> list[Problem]:
-        """What is wrong with these values; [] if nothing."""
+        """Every invalid value, with field, value and remedy; [] if all are valid."""
         wrong: list[Problem] = []
 
         def need(name: str, fits: Callable[[Any], bool], remedy: str) -> None:
@@ -181,12 +183,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        """Temperature 0, or a top-k of one: the best token, no noise."""
+        """Whether the best token is always taken: at temperature 0, or with a top-k of 1."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def needs_history(self) -> bool:
-        """Whether a token's probability depends on how often tokens came before it."""
+        """Whether a token's probability depends on how often it has occurred in the request."""
         return (
             self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
@@ -194,7 +196,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
     def stop_tokens(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-        """The tokens that end a request: the model's own unless ignored, and the request's."""
+        """The tokens that end a request: its own, and the model's unless ``ignore_eos`` is set."""
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(own) | frozenset(self.stop_token_ids)
 
@@ -208,16 +210,18 @@ class Failure(Enum):
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why a request ended: kind is stop, length or abort."""
+    """Why a request ended. ``kind`` is stop, length or abort; the other fields belong to one kind
+    each."""
 
     kind: str
     matched: int | str | None = None  # stop: the token id or the string that ended it
-    length: int = 0  # length: how many tokens were made
-    message: str = ""  # abort
+    length: int = 0  # length: the number of generated tokens
+    message: str = ""  # abort: the reason
     failure: Failure | None = None  # abort: None if the client, or somebody for it, asked for it
 
     def as_dict(self) -> dict[str, Any]:
-        """The form clients read in meta_info.finish_reason; an abort's status is server/'s."""
+        """The JSON object that clients get as meta_info.finish_reason; server/ adds an abort's
+        status."""
         if self.kind == "stop":
             return {"type": "stop", "matched": self.matched}
         if self.kind == "length":
@@ -253,13 +257,13 @@ def prompt_problem(token_ids: Sequence[Any], vocab_size: int, context_length: in
 
 # ── draft trees ──────────────────────────────────────────────────────────────────────────────
 
-MAX_TREE_NODES = 64  # of a tree: a node's ancestors are the bits of an integer
+MAX_TREE_NODES = 64  # ancestor sets are packed into one int64
 
 
 class TreeShape(msgspec.Struct, frozen=True, array_like=True):
-    """A draft tree: ``topk`` lanes, ``depth`` levels deep, ``nodes`` verified, the root among them.
+    """A draft tree with ``topk`` lanes, ``depth`` levels, and ``nodes`` nodes including the root.
 
-    One node is plain decoding; topk 1 is a chain.
+    One node is plain decoding; a tree with topk 1 is a chain.
     """
 
     topk: int = 1
@@ -268,11 +272,11 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def name(self) -> str:
-        """As /metrics and /server_info call it."""
+        """The name in /metrics and /server_info."""
         return f"{self.topk}x{self.depth}x{self.nodes}" if self.nodes > 1 else "plain"
 
     def problems(self) -> list[str]:
-        """Why no such tree can be formed; [] if it can."""
+        """Every reason why such a tree cannot be formed, naming the flag; [] if it can."""
         wrong = []
         for flag, value in (("num-steps", self.depth), ("eagle-topk", self.topk)):
             if not 1 <= value < MAX_TREE_NODES:
@@ -284,11 +288,11 @@ class TreeShape(msgspec.Struct, frozen=True, array_like=True):
                 f"--speculative-num-draft-tokens {self.nodes}: must be between 2 and "
                 f"{MAX_TREE_NODES}, the root included"
             )
-        most = 1 + self.topk + (self.depth - 1) * self.topk**2
-        if not wrong and self.nodes > most:
+        max_nodes = 1 + self.topk + (self.depth - 1) * self.topk**2
+        if not wrong and self.nodes > max_nodes:
             wrong.append(
-                f"--speculative-num-draft-tokens {self.nodes}: must be at most {most}, "
-                f"the root and the candidates of {self.depth} steps with top-k {self.topk}"
+                f"--speculative-num-draft-tokens {self.nodes}: must be at most {max_nodes}, "
+                f"the root and the candidates of {self.depth} levels with top-k {self.topk}"
             )
         return wrong
 

@@ -15,13 +15,12 @@ import os
 import sys
 from typing import Any
 
-import httpx
 import msgspec
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from mamba_eagle.bench_one_batch import make_driver
+from mamba_eagle.bench.client import ServerError, generate_all
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
@@ -32,7 +31,6 @@ from mamba_eagle.server.reply import Reply
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
-TIMEOUT = 600.0  # seconds
 LONGEST_BAR = 40  # characters
 WIDEST = 1000  # characters: no line of a tree is broken
 LEGEND = "✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was\n"
@@ -52,49 +50,48 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
     Raises: ExplainError
     """
     url = (url if "://" in url else f"http://{url}").rstrip("/")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
     try:
-        # trust_env: a proxy of the environment is not meant for a model server
-        with httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=False) as client:
-            response = client.post(f"{url}/generate", json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ExplainError(
-            f"--url {url}: no answer ({error}): start one with mamba-eagle serve, or leave --url "
-            "out to load the model here"
-        ) from None
-    try:
-        reply: Any = response.json()
-    except ValueError:
-        reply = None
-    if response.status_code != 200:
-        try:
-            why = reply["error"]["message"]
-        except (KeyError, TypeError):
-            why = "is it a mamba-eagle server?"
-        raise ExplainError(f"--url {url}: answered {response.status_code} to /generate: {why}")
-    try:
+        (reply,) = generate_all(url, [body], parallel=1, api_key=api_key)
         reply["meta_info"]["spec_trace"]
+    except ServerError as error:
+        if error.status == 0:
+            raise ExplainError(
+                f"--url {url}: no answer ({error.message}): start a server with mamba-eagle serve, "
+                "or leave --url out to load the model here"
+            ) from None
+        if error.status != 200:
+            why = error.message or "is it a mamba-eagle server?"
+            raise ExplainError(
+                f"--url {url}: answered {error.status} to /generate: {why}"
+            ) from None
+        raise no_trace(url) from None
     except (KeyError, TypeError):
-        raise ExplainError(
-            f"--url {url}: answered without meta_info.spec_trace: it is not a mamba-eagle server, "
-            "or one older than this command"
-        ) from None
+        raise no_trace(url) from None
     return reply
 
 
-def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
-    """What a server with these settings would reply, with the configured tree in every step: one
-    request is too short to learn which is fastest. The model is loaded here.
+def no_trace(url: str) -> ExplainError:
+    return ExplainError(
+        f"--url {url}: answered without meta_info.spec_trace: it is not a mamba-eagle server, or "
+        "one older than this command"
+    )
 
-    Raises: ExplainError
+
+def ask_engine(config: EngineConfig, text: str, sampling: SamplingParams) -> dict[str, Any]:
+    """What a server with these settings would reply if it drafted the configured tree in every
+    step; one request is too short to learn which tree is fastest. The model is loaded here.
+
+    Raises: ExplainError, ConfigError
     """
+    from mamba_eagle.runner.make import make_runner  # torch takes seconds to import
+
     try:
         tokenizer = TextTokenizer.load(config.tokenizer_path)
     except (OSError, ValueError) as error:
         raise ExplainError(f"--tokenizer-path {config.tokenizer_path}: {error}") from None
     config = dataclasses.replace(config, speculative_adaptive=False)
-    engine = OfflineEngine(config, make_driver(config).runner)
+    engine = OfflineEngine(config, make_runner(config))
     ids = tokenizer.encode(text)
     prompt = PromptRequest(rid=RID, token_ids=ids, sampling=sampling, return_spec_trace=True)
     detokenizer = tokenizer.detokenizer(ids, sampling.skip_special_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, prompt_problem
@@ -16,7 +16,7 @@ class LaunchedStep(Protocol):
 
 
 class Runner(Protocol):
-    """What the engine needs of runner/model_runner.py."""
+    """The part of runner/model_runner.py that the engine uses."""
 
     ready: RunnerReady
 
@@ -26,18 +26,26 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> LaunchedStep: ...
 
 
+class ExecutedStep(NamedTuple):
+    """A step whose result has been read."""
+
+    plan: Plan
+    result: StepResult
+    outputs: list[RequestOutput]
+
+
 class OfflineEngine:
-    """Requests in, outputs out, a step at a time.
+    """Requests in, outputs out, one step at a time.
 
     On a GPU the next step is launched before the last result is read, as in a server.
     """
 
-    def __init__(self, config: EngineConfig, runner: Runner) -> None:
-        """config: what ``runner`` was made from."""
+    def __init__(self, config: EngineConfig, runner: Runner, prompts_first: bool = False) -> None:
+        """config: the one that ``runner`` was made from. prompts_first: as for ``Scheduler``."""
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.ready)
+        self.scheduler = Scheduler(config, runner.ready, prompts_first)
         self.max_in_flight = 2 if runner.overlaps else 1
-        self.launched: deque[LaunchedStep] = deque()
+        self._in_flight: deque[tuple[Plan, LaunchedStep]] = deque()
 
     def add(self, message: Generate) -> list[RequestOutput]:
         """Queues a request; one that can never be served is answered at once."""
@@ -48,16 +56,23 @@ class OfflineEngine:
         return self.scheduler.add(message)
 
     def step(self) -> list[RequestOutput]:
-        """What the next step makes; nothing when all is done, or where it ends no prompt."""
-        while len(self.launched) < self.max_in_flight:
+        """The outputs of the next step; none when all is done, or if no prompt ends in it."""
+        executed = self.execute()
+        return executed.outputs if executed is not None else []
+
+    def execute(self) -> ExecutedStep | None:
+        """The next step, with its plan and its times; None when all is done."""
+        while len(self._in_flight) < self.max_in_flight:
             plan = self.scheduler.plan()
             if plan is None:
                 break
-            self.launched.append(self.runner.launch(plan))
-        if not self.launched:
+            self._in_flight.append((plan, self.runner.launch(plan)))
+        if not self._in_flight:
             assert self.idle, "a request that waits or runs has a next step"
-            return []
-        return self.scheduler.process(self.launched.popleft().result())
+            return None
+        plan, launched = self._in_flight.popleft()
+        result = launched.result()
+        return ExecutedStep(plan, result, self.scheduler.process(result))
 
     @property
     def idle(self) -> bool:

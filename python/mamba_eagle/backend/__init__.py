@@ -1,6 +1,6 @@
-"""What runs where: attention, recurrence and bookkeeping of a step, for each kind of device.
+"""Attention, recurrence and bookkeeping of a step, for each kind of device.
 
-``choose.py`` picks one ``Backend`` when a runner starts; nothing else asks for a device, a dtype or
-an installed package. Each backend is a folder: ``torch`` works everywhere and is what the others
-fall back to, ``cpu`` has Numba kernels, ``triton`` those of a GPU.
+``choose.py`` picks one ``Backend`` when a runner starts; no other code asks for a device, a dtype
+or an installed package. Each backend is a folder: ``torch`` works everywhere and is the fallback of
+the others, ``cpu`` has Numba kernels, and ``triton`` has GPU kernels.
 """

@@ -11,18 +11,19 @@ from mamba_eagle.layers.attention import Attention
 
 
 class NewTokenAttention(Protocol):
-    """Attention of a step's new tokens, wherever keys and values are."""
+    """Attention of a step's new tokens; stores their keys and values where needed."""
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
 
 
 class LaneAttention(ABC):
-    """Attention of the newest lanes to their prefix and to the lanes above them."""
+    """Attention of the newest lanes to their prefix, to the lanes above them and to themselves."""
 
     @abstractmethod
     def advance(self, above: Tensor) -> None:
-        """The next lanes continue the lanes ``above`` [b, topk] of the last ones."""
+        """Move on to the next lanes; lane i of a request continues lane ``above[:, i]`` of the
+        previous ones. above: [b, topk] int64."""
 
     @abstractmethod
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -40,13 +41,13 @@ class PromptSpan(NamedTuple):
 class TreeNodes(NamedTuple):
     """Where the nodes of b trees read and write keys and values.
 
-    They see the tokens before the root, their ancestors and themselves.
+    A node attends to the tokens before the root, to its ancestors and to itself.
     """
 
-    slot_table: Tensor  # [R, positions] KV slot of each position, by request slot
-    slots: Tensor  # [b] request slots
-    prefix: Tensor  # [b] the root's position
-    kv_slots: Tensor  # [b, T] the nodes' own
-    parents: Tensor  # [b, T] node indices
-    ancestors: Tensor  # [b, T, T] bool
-    ancestor_bits: Tensor | None = None  # [b, T] int64, the same, from backends that want it
+    slot_table: Tensor  # [R, positions] int64, KV slot of each position, by request slot
+    slots: Tensor  # [b] int64, request slots
+    prefix: Tensor  # [b] int64, position of the root
+    kv_slots: Tensor  # [b, T] int64, of the nodes
+    parents: Tensor  # [b, T] int64, node indices
+    ancestors: Tensor  # [b, T, T] bool, each node itself included
+    ancestor_bits: Tensor | None = None  # [b, T] int64, ancestors as bits, if the scheme has them

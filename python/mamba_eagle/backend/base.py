@@ -1,7 +1,10 @@
-"""The interface of a backend: everything in a step that depends on where it runs.
+"""The interface of a backend: all operations of a step that depend on the device.
 
-The runner and the drafters get one ``Backend`` handed in and call it; none of them asks for a
-device, a dtype or an installed package. docs/design/backends.md says what each backend provides.
+The runner and the drafters are given one ``Backend``; they never ask for a device, a dtype or an
+installed package. docs/design/backends.md lists what each backend provides.
+
+Shapes: b requests, T tree nodes, R request slots, V vocabulary, D = max_depth + 1. Slots, positions
+and tokens in tensors are int64.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from mamba_eagle.tree.tree import Tree
 
 
 class Backend(ABC):
-    """What runs a model whose weights and activations are ``dtype`` in ``place``."""
+    """Operations for a model in ``place`` whose weights and activations are ``dtype``."""
 
     name: str
 
@@ -41,9 +44,9 @@ class Backend(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What was chosen, in one line for the start-up log."""
+        """The chosen implementations, in one line for the start-up log."""
 
-    # ── what of it may be captured in a graph ──
+    # ── which parts may be captured in a graph ──
 
     @property
     @abstractmethod
@@ -52,32 +55,36 @@ class Backend(ABC):
 
     @abstractmethod
     def experts_on_device(self, config: MoEConfig | None) -> bool:
-        """Whether the host need not know how many tokens go to each expert."""
+        """Whether experts run without the host knowing how many tokens each of them gets; True
+        without experts (None)."""
 
     @property
     @abstractmethod
     def captures_graphs(self) -> bool:
-        """Whether steps whose parts are all on the device can be captured."""
+        """Whether steps that never wait for the host can be captured in graphs."""
 
     # ── attention ──
 
     @abstractmethod
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
-        """Of tree nodes; None if the pool has no layers."""
+        """Attention of tree nodes; None if the pool has no layers."""
 
     @abstractmethod
     def prompt_attention(
         self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
     ) -> NewTokenAttention | None:
-        """Of the tokens of ``parts``, one after the other; slot_table [R, positions] holds their
-        KV slots. None if the pool has no layers."""
+        """Attention of the tokens of ``parts``, which are concatenated; slot_table [R, positions]
+        holds their KV slots. None if the pool has no layers."""
 
     @abstractmethod
     def lane_attention(
         self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
     ) -> LaneAttention | None:
-        """Of lanes that see the first ``prefix`` [b] positions of their requests ``slots`` [b]; the
-        pool has ``max_lanes`` spare slots for each. None if the pool has no layers."""
+        """Attention of lanes that continue the first ``prefix`` [b] positions of their requests.
+
+        slots: [b] request slots. max_lanes: spare KV slots that the pool has per request, for the
+        lanes of all depths. None if the pool has no layers.
+        """
 
     # ── recurrence ──
 
@@ -90,9 +97,11 @@ class Backend(ABC):
         table: RequestTable,
         pool: StatePool,
     ) -> StateScheme:
-        """mode: deferred or snapshot, as --mamba-verify-mode. config: None without Mamba2 layers.
+        """The scheme that keeps recurrent states through verification.
 
-        Raises: ValueError if the tokens accepted in a step find no room in ``size.rows``.
+        mode: deferred or snapshot, as in --mamba-verify-mode. config: None without Mamba2 layers.
+
+        Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
 
     @abstractmethod
@@ -108,38 +117,47 @@ class Backend(ABC):
         slot_table: Tensor,
         mamba: Mamba2Config | None,
     ) -> PrefillContext:
-        """For the prompt chunks ``parts``, one after the other in the flat input."""
+        """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
+        the flat input. slot_table: [R, positions] KV slots."""
 
     # ── trees ──
 
     @abstractmethod
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
-        """Draft trees of ``depth`` levels at most from the roots [b]."""
+        """An empty set of candidates for trees of at most ``depth`` levels. roots: [b] tokens."""
 
     @abstractmethod
     def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
-        """The k best of ``log_softmax(logits)``, in float32. logits: [n, V], any float dtype."""
+        """The k best entries of ``log_softmax(logits)``: logits [n, V], any float dtype ->
+        [n, k], log-probabilities in float32."""
 
     @abstractmethod
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
-        """The same of log-probabilities: [n, V] float32."""
+        """The k best entries of log_probs [n, V] float32 -> [n, k]."""
 
     @abstractmethod
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
-        """What each request accepts of its tree, up to its own end. target [b, T] int64."""
+        """The accepted path of each tree, cut where its request ends (tree/accept.py).
+
+        slots: [b] request slots. target: [b, T], the target's token at each node.
+        """
 
     @abstractmethod
     def commit_tokens(
         self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
     ) -> None:
-        """The accepted nodes become part of the sequence: indices only. kv_slots [b, T]."""
+        """Make the accepted nodes part of the sequences in ``table``; only indices change.
+
+        slots: [b] request slots. kv_slots: [b, T], of the nodes.
+        """
 
     @abstractmethod
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
-        """Entries that wait for a drafter."""
+        """A queue of entries that a drafter has yet to process."""
 
     @abstractmethod
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-        """Standard Gumbel noise of (seed, position, token id): both [n] int64 -> [n, V] float32."""
+        """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
+        [n, V] float32."""

@@ -1,4 +1,4 @@
-"""Which backend runs a model here: the only place that asks for a device, a dtype or a package.
+"""Chooses the backend; the only module that asks for a device, a dtype or an installed package.
 
 where            weights       needs                           backend
 CPU              float32       numba                           cpu
@@ -25,7 +25,10 @@ FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def resolve_device(name: str) -> torch.device:
-    """name: auto, cpu or cuda. Raises: ConfigError if cuda is asked for and not there."""
+    """The device for ``--device``: auto, cpu or cuda.
+
+    Raises: ConfigError if cuda is requested and torch sees no CUDA device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -34,14 +37,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU and ``checkpoint``, config.json's dtype, on a GPU."""
+    """The dtype for ``--dtype``. auto: float32 on a CPU, and on a GPU ``checkpoint``, the dtype in
+    config.json."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else checkpoint
     return getattr(torch, name)
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The fastest for weights and activations of this dtype on this device."""
+    """The fastest backend for weights and activations of this dtype on this device."""
     place: Place = Host() if device.type == "cpu" else Cuda(device)
     if place.on_host:
         if dtype == torch.float32 and numba_math.numba is not None:
@@ -56,21 +60,22 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def triton_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the Triton kernels take tensors of this dtype on this GPU."""
+    """Whether the Triton kernels support tensors of this dtype on this GPU."""
     capable = capability(device) >= TENSOR_CORES
     return dtype in TRITON_DTYPES and capable and find_spec("triton") is not None
 
 
 def flashinfer_usable(dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and takes tensors of this dtype.
+    """Whether FlashInfer is installed and supports tensors of this dtype.
 
-    It compiles a kernel when that is first used: minutes for prefill attention, once per machine.
+    It compiles each kernel on first use, which takes minutes for prefill attention, once per
+    machine.
     """
     return dtype in FLASHINFER_DTYPES and find_spec("flashinfer") is not None
 
 
 def reason(backend: Backend) -> str:
-    """Why it was chosen, for the start-up log."""
+    """Why this backend was chosen, for the start-up log."""
     place, dtype = backend.place, str(backend.dtype).removeprefix("torch.")
     if backend.name == "cpu":
         return "float32 on a CPU, numba is installed"

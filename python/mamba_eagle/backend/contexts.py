@@ -1,4 +1,4 @@
-"""How the layers of a forward pass over tree nodes or lanes reach their sequences."""
+"""The context of a forward pass over tree nodes or lanes (see layers/context.py)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class VerifyContext:
         attention: NewTokenAttention | None,
         positions: Tensor,
     ) -> None:
-        """layout: as the scheme made it. positions [b*T]: of the nodes, that is, tokens processed
-        before the tree + depth."""
+        """layout: as returned by the scheme. attention: None if the model has no attention layer.
+        positions: [b*T] int64, of the nodes."""
         self.scheme, self.layout = scheme, layout
         self.paged, self.positions = attention, positions
 

@@ -1,7 +1,8 @@
 """Drafted lanes: one new token in each, following a request's tokens and the lanes above it.
 
-Most lanes are never accepted, and those that are get true entries in the next step. So nothing of
-them stays: keys and values stand in spare slots, what they feed into a recurrence in free rows.
+Most lanes are never accepted, and the accepted tokens become entries of their own in the next step.
+So lanes are not kept: their keys and values are written to spare KV slots, their recurrent inputs
+to free rows.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 
 
 class LaneRows:
-    """Recurrent state of lanes: each is a tree of one node, whose journal is its request's and the
-    lanes above it."""
+    """Recurrent state of lanes. Each lane is a tree with one node, whose journal consists of its
+    request's journal and the rows of the lanes above it."""
 
     def __init__(self, scheme: StateScheme, stem: TreeLayout, max_depth: int) -> None:
-        """stem: as ``scheme.stem`` gives it; its rows are those of the lanes at all depths,
-        ``max_depth`` at most."""
+        """stem: as returned by ``scheme.stem``, with rows for the lanes of all depths. max_depth:
+        number of times that ``advance`` may be called, at most."""
         self.scheme, self.stem, self.used = scheme, stem, 0
         self.history = stem.tail.shape[1]
-        # of each lane of the last depth, before its own row; at first of the one root
+        # journal and tail of each lane of the previous depth; at first of one lane, the root
         spare = stem.journal.new_zeros(len(stem.slots), max_depth)
         self.journal = torch.cat([stem.journal, spare], dim=1)[:, None]  # [b, lanes, M]
         self.tail = stem.tail[:, None]  # [b, lanes, K-1]
         self.length = stem.journal_len  # [b]
 
     def advance(self, above: Tensor) -> Any:
-        """The layout of the next lanes, which continue ``above`` [b, topk] of the last ones."""
+        """The layout of the next lanes; lane i of a request continues lane ``above[:, i]`` of the
+        previous ones. above: [b, topk] int64."""
         b, topk = above.shape
         journal = self.journal.gather(1, above[..., None].expand(-1, -1, self.journal.shape[2]))
         tail = self.tail.gather(1, above[..., None].expand(-1, -1, self.history))
@@ -64,14 +66,17 @@ class Lanes:
     def __init__(
         self, attention: LaneAttention | None, rows: LaneRows | None, scheme: StateScheme
     ) -> None:
-        """attention, rows: None where the drafter has no such layers."""
+        """attention, rows: None if the drafter has no such layers."""
         self.attention, self.rows, self.scheme = attention, rows, scheme
 
     def context(self, above: Tensor, positions: Tensor) -> VerifyContext:
-        """Of the next lanes, which continue ``above`` [b, topk] of the last ones (at first the one
-        root: zeros). positions [b]: where the lanes stand in their sequences."""
+        """The context of a forward pass over the next lanes.
+
+        above: [b, topk] int64, the lanes of the previous depth that they continue (at first the
+        root: zeros). positions: [b] int64, of the new lanes in their sequences.
+        """
         if self.attention is not None:
             self.attention.advance(above)
         layout = None if self.rows is None else self.rows.advance(above)
-        where = positions.repeat_interleave(above.shape[1])
-        return VerifyContext(self.scheme, layout, self.attention, where)
+        lane_positions = positions.repeat_interleave(above.shape[1])
+        return VerifyContext(self.scheme, layout, self.attention, lane_positions)

@@ -1,7 +1,7 @@
-"""Entries that wait to be processed by a drafter's network.
+"""Entries that a drafter's network has yet to process.
 
 entries   0 ─────────── processed ─────────────── processed + pending
-          in the caches           wait; the last is the root
+          in the caches           pending; the last is the root
 """
 
 from __future__ import annotations
@@ -15,43 +15,46 @@ from torch import Tensor
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.tree.accept import Truncated
 
-UNTRACKED = -1  # in ``pending``: of an untracked request nothing waits, and nothing ever will
+UNTRACKED = -1  # in ``pending``: the request is untracked and never has pending entries
 
 
 class Taken(NamedTuple):
-    """Entries of b requests that are about to be processed, E at most of each."""
+    """Entries of b requests that are about to be processed, at most E per request."""
 
-    accepted: Truncated  # the first ``count`` of E in a row
-    prefix: Tensor  # [b] int64: entries that were processed before
+    accepted: Truncated  # of chains of E nodes: the first ``count`` are entries
+    prefix: Tensor  # [b] int64: number of entries processed before
     kv_slots: Tensor  # [b, E] int64; the padding slot where there is no entry
     positions: Tensor  # [b, E] int64
 
 
 class PendingSize(NamedTuple):
-    """What a drafter's pending entries have room for."""
+    """Sizes of a drafter's queue of pending entries."""
 
-    width: int  # entries that wait, per request
-    features: int  # numbers per entry
-    dtype: torch.dtype
-    padding_slot: int  # the KV slot of what is no entry
+    width: int  # most pending entries per request
+    features: int  # feature elements per entry
+    dtype: torch.dtype  # of the features
+    padding_slot: int  # KV slot for padding
 
 
 class PendingEntries:
-    """By request slot: R slots, with room for ``width`` entries that wait."""
+    """Pending entries by request slot: R request slots with room for ``width`` entries each."""
 
     def __init__(self, table: RequestTable, size: PendingSize) -> None:
         requests, device = table.processed.shape[0], table.processed.device
         self.table, self.padding_slot = table, size.padding_slot
-        self.processed = torch.zeros_like(table.processed)  # entries in the caches
-        self.pending = torch.zeros_like(table.processed)
+        self.processed = torch.zeros_like(table.processed)  # [R] entries in the caches
+        self.pending = torch.zeros_like(table.processed)  # [R] pending entries, or UNTRACKED
         self.tokens = table.processed.new_zeros(requests, size.width)
         shape = (requests, size.width, size.features)
         self.features = torch.zeros(shape, dtype=size.dtype, device=device)
 
     def take(self, slots: Tensor, counts: Tensor | None, longest: int) -> Taken:
-        """The first ``counts`` [b] entries of each request in ``slots`` [b], ``longest`` at most,
-        are about to be processed: ``processed`` counts them at once. None: all that wait, of
-        requests that have not ended, and they wait no longer."""
+        """Take entries that are about to be processed, and add them to ``processed``.
+
+        slots: [b] request slots. counts: [b], how many of the first pending entries to take, at
+        most ``longest``; the caller updates ``pending``. None: take all pending entries of requests
+        that have not ended, and remove them from ``pending``.
+        """
         taken = counts
         if taken is None:
             waiting = self.pending[slots].clamp(min=0)
@@ -74,19 +77,22 @@ class PendingEntries:
         features: Tensor,
         entry_features: Callable[[Tensor], Tensor],
     ) -> None:
-        """Accepted tokens join those that wait. features [b, T, F]: the target's, of all nodes;
-        entry_features makes [n, F] what n entries keep, [n, features]."""
+        """Append entries for accepted tokens.
+
+        features: [b, T, F], the target's, of all nodes. entry_features: maps the target's features
+        [n, F] to those of entries [n, features].
+        """
         self._append(slots, accepted, _accepted_features(self, accepted, features, entry_features))
 
     def _append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
-        """entries [b, D, features]: those of the accepted tokens."""
-        deep = accepted.tokens.shape[1]
-        waiting = self.pending[slots]
-        columns = waiting.clamp(min=0)[:, None] + torch.arange(deep, device=slots.device)
-        # valid or not: hence there is room for a step's tokens after the most that may wait
+        """entries: [b, D, features], features of the accepted tokens' entries."""
+        width = accepted.tokens.shape[1]
+        pending = self.pending[slots]
+        columns = pending.clamp(min=0)[:, None] + torch.arange(width, device=slots.device)
+        # columns after ``count`` are written too, so the queue has room for them past its limit
         self.tokens[slots[:, None], columns] = accepted.tokens
         self.features[slots[:, None], columns] = entries.to(self.features.dtype)
-        self.pending[slots] += torch.where(waiting < 0, 0, accepted.count)
+        self.pending[slots] += torch.where(pending < 0, 0, accepted.count)
 
 
 def _accepted_features(
@@ -95,9 +101,9 @@ def _accepted_features(
     features: Tensor,
     entry_features: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """What the entries of the accepted nodes keep of ``features``. [b, D, features]"""
-    b, deep = accepted.nodes.shape
+    """Features of the accepted nodes' entries, from ``features`` [b, T, F]. [b, D, features]"""
+    b, width = accepted.nodes.shape
     if not entries.features.shape[2]:
-        return features.new_empty(b, deep, 0)
+        return features.new_empty(b, width, 0)
     index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
-    return entry_features(features.gather(1, index).flatten(0, 1)).view(b, deep, -1)
+    return entry_features(features.gather(1, index).flatten(0, 1)).view(b, width, -1)

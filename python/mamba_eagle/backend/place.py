@@ -1,7 +1,7 @@
-"""Where a runner's tensors live, and how numbers get there and back without waiting.
+"""The device of a runner's tensors, and copies to and from the host that do not wait.
 
-On a CPU both directions are the tensors themselves. On a GPU they go through pinned memory, in the
-order of the stream, and can be read once a ``Timestamp`` recorded after them is reached.
+On a CPU no copies are made. On a GPU, copies go through pinned memory in stream order, and the host
+may read them once a ``Timestamp`` recorded after them is reached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Timestamp:
-    """A point in the device's work; on a CPU, now."""
+    """A point in the device's sequence of work; on a CPU, the current time."""
 
     event: torch.cuda.Event | None = None
 
@@ -28,14 +28,16 @@ class Timestamp:
         return True
 
     def wait(self) -> None:
-        """Until it is reached."""
+        """Block until it is reached."""
 
     def until(self, later: Timestamp) -> float:
-        """Seconds; both have been reached."""
+        """Seconds from this timestamp to ``later``; both must have been reached."""
         return later.time - self.time
 
 
 class CudaTimestamp(Timestamp):
+    """A CUDA event, recorded in the current stream."""
+
     event: torch.cuda.Event
 
     def __init__(self) -> None:
@@ -56,47 +58,48 @@ class CudaTimestamp(Timestamp):
 
 
 class FreeMemory(NamedTuple):
-    """Of the device, the weights being there already. Bytes."""
+    """Memory of the device, in bytes."""
 
     free: int
-    total: int | None  # None: the system does not say
+    total: int | None  # None: unknown
     name: str
 
 
 class Place(ABC):
-    """A device as the runner sees it."""
+    """A device, with its memory and the limits that suit it."""
 
     device: torch.device
-    on_host: bool  # reading a tensor costs nothing and waits for nothing
-    overlaps: bool  # a step is launched before the last one's results are read
-    padding_slots: int  # request slots and state slots that nobody owns: they fill up a batch
-    prompt_tokens: int  # of a step: as many as keep it busy, and no more, since running requests
-    # wait for them
-    max_kv_slots: int  # more are not allocated unless a flag asks for them
-    max_cached_states: int | None  # the same of states beside those of running requests
+    on_host: bool  # the host reads tensors directly, without copies
+    overlaps: bool  # whether a step is launched before the previous one's results are read
+    padding_slots: int  # request slots and state slots for padding, which no request ever gets
+    prompt_tokens: int  # most prompt tokens per step: enough to keep the device busy, but no more,
+    # since running requests wait for them
+    max_kv_slots: int  # upper limit of KV slots unless a flag sets their number
+    max_cached_states: int | None  # the same for state slots beyond those of running requests
 
     def to_device(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-        """A list as a tensor on the device."""
+        """``values``, numbers or nested sequences of them, as a tensor on the device."""
         return self.host_tensor(values, dtype).to(self.device, non_blocking=True)
 
     @abstractmethod
     def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-        """A list as a tensor that can be copied to the device without waiting."""
+        """``values`` as a tensor on the host that can be copied to the device without waiting."""
 
     @abstractmethod
     def host_buffer(self, size: int) -> Tensor:
         """[size] uint8 on the host, which can be copied to the device without waiting."""
 
     @abstractmethod
-    def to_host(self, made: Tensor) -> Tensor:
-        """A copy that can be read once the device has got to it."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy on the host; readable once a timestamp that is recorded later is reached."""
 
     @abstractmethod
     def timestamp(self) -> Timestamp:
-        """The end of what was launched so far."""
+        """The point after all work launched so far."""
 
     @abstractmethod
-    def memory(self) -> FreeMemory: ...
+    def memory(self) -> FreeMemory:
+        """Free and total memory now."""
 
 
 class Host(Place):
@@ -116,8 +119,8 @@ class Host(Place):
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def to_host(self, made: Tensor) -> Tensor:
-        return made
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def timestamp(self) -> Timestamp:
         return Timestamp()
@@ -127,7 +130,7 @@ class Host(Place):
             with open("/proc/meminfo") as file:
                 sizes = dict(line.split(":", 1) for line in file)
             return FreeMemory(int(sizes["MemAvailable"].split()[0]) * 1024, None, "memory")
-        except (OSError, KeyError, ValueError):  # where the system does not say: no limit
+        except (OSError, KeyError, ValueError):  # unknown on this system: no limit
             return FreeMemory(1 << 62, None, "memory")
 
 
@@ -145,15 +148,15 @@ class Cuda(Place):
         self.device = device
 
     def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-        # from memory that is not pinned the copy would wait
+        # a copy from memory that is not pinned would wait
         return torch.tensor(values, dtype=dtype, pin_memory=True)
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def to_host(self, made: Tensor) -> Tensor:
-        host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
-        return host.copy_(made, non_blocking=True)
+    def to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def timestamp(self) -> Timestamp:
         return CudaTimestamp()

@@ -1,6 +1,6 @@
-"""The tensors that outlive a step: KV slots, state slots, and what each running request keeps.
+"""The tensors that outlive a step: KV slots, state slots, and tables of running requests.
 
-Slot numbers come from the scheduler, which alone decides who owns what; nothing here allocates.
+The scheduler assigns all slots; the pools do not know which of them are in use.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from mamba_eagle.model_config import AttentionConfig, Mamba2Config
 
 
 class KVPool:
-    """Keys and values of one KV slot per token (page size 1), for all attention layers.
+    """Keys and values of all attention layers, with one KV slot per token (page size 1).
 
-    ``num_spare`` slots of the pool's own follow the scheduler's. The first is ``padding_slot``:
-    padded entries are written there and never read.
+    k, v: [layers, KV slots, kv_heads, D]. After the scheduler's KV slots follow ``num_spare`` slots
+    that the scheduler never assigns. The first of them is ``padding_slot``, where padding is
+    written and never read.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class KVPool:
         return self.k.shape[0]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots [n]; k, v [n, kv_heads, D]."""
+        """Write keys and values. slots [n] int64, KV slots; k, v [n, kv_heads, D]."""
         self.k[layer].index_copy_(0, slots, k.to(self.k.dtype))
         self.v[layer].index_copy_(0, slots, v.to(self.v.dtype))
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """slots [...] -> k, v [..., kv_heads, D]."""
+        """Keys and values: slots [...] int64, KV slots -> k, v [..., kv_heads, D]."""
         flat = slots.reshape(-1)
         shape = (*slots.shape, *self.k.shape[2:])
         return (
@@ -59,12 +60,12 @@ class KVPool:
 
 
 class StatePool:
-    """Recurrent states after some token of some sequence, in all Mamba2 layers.
+    """State slots: recurrent states of all Mamba2 layers, each after some token of a sequence.
 
-    ssm [layers, slots, H, P, N]; conv [layers, slots, K-1, conv_dim], the raw convolution inputs
-    of the last K-1 tokens, oldest first; feature [slots, feature_size], what the model said of
-    the last token, which a draft head needs to continue from here. Without Mamba2 layers (config
-    None) only the feature is kept.
+    ssm: [layers, state slots, H, P, N]. conv: [layers, state slots, K-1, conv_dim], the raw
+    convolution inputs of the last K-1 tokens, oldest first. feature: [state slots, feature_size],
+    the feature of the last token, from which a draft head continues. Without Mamba2 layers (config
+    None) only the feature is stored.
     """
 
     def __init__(
@@ -86,25 +87,27 @@ class StatePool:
         self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
 
     def begin(self, item: PrefillItem) -> None:
-        """The request's own state slot takes the state to start from."""
+        """Initialize the request's own state slot with the state that its prompt starts from."""
         if item.load_from < 0:
             self.clear(item.state_slot)
         else:
             self.copy(item.load_from, item.state_slot)
 
     def begin_feature(self, item: PrefillItem) -> None:
-        """The same for its feature alone."""
+        """The same for the feature alone."""
         if item.load_from < 0:
             self.feature[item.state_slot].zero_()
         else:
             self.feature[item.state_slot].copy_(self.feature[item.load_from])
 
     def copy(self, source: int, target: int) -> None:
+        """Copy the state in state slot ``source`` to state slot ``target``."""
         for part in (self.ssm, self.conv):
             part[:, target].copy_(part[:, source])
         self.feature[target].copy_(self.feature[source])
 
     def clear(self, slot: int) -> None:
+        """Set state slot ``slot`` to the zero state."""
         self.ssm[:, slot].zero_()
         self.conv[:, slot].zero_()
         self.feature[slot].zero_()
@@ -115,7 +118,8 @@ class StatePool:
 
 
 class RequestTable:
-    """What the device knows of each running request, by request slot. R slots."""
+    """Data of running requests, by request slot (R of them): tensors on the device, lists on the
+    host."""
 
     def __init__(self, max_running: int, context_length: int, device: torch.device) -> None:
         R = max_running
@@ -123,19 +127,20 @@ class RequestTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        # room for a tree past the end: its nodes' slots are looked up by position as well
+        # room for a tree past the end, since its nodes' KV slots are looked up by position as well
         self.kv_slots = zeros(R, context_length + 64)  # KV slot of each position
         self.processed = zeros(R)  # tokens the target has processed
         self.state_slot = zeros(R)  # state slot of S0
-        self.last_token = zeros(R)  # the root of the next tree: sampled, not run
+        self.last_token = zeros(R)  # the root of the next tree: sampled, not yet processed
         self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
+        # padded with -1
         self.stop_tokens = torch.full((R, 8), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R
         self.top_logprobs = [0] * R
         self.wants_trace = [False] * R
 
     def set_stop_tokens(self, slot: int, tokens: frozenset[int]) -> None:
-        """Widens the table when a request has more stop tokens than any before."""
+        """Set the stop tokens of request slot ``slot``; widens the table if they do not fit."""
         missing = len(tokens) - self.stop_tokens.shape[1]
         if missing > 0:
             filler = self.stop_tokens.new_full((self.stop_tokens.shape[0], missing), -1)

@@ -1,4 +1,4 @@
-"""Prompt chunks of several requests in one forward pass: what all backends share."""
+"""Prompt chunks of several requests in one forward pass: the code that all backends share."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ class PrefillPart:
 
     @property
     def span(self) -> PromptSpan:
+        """The chunk's positions in its request."""
         return PromptSpan(self.item.slot, self.item.start, self.length)
 
 
 def prefill_parts(items: Sequence[PrefillItem]) -> list[PrefillPart]:
-    """The items' tokens, one after the other."""
+    """The parts of a flat input in which the chunks of ``items`` are concatenated."""
     lengths = [len(item.token_ids) for item in items]
     firsts = [0, *accumulate(lengths)]
     return [PrefillPart(*part) for part in zip(items, firsts, lengths)]
 
 
 def start_finished(scheme: StateScheme, items: Sequence[PrefillItem], place: Place) -> None:
-    """Let the scheme take over the requests whose prompts are over."""
+    """Start the scheme for the requests whose prompts are finished."""
     last = [(item.slot, item.state_slot) for item in items if item.is_last]
     if last:
         scheme.start(*place.to_device(list(zip(*last))))
 
 
 class PrefillContext(ABC):
-    """Prompt chunks of several requests, one after the other in the flat input.
+    """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
-    Reads each request's state, writes it after the chunk, and saves the states that the plan wants
-    at positions in between.
+    Mamba2 layers read each request's state from its own state slot, write the state after the chunk
+    back to it, and save states at the positions that the plan requests.
     """
 
     rotation: Rotation | None = None
@@ -61,8 +62,9 @@ class PrefillContext(ABC):
 
     @property
     def positions(self) -> Tensor:
-        starts = [(part.item.start, part.item.start + part.length) for part in self.parts]
-        return torch.cat([torch.arange(first, end) for first, end in starts])
+        """[n] int64 on the host: each token's position in its sequence."""
+        ranges = [(part.item.start, part.item.start + part.length) for part in self.parts]
+        return torch.cat([torch.arange(first, end) for first, end in ranges])
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None, "the model has no attention layer"
@@ -70,4 +72,5 @@ class PrefillContext(ABC):
 
     @abstractmethod
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
-        """xbc [n, conv_dim] before the convolution, dt [n, H] raw -> y [n, H*P] with D skip."""
+        """xbc [n, conv_dim] before the convolution, raw dt [n, H] -> y [n, H*P], including the D
+        skip."""

@@ -1,8 +1,8 @@
-"""The buffers of running requests in which rows, journals and convolution inputs lie.
+"""The buffers of running requests that hold rows, journals and convolution inputs.
 
-See kernels/tree_verify/layout.py for places and paths. What the nodes of a tree feed into the
-recurrence is written to free rows while they are verified; ``accept`` puts the rows of accepted
-nodes into the journal, which moves no tensor. Schemes own one of these and share its code.
+See kernels/tree_verify/layout.py for places and paths. Verification writes the recurrent inputs of
+a tree's nodes to free rows; ``accept`` adds the rows of accepted nodes to the journal, which only
+changes indices. Every scheme for Mamba2 layers owns a ``RequestRows``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mamba_eagle.model_config import Mamba2Config
 
 
 class RequestRows:
-    """Of R request slots: W rows each in all layers, and the path that leads to the last token."""
+    """For each of R request slots: W rows in all layers, and the path to the last token."""
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -26,11 +26,11 @@ class RequestRows:
         self.history = config.conv_kernel - 1
         device, dtype = pool.conv.device, pool.conv.dtype
         requests, places = table.processed.shape[0], self.history + size.rows
-        # raw convolution inputs: K-1 places of history, then a row's
+        # raw convolution inputs by place: K-1 places of history, then one place per row
         self.conv_in = torch.zeros(
             size.layers, requests, places, config.conv_dim, dtype=dtype, device=device
         )
-        # accepted nodes are appended all at once, valid or not; hence the spare columns
+        # a step also writes nodes past ``count``; hence the spare columns
         self.path = torch.zeros(requests, places + size.accepts, dtype=torch.int64, device=device)
         self.path[:, : self.history] = torch.arange(self.history, device=device)
         self.journal_len = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -38,22 +38,24 @@ class RequestRows:
         self.offsets = torch.arange(self.history, device=device)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        """The journals are empty, and the history is the state's."""
+        """Empty the journals of the request slots [n], and load the history from their state
+        slots [n]."""
         self.journal_len[slots] = 0
         self.conv_in[:, slots, : self.history] = self.pool.conv[:, state_slots]
 
     def store_history(self, slots: Tensor, state_slots: Tensor) -> None:
-        """The history goes to the state slots."""
+        """Copy the history of the request slots [n] to the state slots [n]."""
         self.pool.conv[:, state_slots] = self.conv_in[:, slots, : self.history]
 
     def folded(self, slots: Tensor) -> Tensor:
-        """Positions of the states, which the journals start from."""
+        """Positions of the states, where the journals start: request slots [n] -> [n] int64."""
         return self.table.processed[slots] - self.journal_len[slots]
 
     def move_history(self, slots: Tensor, keep: Tensor) -> None:
-        """The history becomes that of the token ``keep`` tokens along the path; slots, keep [f]."""
+        """Replace the history by that of the token ``keep`` tokens along the journal. slots, keep:
+        [f] int64, request slots and numbers of tokens."""
         places = self.path[slots].gather(1, keep[:, None] + self.offsets)  # [f, K-1]
-        # indexing copies before anything is overwritten: old and new history may overlap
+        # indexing makes a copy first, since old and new history may overlap
         moved = self.conv_in[:, slots[:, None], places]
         self.conv_in[:, slots[:, None], self.offsets] = moved
 
@@ -63,8 +65,8 @@ class RequestRows:
 
 
 def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> RowBuffers:
-    """What rows feed into the recurrence, of all layers: xB [layers, R, W, …] in the dtype of
-    ``like`` [layers, R, …], dt and log_decay float32."""
+    """Buffers for the recurrent inputs of all rows, [layers, R, W, width] each: xB in the dtype of
+    ``like``, whose first dimensions are [layers, R]; dt and log_decay in float32."""
 
     def buffer(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(*like.shape[:2], size.rows, width, dtype=dtype, device=like.device)
@@ -73,6 +75,16 @@ def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Row
     return RowBuffers(xB, buffer(config.num_heads), buffer(config.num_heads))
 
 
+def clear_rows(rows: RowBuffers, slots: Tensor) -> None:
+    """Zero the rows of the request slots [n] in all layers.
+
+    For schemes that multiply rows outside the mask by zero: a NaN that a previous request left there
+    would reach the next one.
+    """
+    for part in rows:
+        part[:, slots] = 0
+
+
 def layer_rows(rows: RowBuffers, layer: int) -> RowBuffers:
-    """Those of one layer."""
+    """The buffers of one layer."""
     return RowBuffers(*(part[layer] for part in rows))

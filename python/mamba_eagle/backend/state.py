@@ -1,9 +1,9 @@
 """How recurrent state survives speculation: the interface of all state schemes.
 
-A step is ``begin`` (a tree is about to be verified), ``verify`` in each Mamba2 layer, ``accept``;
-what ``begin`` returns is handed to the other two, so a step is a value and two of them may be under
-way. ``start`` and ``finish`` bracket a request's life: after prefill its state slot holds the state
-after the prompt, and at its end it is brought to a position of the caller's choice.
+A step calls ``begin`` once, ``verify`` in each Mamba2 layer, and ``accept`` once. ``begin`` returns
+a layout that is passed to the other two, so a step is a value and two steps may be in flight.
+``start`` and ``finish`` bracket the decoding of a request: prefill leaves the state after the
+prompt in the request's state slot, and ``finish`` brings it to a position chosen by the caller.
 """
 
 from __future__ import annotations
@@ -22,66 +22,75 @@ from mamba_eagle.tree.tree import Tree
 class StateScheme(ABC):
     """Recurrent state of running requests, in all Mamba2 layers.
 
-    A *layout* is what ``begin`` or ``lane_layout`` returns; only the scheme that made it reads it,
-    except for ``TreeLayout.ancestors``, which attention shares.
+    ``begin`` and ``lane_layout`` return a *layout*, which only the same scheme reads; attention
+    gets its ancestors from ``ancestor_bits``.
+
+    Shapes: b or n requests, T tree nodes, F feature size, H heads of P channels. Slots and counts
+    are int64; ``slots`` are request slots.
     """
 
-    on_device = False  # nothing waits for the host, so that a captured graph can repeat a step
-    has_journal = False  # accepted tokens wait in rows for a fold
+    on_device = False  # whether no method waits for the host, so that graphs can repeat a step
+    has_journal = False  # whether accepted tokens wait in rows for a fold
 
     @abstractmethod
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
-        """Prefill has ended: the state slots [n] hold what the requests [n] have processed."""
+        """The prompts of ``slots`` [n] are finished, and ``state_slots`` [n] hold the states after
+        all processed tokens."""
 
     @abstractmethod
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """Move each state ``keep`` [n] tokens along its journal; the requests [n] leave."""
+        """The requests in ``slots`` [n] leave: advance the states in ``state_slots`` [n] by the
+        first ``keep`` [n] tokens of the journals, and store the history with them."""
 
     @abstractmethod
     def begin(self, slots: Tensor, tree: Tree) -> Any:
-        """A tree of each request in ``slots`` [b] is about to be verified. Returns its layout."""
+        """Prepare to verify one tree per request in ``slots`` [b]. Returns the layout."""
 
     @abstractmethod
     def verify(self, layer: Mamba2Mixer, layout: Any, xbc: Tensor, dt: Tensor) -> Tensor:
-        """xbc [b*T, conv_dim] before the convolution, dt [b*T, H] raw -> y [b*T, H*P]."""
+        """Convolution and recurrence of all nodes in one layer: xbc [b*T, conv_dim] before the
+        convolution, raw dt [b*T, H] -> y [b*T, H*P], including the D skip."""
 
     @abstractmethod
     def accept(self, layout: Any, accepted: Truncated, features: Tensor) -> None:
-        """Make the accepted nodes part of the sequence. features [b, T, F]: of the nodes, kept
-        for the state that will end there."""
+        """Make the accepted nodes part of the sequences. features: [b, T, F], of the nodes; the one
+        of the last token is stored with the state."""
 
     @abstractmethod
     def folded(self, slots: Tensor) -> Tensor:
-        """Position of each request's state, [b] int64."""
+        """Position of each request's state: slots [b] -> [b] int64."""
 
     def ancestor_bits(self, layout: Any) -> Tensor | None:
-        """[b, T] int64, ``TreeLayout.ancestors``, where attention reads bits as well."""
+        """``TreeLayout.ancestors``, [b, T] int64, if the backend's attention reads bits; else
+        None."""
         return None
 
     def journal_len(self, slots: Tensor) -> Tensor:
-        """Rows in each journal, [b] int64; of a scheme that has journals."""
-        raise AssertionError("only of a scheme that has journals")
+        """Rows in each journal: slots [b] -> [b] int64. Only for schemes with journals."""
+        raise AssertionError("the scheme has no journals")
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout | None:
-        """Where lanes branch off: a layout of tensors with ``lanes`` free rows per request and no
-        parents. None from a scheme without journals."""
+        """The point where lanes branch off: a layout of tensors for the requests in ``slots`` [b],
+        with ``lanes`` free rows per request and without parents. None if the scheme has no
+        journals."""
         return None
 
     def lane_layout(self, lanes: TreeLayout) -> Any:
-        """The layout of single nodes, each a tree of its own, from ``lanes`` of tensors."""
-        raise AssertionError("only of a scheme that has a stem")
+        """The scheme's own layout for lanes, each a tree with one node. lanes: a layout of
+        tensors. Only for schemes whose ``stem`` is not None."""
+        raise AssertionError("the scheme has no stem")
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory of the scheme itself, state slots apart."""
+        """Bytes of the scheme's own buffers, without the state slots."""
 
 
 class SchemeSize(NamedTuple):
-    """What a recurrent scheme has room for."""
+    """Sizes of a scheme's buffers."""
 
-    layers: int
-    features: int  # numbers per token feature
+    layers: int  # Mamba2 layers
+    features: int  # elements per token's feature
     rows: int  # W: per request
     nodes: int  # most nodes per step
     accepts: int  # most tokens accepted per step

@@ -1,4 +1,4 @@
-"""The state scheme of models without recurrent state: attention alone remembers."""
+"""The state scheme of models without Mamba2 layers, which have no recurrent state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mamba_eagle.tree.tree import Tree
 
 
 class StatelessScheme(StateScheme):
-    """Only the feature of the last token, which a draft head needs, follows the sequence."""
+    """Keeps only the feature of the last token, which a draft head needs."""
 
     on_device = True
 
     def __init__(
         self, table: RequestTable, pool: StatePool, pack: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """pack: makes ancestors [b, T, T] bool into bits [b, T, 1], if attention reads bits."""
+        """pack: turns ancestors [b, T, T] bool into bits [b, T, 1], if attention reads bits."""
         self.table, self.pool, self.pack = table, pool, pack
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None: ...
@@ -46,13 +46,13 @@ class StatelessScheme(StateScheme):
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         if not features.shape[2]:
-            return  # a drafter that carries nothing along
+            return  # a drafter without a carry
         last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])  # [b, 1]
-        made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
-        # a request that had ended accepts nothing: its feature stays
+        new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
+        # a request that had ended accepts no node and keeps its feature
         feature, alive = self.pool.feature, (accepted.count > 0)[:, None]
-        before = feature[layout.state_slots]
-        feature[layout.state_slots] = where(alive, made.to(feature.dtype), before)
+        old = feature[layout.state_slots]
+        feature[layout.state_slots] = where(alive, new.to(feature.dtype), old)
 
     def ancestor_bits(self, layout: TreeLayout) -> Tensor | None:
         return layout.ancestors

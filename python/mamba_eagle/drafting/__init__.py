@@ -1,4 +1,4 @@
-"""Drafters: what each proposes, and how it is kept in step with the target."""
+"""Drafters: how each proposes trees and follows the sequences that the target accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def draft_source(algorithm: str) -> type[DraftSource]:
-    """The class behind a name that ``--speculative-algorithm`` takes; imports its file."""
+    """The class for a value of ``--speculative-algorithm``; imports its module.
+
+    Raises: KeyError for NONE and for names that are not in ``DRAFTERS``.
+    """
     entry = DRAFTERS[algorithm]
     source: type[DraftSource] = getattr(import_module(f"{__name__}.{entry.module}"), entry.source)
     return source

@@ -1,4 +1,4 @@
-"""What the runner asks of a drafter. A new drafter is one new file and one line in drafters.py."""
+"""The interface of drafters. A new drafter is one new file and one line in drafters.py."""
 
 from __future__ import annotations
 
@@ -25,63 +25,72 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class KeyedNoise(Protocol):
-    """The noise that the target will sample with: a drafter that uses it guesses the sample and not
-    only the distribution."""
+    """The noise that the target will sample with. A drafter that adds it predicts the sampled token
+    rather than the distribution."""
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
-        """log_probs [b, lanes, V] of tokens at ``positions`` [b] -> the same, of the samples."""
+        """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] int64 -> [b, lanes, V]
+        float32, the log-probabilities with noise."""
 
 
 class StepPart(NamedTuple):
-    """A drafter's part in a step, as ``prepare`` has decided it."""
+    """A drafter's part in a step, as decided by ``prepare``."""
 
     shape: TreeShape
-    idle: bool = False  # it neither drafts nor hears what was accepted
-    needs_catch_up: Sequence[int] = ()  # request slots for which ``catch_up`` must come first
-    longest: int = 0  # entries that a request takes in before drafting, at most
+    idle: bool = False  # the drafter neither drafts nor observes accepted tokens
+    needs_catch_up: Sequence[int] = ()  # request slots for which to call ``catch_up`` first
+    longest: int = 0  # most entries that a request's drafter processes before drafting
 
 
 class Drafter(ABC):
-    """Proposes a tree for each request and learns what became of the sequence.
+    """Proposes a tree for each request and follows the accepted tokens.
 
-    Its caches follow the target's: entries of a token stand under that token's KV slot in a pool
-    of its own, its recurrent states under the target's state slots. So a prefix that the target
-    finds in the radix cache is there for the drafter too.
+    Its caches mirror the target's: its pool stores a token's keys and values under the same KV slot
+    number as the target's pool, and recurrent states under the same state slot numbers. So a prefix
+    that the target finds in the prefix cache is available to the drafter too.
 
     The drafter does no work for *untracked* requests: it never sees their prompts and may return
-    arbitrary drafts. Prefixes that such requests leave in the radix cache are unknown to it.
+    arbitrary drafts. Its caches hold nothing for prefixes that such requests leave in the prefix
+    cache.
 
-    ``features`` are what the target's forward pass returns: F numbers per token, the hidden state
-    after the final norm and those that the drafter taps.
+    Shapes: b requests, T tree nodes, F feature size. ``features`` are the outputs of the target's
+    forward pass, F numbers per token: the hidden state after the final norm and those that the
+    drafter taps. Slots are request slots, and positions, tokens and slots in tensors are int64.
     """
 
-    on_device = True  # whether ``propose`` and ``observe_accepted`` are the device's work alone, so
-    # that a captured graph can repeat them
+    # whether ``propose`` and ``observe_accepted`` never wait for the host, so that a captured graph
+    # can repeat them
+    on_device = True
 
     @abstractmethod
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        """Prompt chunks were run, one behind the other: tokens [n], features [n, F]; before
-        [items, F]: of the tokens ahead of each chunk (zeros at position 0)."""
+        """The target has processed prompt chunks, concatenated in the order of ``items``.
+
+        tokens [n], features [n, F]; before [items, F]: the feature of the token before each chunk
+        (zeros if the chunk starts at position 0).
+        """
 
     @abstractmethod
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
-        """The prompts in ``slots`` are over: tokens [n] were sampled from features [n, F]."""
+        """The prompts of ``slots`` are finished: tokens [n] were sampled from features [n, F]."""
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        """The host's part of a step that is about to be run."""
+        """The host's part of a step that is about to be launched."""
         return StepPart(shape)
 
     def catch_up(self, slots: Tensor) -> None:
-        """Take in what plain steps added to the requests in ``slots`` [b]; the device's work alone
-        where the drafter is ``on_device``."""
-        raise AssertionError("only of a drafter that asks for it")
+        """Process the tokens that plain steps added to the requests in ``slots`` [b]; never waits
+        for the host if the drafter is ``on_device``."""
+        raise AssertionError("only for drafters whose prepare sets needs_catch_up")
 
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        """A decode step in which it was not idle has ended, plain or with drafts. features
-        [b, T, F], of all nodes."""
+        """A decode step, plain or with drafts, has ended; not called if the drafter was idle.
+
+        features: [b, T, F], of all nodes.
+        """
 
     @abstractmethod
     def untrack(self, slots: Sequence[int]) -> None:
@@ -89,23 +98,26 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
-        """A tree of ``part.shape``, two nodes or more, for each request in ``slots`` [b], rooted at
-        its last token. The shape is no larger than the configured one, and may change from step
-        to step. noise: None if all requests are greedy."""
+        """A tree of ``part.shape``, with at least two nodes, for each request in ``slots`` [b],
+        rooted at its last token.
+
+        The shape is no larger than the configured one, and may change from step to step. noise:
+        None if all requests are greedy.
+        """
 
     @abstractmethod
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """Requests leave. position >= 0: its first so many tokens stay in the prefix cache, and
-        what the drafter knows of them goes with them."""
+        """The requests in ``slots`` leave. A position >= 0 is the number of first tokens that the
+        prefix cache keeps, and the drafter must keep its own caches for them; -1: none."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory of weights and caches."""
+        """Bytes of weights and caches."""
 
 
 class NoDrafter(Drafter):
-    """Plain decoding: no tree is ever asked for."""
+    """Plain decoding: ``propose`` is never called."""
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
         return StepPart(shape, idle=True)
@@ -134,26 +146,26 @@ class NoDrafter(Drafter):
 
 @dataclass(frozen=True)
 class DraftParts:
-    """What a drafter is built from."""
+    """The parts of the runner that a drafter is built from."""
 
     config: EngineConfig
     backend: Backend
     target: CausalLM
     table: RequestTable
-    kv_slots: int
-    state_slots: int
-    load: Callable[[Callable[[], nn.Module], str], nn.Module]  # a maker and a folder -> a model
+    kv_slots: int  # in the target's pool
+    state_slots: int  # in the target's pool, padding included
+    load: Callable[[Callable[[], nn.Module], str], nn.Module]  # constructor, folder -> module
 
 
 class DraftSource(ABC):
-    """A drafter before its weights are loaded: what start-up must know of it."""
+    """A drafter before its weights are loaded: the properties that start-up depends on."""
 
     tap_layers: tuple[int, ...] = ()  # of the target, as CausalLM.tap takes them
 
     @property
     @abstractmethod
     def config(self) -> ModelConfig | None:
-        """Sizes of its layers, for the memory plan; None: it has none."""
+        """Sizes of its layers, for the memory plan; None if it has no network."""
 
     @property
     def rows(self) -> int:
@@ -166,17 +178,17 @@ class DraftSource(ABC):
 
     @abstractmethod
     def problems(self) -> list[str]:
-        """Every reason why it cannot draft for this target, with values and what to do."""
+        """Every reason why it cannot draft for this target, each with values and a remedy."""
 
     @abstractmethod
     def make(self, parts: DraftParts) -> Drafter:
-        """Loads the weights. Raises: CheckpointError."""
+        """Load the weights. Raises: CheckpointError."""
 
 
 class FolderSource(DraftSource):
     """A drafter in a folder of its own, ``--speculative-draft-model-path``."""
 
-    must_equal: tuple[str, ...]  # what of config.json must be as the target's
+    must_equal: tuple[str, ...]  # fields of ModelConfig that must equal the target's
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         self.path, self.target = config.speculative_draft_model_path, target
@@ -192,15 +204,15 @@ class FolderSource(DraftSource):
 
     @abstractmethod
     def module(self) -> nn.Module:
-        """The network, its weights not loaded."""
+        """The network, without loaded weights."""
 
     def problems(self) -> list[str]:
         wrong = []
         for name in self.must_equal:
-            own, wanted = getattr(self.own, name), getattr(self.target, name)
-            if own != wanted:
+            own, required = getattr(self.own, name), getattr(self.target, name)
+            if own != required:
                 wrong.append(
-                    f"drafter {self.path} has {name} {own}, the target {wanted}: "
+                    f"drafter {self.path} has {name} {own}, the target {required}: "
                     "use one that was made for this target"
                 )
         return wrong + (weight_problems(self.module, self.path) if self.has_files else [])

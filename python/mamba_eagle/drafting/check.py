@@ -12,8 +12,10 @@ from mamba_eagle.models.registry import read_model_config
 
 
 def drafter_problems(config: EngineConfig) -> list[str]:
-    """Every reason against the drafter of ``config``; none where the folders are not there to be
-    read. The runner checks the same as it starts."""
+    """Every reason why the drafter of ``config`` does not fit its target.
+
+    [] if a folder cannot be read here; the runner repeats the check when it starts.
+    """
     entry, draft = DRAFTERS.get(config.speculative_algorithm), config.speculative_draft_model_path
     if entry is None or (entry.needs_folder and not draft):
         return []

@@ -1,4 +1,4 @@
-"""EAGLE: a small head guesses the target's next hidden states and drafts a tree from them."""
+"""EAGLE: a small head predicts the target's next hidden states and drafts a tree from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mamba_eagle.models.registry import MODELS
 
 
 class EagleNetwork(DraftNetwork):
-    """The head's output is its guess of the hidden state, and is fed back as one."""
+    """The head's output predicts the target's hidden state, and is fed back in its place."""
 
     def __init__(self, head: EagleHead, target: CausalLM) -> None:
         self.head, self.target = head, target
@@ -44,8 +44,8 @@ class EagleSource(FolderSource):
     def problems(self) -> list[str]:
         if (name := self.own.architecture) in MODELS:
             return [
-                f"drafter {self.path} is a {name}, a model and no EAGLE head: a smaller model "
-                "drafts with --speculative-algorithm STANDALONE"
+                f"drafter {self.path} is a {name}, a model rather than an EAGLE head: use "
+                "--speculative-algorithm STANDALONE to draft with a smaller model"
             ]
         return super().problems()
 

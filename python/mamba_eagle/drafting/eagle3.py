@@ -29,8 +29,8 @@ from mamba_eagle.models.registry import read_as
 
 
 class EagleThreeNetwork(DraftNetwork):
-    """An entry's feature is made of the tapped hidden states; while drafting, the head's output
-    stands in for it."""
+    """An entry's feature is computed from the tapped hidden states; for drafted tokens, the head's
+    output takes its place."""
 
     def __init__(self, head: Eagle3Head, target: CausalLM) -> None:
         self.head, self.config = head, head.config
@@ -66,7 +66,7 @@ class EagleThreeNetwork(DraftNetwork):
         return own if ids is None else own._replace(tokens=ids[own.tokens])
 
     def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """-inf for tokens that the head does not know."""
+        """-inf for tokens outside the head's vocabulary."""
         own = super().log_probs(depth, outputs)
         if (ids := self.head.target_ids()) is None:
             return own
@@ -98,17 +98,17 @@ class EagleThreeSource(FolderSource):
                 f"drafter {self.path} was made for a target of hidden_size {made_for}, this one "
                 f"has {given}: use one that was made for this target"
             )
-        if self.topk > (known := draft_vocab_size(self.own)):
+        if self.topk > (vocab := draft_vocab_size(self.own)):
             wrong.append(
-                f"--speculative-eagle-topk {self.topk}: drafter {self.path} knows {known} tokens; "
-                f"set it to {known} at most"
+                f"--speculative-eagle-topk {self.topk}: drafter {self.path} has a vocabulary of "
+                f"{vocab} tokens; set it to {vocab} at most"
             )
         layers, taps = len(self.target.blocks), self.tap_layers
         if sorted(set(taps)) != list(taps) or taps[0] < 0 or taps[-1] > layers:
             wrong.append(
                 f"drafter {self.path} reads the inputs of layers {list(taps)} of a target with "
-                f"{layers} layers: name them, rising from 0 to {layers}, in config.json as "
-                "eagle_config.eagle_aux_hidden_state_layer_ids"
+                f"{layers} layers: set eagle_config.eagle_aux_hidden_state_layer_ids in "
+                f"config.json to increasing numbers between 0 and {layers}"
             )
         return wrong
 

@@ -1,4 +1,4 @@
-"""Drafting with a network: a head on the target's hidden states, or a model of its own."""
+"""Drafting with a network: a head on the target's hidden states, or a smaller model."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ from mamba_eagle.message import PrefillItem
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree
 
-MAX_PENDING = 16  # entries of tokens that plain steps made; beyond that they are processed
+MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
 # Limit for drafters without recurrent state, which need no row per entry; large so that plain
 # decoding rarely has to stop for them. The slot table has room for 64 positions past a request.
 MAX_WITHOUT_ROWS = 62
-FEW_PLAIN_STEPS = 2  # a step with drafts takes in the tokens of so many; after more it catches up
-SPARE_ROWS = 8  # make the journals of the drafter's own state longer, and folds rarer
+FEW_PLAIN_STEPS = 2  # plain steps whose entries a step with drafts can process without catch_up
+SPARE_ROWS = 8  # rows that make the journals of the drafter's own state longer, and folds rarer
 
 
 def max_lanes(config: EngineConfig) -> int:
-    """Lanes of a request that pass through the network: those of the last depth do not."""
+    """Lanes per request that pass through the network, which those of the last depth do not."""
     shape = config.tree_shape
     return shape.topk * max(shape.depth - 1, 0)
 
 
 def max_pending(config: EngineConfig) -> int:
-    """Room for entries that wait: plain steps may fill it, and a step of drafts comes on top."""
+    """Most pending entries per request: those that plain steps may leave, plus those of one step
+    with drafts."""
     return MAX_PENDING + config.tree_shape.depth + 1
 
 
 def max_without_rows(config: EngineConfig) -> int:
-    """The same of a drafter without recurrent layers."""
+    """The same limit for a drafter without recurrent layers."""
     return max(max_pending(config), MAX_WITHOUT_ROWS)
 
 
 def draft_rows(config: EngineConfig) -> int:
-    """Rows of a request in a drafter with recurrent layers: pending entries, a journal as long,
-    and lanes."""
+    """Rows per request for a drafter with recurrent layers: pending entries, a journal of the same
+    length, and lanes."""
     return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
 
 
 class ModelDrafter(Drafter):
     """EAGLE-2 trees (arXiv 2406.16858) from a DraftNetwork.
 
-    An entry takes a token and what the target said one position before. Entries of tokens that
-    were accepted wait as *pending*, the next root's among them (its KV slot comes only with the
-    next plan), and are processed all at once, as a chain, when the next tree is wanted.
+    An entry consists of a token and the target's feature of the previous position. Entries of
+    accepted tokens, including the next root (whose KV slot comes with the next plan), stay
+    *pending* until the next tree is needed. Then all of them are processed at once, as a chain.
 
-    Lanes are drafted from the root's output and leave nothing behind.
+    Lanes are drafted from the root's output; their keys, values and states are not kept.
     """
 
     def __init__(self, network: DraftNetwork, parts: DraftParts) -> None:
@@ -98,11 +99,12 @@ class ModelDrafter(Drafter):
         )
         self.scheme = backend.state_scheme("deferred", net.mamba, size, parts.table, self.pool)
 
-        # a step's entries are appended valid or not; hence the room past ``max_pending``
+        # a step also writes entries past ``count``; hence the room past ``max_pending``
         self.max_accepted = config.tree_shape.depth + 1
         width = self.max_pending + self.max_accepted
-        self.waiting = [0] * requests  # entries of each request, or more: what the host knows
-        # entries that a tree's requests take in at most; the same in all steps of a graph
+        # by request slot: the host's upper bound of pending entries, or UNTRACKED
+        self.waiting = [0] * requests
+        # most entries that a request processes before drafting; the same for all steps of a graph
         self.longest = min(self.max_accepted + FEW_PLAIN_STEPS, self.max_pending)
         entry = PendingSize(width, network.feature_size, backend.dtype, self.kv.padding_slot)
         self.entries = backend.pending_entries(parts.table, entry)
@@ -112,26 +114,27 @@ class ModelDrafter(Drafter):
         on_device = self.scheme.on_device and attends
         self.on_device = on_device and backend.experts_on_device(net.moe)
 
-    # ── what became of the sequence ──
+    # ── following the sequences ──
 
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
         parts = prefill_parts(items)
         firsts = self.place.to_device([part.first for part in parts])
-        given = features.roll(1, dims=0)
-        given[firsts] = before.to(given.dtype)
-        entries = self.network.entry_features(given)
-        # a chunk whose entries take a carry is a pass of its own
-        for run in [parts] if not self.network.carry_size else [[part] for part in parts]:
-            span = slice(run[0].first, run[-1].first + run[-1].length)
-            mamba = self.network.config.mamba
-            ctx = self.backend.prefill_context(run, self.pool, self.kv, self.table.kv_slots, mamba)
-            carry = self.pool.feature[run[0].item.state_slot][None]
-            outputs = self.network.run_entries(tokens[None, span], entries[None, span], carry, ctx)[
-                0
-            ]
-            self._keep_carries(run, outputs[:, : self.network.carry_size])
+        previous = features.roll(1, dims=0)
+        previous[firsts] = before.to(previous.dtype)
+        entries = self.network.entry_features(previous)
+        mamba, kv_slots = self.network.config.mamba, self.table.kv_slots
+        # chunks whose entries need a carry are processed one by one
+        for group in [parts] if not self.network.carry_size else [[part] for part in parts]:
+            span = slice(group[0].first, group[-1].first + group[-1].length)
+            # the context's tokens begin at 0, whatever the group's place in the batch
+            own = prefill_parts([part.item for part in group])
+            ctx = self.backend.prefill_context(own, self.pool, self.kv, kv_slots, mamba)
+            carry = self.pool.feature[group[0].item.state_slot][None]
+            inputs = (tokens[None, span], entries[None, span], carry)
+            outputs = self.network.run_entries(*inputs, ctx)[0]
+            self._keep_carries(group, outputs[:, : self.network.carry_size])
         slots = self.place.to_device([item.slot for item in items])
         ends = [item.start + len(item.token_ids) for item in items]
         self.entries.processed[slots] = self.place.to_device(ends)
@@ -139,7 +142,7 @@ class ModelDrafter(Drafter):
         start_finished(self.scheme, items, self.place)
 
     def _keep_carries(self, parts: Sequence[PrefillPart], carries: Tensor) -> None:
-        """carries [n, C] of the parts' tokens."""
+        """Store the carries after which states are kept. carries: [n, C], of the parts' tokens."""
         if not self.network.carry_size:
             return
         for part in parts:
@@ -149,16 +152,16 @@ class ModelDrafter(Drafter):
             self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
-        used, waits = self.place.to_device(slots), self.entries
-        waits.tokens[used, 0] = tokens
+        device_slots, queue = self.place.to_device(slots), self.entries
+        queue.tokens[device_slots, 0] = tokens
         entries = self.network.entry_features(features)
-        waits.features[used, 0] = entries.to(waits.features.dtype)
-        waits.pending[used] = 1
+        queue.features[device_slots, 0] = entries.to(queue.features.dtype)
+        queue.pending[device_slots] = 1
         for slot in slots:
             self.waiting[slot] = 1
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        """Steps in flight may have added fewer entries than the host must reckon with."""
+        """The host counts the most entries that steps in flight may add; they may add fewer."""
         tracked = [slot for slot in slots if self.waiting[slot] != UNTRACKED]
         waiting = dict(zip(tracked, self._waiting(tracked), strict=True))
         added = shape.depth + 1
@@ -172,18 +175,18 @@ class ModelDrafter(Drafter):
             self.waiting[slot] = added
         if self.place.on_host:
             return StepPart(shape, longest=max([1, *waiting.values()]))
-        behind = [slot for slot, n in waiting.items() if n > self.longest]
-        return StepPart(shape, False, behind, self.longest)
+        needs_catch_up = [slot for slot, n in waiting.items() if n > self.longest]
+        return StepPart(shape, False, needs_catch_up, self.longest)
 
     def catch_up(self, slots: Tensor) -> None:
-        """All but the roots are processed; these wait on, alone."""
-        waits = self.entries
-        counts = (waits.pending[slots] - 1).clamp(min=0)
+        """Process all pending entries except for the roots, which stay pending."""
+        queue = self.entries
+        counts = (queue.pending[slots] - 1).clamp(min=0)
         longest = max(int(counts.max()), 1) if self.place.on_host else self.max_pending
         self._run_pending(slots, counts, longest)
-        waits.tokens[slots, 0] = waits.tokens[slots, counts]
-        waits.features[slots, 0] = waits.features[slots, counts]
-        waits.pending[slots] -= counts
+        queue.tokens[slots, 0] = queue.tokens[slots, counts]
+        queue.features[slots, 0] = queue.features[slots, counts]
+        queue.pending[slots] -= counts
 
     def untrack(self, slots: Sequence[int]) -> None:
         self.entries.pending[self.place.to_device(slots)] = UNTRACKED
@@ -191,13 +194,14 @@ class ModelDrafter(Drafter):
             self.waiting[slot] = UNTRACKED
 
     def _waiting(self, slots: Sequence[int]) -> list[int]:
+        """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
         if not self.place.on_host or not slots:
             return [self.waiting[slot] for slot in slots]
-        used = list(slots)  # the exact numbers are at hand
-        return torch.where(self.table.remaining[used] > 0, self.entries.pending[used], 0).tolist()
+        index = list(slots)
+        return torch.where(self.table.remaining[index] > 0, self.entries.pending[index], 0).tolist()
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        """Accepted nodes join those that wait."""
+        """The entries of accepted tokens become pending."""
         self.entries.append(slots, accepted, features, self.network.entry_features)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
@@ -207,17 +211,18 @@ class ModelDrafter(Drafter):
             if position >= 0 and self.waiting[slot] != UNTRACKED
         ]
         if kept:
-            used, ends = self.place.to_device(list(zip(*kept)))
-            # a stop string may have cut tokens that were processed: then there is less to do, or
-            # a part of the journal is left out
-            missing = (ends - self.entries.processed[used]).clamp(min=0)
+            kept_slots, ends = self.place.to_device(list(zip(*kept)))
+            # a stop string may have cut off tokens that were already processed: then fewer entries
+            # remain to be processed, or the end of the journal is dropped
+            missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
             longest = int(missing.max()) if self.place.on_host else self.max_pending
             if longest:
-                self._run_pending(used, missing, longest)
+                self._run_pending(kept_slots, missing, longest)
             if self.scheme.has_journal:
-                folded = self.entries.processed[used] - self.scheme.journal_len(used)
+                processed = self.entries.processed[kept_slots]
+                folded = processed - self.scheme.journal_len(kept_slots)
                 keep = (ends - folded).clamp(min=0)
-                self.scheme.finish(used, self.table.state_slot[used], keep)
+                self.scheme.finish(kept_slots, self.table.state_slot[kept_slots], keep)
         self.entries.pending[self.place.to_device(slots)] = 0
         for slot in slots:
             self.waiting[slot] = 0
@@ -226,9 +231,9 @@ class ModelDrafter(Drafter):
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         table, network, shape = self.table, self.network, part.shape
-        # a request that has ended takes nothing in: what is pending is settled when it leaves
-        above = self._run_pending(slots, None, part.longest)[:, None]  # [b, lanes, O]: the root's
-        root = table.processed[slots]  # its position
+        # entries of a request that has ended stay pending until it is released
+        above = self._run_pending(slots, None, part.longest)[:, None]  # [b, 1, O]: the root's
+        root = table.processed[slots]  # [b]: position of the root
         grown = self.backend.candidates(table.last_token[slots], shape.topk, shape.depth)
         frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
         if shape.depth > 1:
@@ -247,7 +252,8 @@ class ModelDrafter(Drafter):
     def _best(
         self, depth: int, outputs: Tensor, positions: Tensor, noise: KeyedNoise | None, k: int
     ) -> TopTokens:
-        """outputs [b, lanes, O], positions [b] of the tokens they predict -> [b, lanes, k]."""
+        """The k best next tokens of each lane: outputs [b, lanes, O], positions [b] of the tokens
+        that they predict -> [b, lanes, k]."""
         shape, outputs = outputs.shape[:2], outputs.flatten(0, 1)
         if noise is None:
             return self.network.best(depth, outputs, k, self.backend).unflatten(shape)
@@ -255,7 +261,7 @@ class ModelDrafter(Drafter):
         return self.backend.top_of(noise(log_probs, positions).flatten(0, 1), k).unflatten(shape)
 
     def _lanes(self, slots: Tensor, prefix: Tensor, depth: int) -> Lanes:
-        """Lanes that follow the first ``prefix`` [b] tokens, the root among them."""
+        """Lanes that continue the first ``prefix`` [b] tokens, which include the root."""
         stem = self.scheme.stem(slots, self.max_lanes)
         rows = None if stem is None else LaneRows(self.scheme, stem, depth)
         attention = self.backend.lane_attention(
@@ -266,10 +272,12 @@ class ModelDrafter(Drafter):
     # ── entries of the sequence ──
 
     def _run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> Tensor:
-        """Process entries as ``PendingEntries.take`` gives them. Returns the output of the last,
-        [b, O] (of a request without any: no meaning)."""
+        """Process the entries that ``PendingEntries.take`` returns for these arguments.
+
+        Returns the output of each request's last entry, [b, O]; arbitrary if it has none.
+        """
         taken, prefix, own, positions = self.entries.take(slots, counts, longest)
-        # a chain that follows the prefix; what pads it stands at its end, where nobody looks
+        # a chain that follows the prefix, padded at its end, where no entry attends to it
         chain = self._chain(taken.tokens)
         layout = self.scheme.begin(slots, chain)
         nodes = TreeNodes(self.table.kv_slots, slots, prefix, own, chain.parents, chain.ancestors)
@@ -290,6 +298,7 @@ class ModelDrafter(Drafter):
         return last
 
     def _chain(self, tokens: Tensor) -> Tree:
+        """tokens [b, E] -> a chain each, on a GPU without launching a kernel."""
         if self.place.on_host:
             return chain_tree(tokens)
         return chain_prefix(self.longest_chain, tokens)

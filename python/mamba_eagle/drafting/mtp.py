@@ -1,4 +1,4 @@
-"""NEXTN, or MTP: the multi-token-prediction modules that were trained with the target."""
+"""NEXTN (MTP): the multi-token-prediction modules that were trained with the target."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from mamba_eagle.models.registry import read_as
 
 
 class MtpNetwork(DraftNetwork):
-    """An output is what all K modules made of an entry, side by side.
+    """The outputs of all K modules for an entry, concatenated.
 
-    Module j of an entry reads module j-1 of the entry ahead, and module 0 the target's hidden state
-    there, which drafted tokens lack. So the token drafted at depth d+1 is module d's guess at depth
-    d, and there the modules before d have nothing to say:
+    Module j of an entry reads module j-1 of the previous entry. Module 0 reads the target's hidden
+    state of the previous position, which does not exist for drafted tokens. So the tokens drafted
+    at depth d+1 are predicted by module d at depth d, where modules before d are not run:
 
                  root   depth 1   depth 2
-        module 0  *                         * chooses the tokens of the next depth
-        module 1  +        *                + is run for the entries behind it, which read it or
-        module 2  +        +         *        look at its keys and values
+        module 0  *                         * predicts the tokens of the next depth
+        module 1  +        *                + is run for later entries, which read its output or
+        module 2  +        +         *        attend to its keys and values
 
-    A single module is as many as are wanted: it reads its own output.
+    A single module drafts at all depths, because it reads its own output.
     """
 
     def __init__(self, head: MtpHead, target: CausalLM) -> None:
@@ -48,31 +48,31 @@ class MtpNetwork(DraftNetwork):
         self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
     ) -> Tensor:
         embeddings = self.target.embed(tokens.reshape(-1))
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for module in range(self.head.num_modules):
-            ahead = features
+            previous = features
             if module:
                 carried = self._of(module - 1, carry)[:, None]
-                ahead = torch.cat([carried, made[-1][:, :-1]], dim=1)
-            flat = self.head(module, embeddings, ahead.flatten(0, 1), ctx)
-            made.append(flat.unflatten(0, tokens.shape))
-        return torch.cat(made, dim=-1)
+                previous = torch.cat([carried, outputs[-1][:, :-1]], dim=1)
+            flat = self.head(module, embeddings, previous.flatten(0, 1), ctx)
+            outputs.append(flat.unflatten(0, tokens.shape))
+        return torch.cat(outputs, dim=-1)
 
     def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
         embeddings = self.target.embed(tokens)
         if self.max_depth is None:
             return self.head(0, embeddings, above, ctx)
-        made = [above.new_zeros(above.shape[0], depth * self.size)]
+        outputs = [above.new_zeros(above.shape[0], depth * self.size)]
         for module in range(depth, self.head.num_modules):
-            made.append(self.head(module, embeddings, self._of(module - 1, above), ctx))
-        return torch.cat(made, dim=-1)
+            outputs.append(self.head(module, embeddings, self._of(module - 1, above), ctx))
+        return torch.cat(outputs, dim=-1)
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         module = 0 if self.max_depth is None else depth
         return self.target.raw_logits(self._of(module, outputs))
 
     def _of(self, module: int, outputs: Tensor) -> Tensor:
-        """A module's columns."""
+        """The columns of one module: [n, K * size] -> [n, size]."""
         return outputs[:, module * self.size : (module + 1) * self.size].contiguous()
 
     @property
@@ -81,7 +81,7 @@ class MtpNetwork(DraftNetwork):
 
 
 class MtpSource(FolderSource):
-    """In the target's own folder unless another one is named."""
+    """Modules in the target's own folder, unless a draft model path is given."""
 
     must_equal = ("vocab_size", "hidden_size")
 
@@ -93,7 +93,7 @@ class MtpSource(FolderSource):
     def read(self) -> ModelConfig:
         own = read_as("mtp", self.path)
         if self.has_files:
-            with contextlib.suppress(CheckpointError):  # told as one of all problems
+            with contextlib.suppress(CheckpointError):  # reported by ``problems``
                 return stored_modules(own, stored_tensors(Path(self.path)))
         return own
 
@@ -105,7 +105,7 @@ class MtpSource(FolderSource):
         if 1 < (modules := num_modules(self.own)) < self.steps:
             wrong.append(
                 f"--speculative-num-steps {self.steps}: drafter {self.path} has {modules} modules, "
-                f"one for each token ahead; set it to {modules} at most"
+                f"one per depth of the tree; set it to {modules} at most"
             )
         return wrong
 

@@ -1,4 +1,4 @@
-"""What a drafter's network is to ``ModelDrafter``, which drives it."""
+"""The interface of a drafter's network, which ``ModelDrafter`` drives."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from mamba_eagle.model_config import ModelConfig
 class DraftNetwork(ABC):
     """Entry p takes token p and features of position p-1, and predicts token p+1.
 
-    Sizes: F numbers of an entry's features, O of its output, C carried; V vocabulary.
+    Sizes: F elements in an entry's features, O in its output, C in its carry; V vocabulary.
     """
 
     config: ModelConfig  # sizes of its attention and Mamba2 layers
-    feature_size: int  # F; 0: tokens are all it takes
+    feature_size: int  # F; 0: entries take tokens alone
     output_size: int  # O
-    carry_size: int = 0  # C: first columns of an output, which the entry behind it needs
-    max_depth: int | None = None  # deepest tree it can draft
+    carry_size: int = 0  # C: first columns of an output, which the next entry needs
+    max_depth: int | None = None  # deepest tree that the network can draft; None: no limit
 
     def entry_features(self, target: Tensor) -> Tensor:
-        """What an entry takes of the target's features: [n, …] -> [n, F]."""
+        """The features of entries, from those of the target: [n, target's size] -> [n, F]."""
         return target[:, : self.feature_size]
 
     @abstractmethod
     def run_entries(
         self, tokens: Tensor, features: Tensor, carry: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Entries in sequence: tokens [b, E], features [b, E, F], carry [b, C] of the entry ahead
-        of them -> outputs [b, E, O]."""
+        """Process E consecutive entries: tokens [b, E], features [b, E, F], carry [b, C] of the
+        entry before them -> outputs [b, E, O]."""
 
     @abstractmethod
     def lanes(self, depth: int, tokens: Tensor, above: Tensor, ctx: ForwardContext) -> Tensor:
-        """Drafted entries at ``depth`` 1, 2, …: tokens [n], outputs [n, O] of the entries above
-        them -> outputs [n, O]."""
+        """Process drafted entries at ``depth`` >= 1: tokens [n], ``above`` [n, O], the outputs of
+        their parents -> outputs [n, O]."""
 
     @abstractmethod
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        """Of the tokens behind entries at ``depth`` (the root: 0), those of the network's own
-        vocabulary: [n, O] -> [n, own V], in the dtype that they are made in."""
+        """Logits of the tokens that follow entries at ``depth`` (the root: 0), over the network's
+        own vocabulary: [n, O] -> [n, own V], any float dtype."""
 
     def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """Of all tokens: [n, O] -> [n, V] float32."""
+        """Log-probabilities of all V tokens: [n, O] -> [n, V] float32."""
         return self.logits(depth, outputs).float().log_softmax(-1)
 
     def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
@@ -56,4 +56,4 @@ class DraftNetwork(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory of its own weights."""
+        """Bytes of its own weights."""

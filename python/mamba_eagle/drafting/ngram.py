@@ -1,5 +1,5 @@
-"""NGRAM: no weights. Drafts what followed the same tokens before, in the request's own text or in
-those of finished requests."""
+"""NGRAM: no weights. Drafts the tokens that followed the same n-gram earlier, in the request's own
+text or in those of finished requests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
-MAX_UNREAD = 256  # steps whose tokens stay on the device until the next draft is wanted
+MAX_UNREAD = 256  # steps whose tokens may stay on the device until the next draft needs them
 
 
 class NgramDrafter(Drafter):
-    """All work is the host's. What a step accepted is one copy from the device, made when the next
-    tree is asked for; the trees of a step go up in one copy."""
+    """All work is done on the host. The tokens that steps accept are copied from the device when
+    the next trees are needed; the trees of a step are copied to the device at once."""
 
     on_device = False
 
@@ -38,13 +38,13 @@ class NgramDrafter(Drafter):
     ) -> None:
         for item in items:
             if item.is_first:
-                assert len(item.history) == item.start, "the cached prefix is not known"
+                assert len(item.history) == item.start, "the plan lacks the cached prefix's tokens"
                 self.index.begin(item.slot, item.history)
             self.index.append(item.slot, item.token_ids)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
-        used = self.place.to_device(slots)
-        self._remember(used, torch.ones_like(used), tokens[:, None])
+        device_slots = self.place.to_device(slots)
+        self._remember(device_slots, torch.ones_like(device_slots), tokens[:, None])
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
         return StepPart(shape, idle=self.untracked.issuperset(slots))
@@ -53,7 +53,7 @@ class NgramDrafter(Drafter):
         self._remember(slots, accepted.count, accepted.tokens)
 
     def untrack(self, slots: Sequence[int]) -> None:
-        """What was counted of their texts is forgotten."""
+        """N-grams already counted for these requests are dropped."""
         self._read()
         for slot in slots:
             if self.index.roots[slot]:
@@ -63,18 +63,18 @@ class NgramDrafter(Drafter):
 
     def _remember(self, slots: Tensor, counts: Tensor, tokens: Tensor) -> None:
         if self.place.on_host:
-            for slot, count, made in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
-                self._append(slot, made[:count])
+            for slot, count, new in zip(slots.tolist(), counts.tolist(), tokens.tolist()):
+                self._append(slot, new[:count])
             return
         self.unread.append(torch.cat([slots[:, None], counts[:, None], tokens], dim=1))
         if len(self.unread) > MAX_UNREAD:
             self._read()
 
     def _read(self) -> None:
-        """Waits for the device."""
+        """Append the accepted tokens of unread steps to the texts; waits for the device."""
         for step in self.unread:
-            for slot, count, *made in step.tolist():
-                self._append(slot, made[:count])
+            for slot, count, *new in step.tolist():
+                self._append(slot, new[:count])
         self.unread.clear()
 
     def _append(self, slot: int, tokens: list[int]) -> None:
@@ -82,32 +82,32 @@ class NgramDrafter(Drafter):
             self.index.append(slot, tokens)
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
-        """The noise is of no use: few tokens of the vocabulary have a probability here."""
+        """``noise`` is ignored: only few tokens of the vocabulary have a probability here."""
         self._read()
         b, shape = len(slots), part.shape
         buffer = self.place.host_buffer(sum(_field_bytes(b, shape.nodes)))
         fields = _fields(buffer, b, shape.nodes)
         self.index.draft(slots.tolist(), shape, *(field.numpy() for field in fields))
         fields = _fields(buffer.to(self.place.device, non_blocking=True), b, shape.nodes)
-        if self.untracked:  # the index does not know where their texts end
+        if self.untracked:  # the index does not have their last tokens
             fields.tokens[:, 0] = self.table.last_token[slots]
         return fields
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         self._read()
         for slot, position in zip(slots, positions, strict=True):
-            # the last token was never run, and is text all the same
+            # the last token is part of the text, although the target has not processed it
             self.index.end(slot, position + 1)
         self.untracked.difference_update(slots)
 
     @property
     def num_bytes(self) -> int:
-        """On the host."""
+        """Bytes of the index, on the host."""
         return self.index.num_bytes
 
 
 def _field_bytes(b: int, nodes: int) -> list[int]:
-    """Of tokens, parents, depths, scores and ancestors: the most aligned first."""
+    """Bytes of tokens, parents, depths, scores and ancestors, in order of falling alignment."""
     return [8 * b * nodes] * 3 + [4 * b * nodes, b * nodes * nodes]
 
 
@@ -139,12 +139,12 @@ class NgramSource(DraftSource):
         if depth < 2:
             wrong.append(
                 f"--speculative-ngram-max-trie-depth {depth}: must be 2 or more, "
-                "a token that is matched and the one that follows it"
+                "for a matched token and the one that follows it"
             )
-        least = NgramIndex.min_capacity(requests, max(depth, 2))
-        if capacity < least:
+        minimum = NgramIndex.min_capacity(requests, max(depth, 2))
+        if capacity < minimum:
             wrong.append(
-                f"--speculative-ngram-capacity {capacity}: must be {least} or more "
+                f"--speculative-ngram-capacity {capacity}: must be {minimum} or more "
                 f"with {requests} requests and n-grams of {depth} tokens"
             )
         return wrong

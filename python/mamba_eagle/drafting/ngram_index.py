@@ -1,4 +1,4 @@
-"""What the NGRAM drafter knows: the running requests' texts and the n-grams of all it has seen.
+"""The index of the NGRAM drafter: texts of running requests, and n-grams of all texts it has seen.
 
 No torch; tokens are kept on the host.
 """
@@ -18,19 +18,23 @@ from mamba_eagle.kernels.ngram_trie import cpu
 class NgramIndex:
     """N-grams of up to ``depth`` tokens in one trie, which has two kinds of roots:
 
-        finished          one root; texts of requests that ended well
-        roots[slot]       a root a running request, its prompt and its output
+        finished          one root for the texts of all finished requests
+        roots[slot]       one root per running request, for its prompt and output
 
-    A request that leaves gives its root up. Nobody looks at its n-grams any more, so they are the
-    next that the trie forgets; those of its text are counted below ``finished`` anew. All n-grams
-    share ``capacity`` nodes: when these run out, the ones not seen for long make room.
+    When a request leaves, the kept part of its text is counted below ``finished``, and its root is
+    released.
+    The n-grams below that root are no longer used, so they are the first to be evicted. All n-grams
+    share ``capacity`` nodes; when these run out, the least recently seen ones are evicted.
     """
 
     def __init__(self, requests: int, positions: int, capacity: int, depth: int) -> None:
-        """requests: request slots. positions: the longest text, in tokens."""
-        least = self.min_capacity(requests, depth)
-        if capacity < least:
-            raise ValueError(f"capacity {capacity}: must be {least} or more")
+        """requests: number of request slots. positions: length of the longest text, in tokens.
+
+        Raises: ValueError if ``capacity`` is below ``min_capacity``.
+        """
+        minimum = self.min_capacity(requests, depth)
+        if capacity < minimum:
+            raise ValueError(f"capacity {capacity}: must be {minimum} or more")
         self.depth = depth
         # untouched pages of zeros cost no memory
         self.nodes = np.zeros((capacity + 1, cpu.FIELDS), np.int32)
@@ -38,37 +42,40 @@ class NgramIndex:
         self.state = np.zeros(2, np.int64)
         self.texts = np.zeros((requests, positions), np.int32)
         self.lengths = np.zeros(requests, np.int64)
-        self.counted = np.zeros(requests, np.int64)  # of the text, below the request's root
-        self.roots = np.zeros(requests, np.int64)  # 0: no request there
+        self.counted = np.zeros(requests, np.int64)  # tokens counted below the request's root
+        self.roots = np.zeros(requests, np.int64)  # node of the request's root; 0: no request
         self.finished = int(cpu.new_root(self.nodes, self.buckets, self.state))
 
     @staticmethod
     def min_capacity(requests: int, depth: int) -> int:
-        """Room for every root, one n-gram, and a node to be used again."""
+        """Nodes for all roots, one n-gram, and one node to reuse."""
         return requests + 1 + depth + 1
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
-        """A request takes ``slot``; ``tokens`` of its prompt are known."""
+        """A request takes request slot ``slot``; ``tokens`` are the start of its text."""
         self.roots[slot] = cpu.new_root(self.nodes, self.buckets, self.state)
         self.lengths[slot] = self.counted[slot] = 0
         self.append(slot, tokens)
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
-        """More of its prompt or output; counted when it is drafted for."""
+        """Append ``tokens`` to the request's text; n-grams are counted when it is next drafted
+        for."""
         first = int(self.lengths[slot])
         self.texts[slot, first : first + len(tokens)] = tokens
         self.lengths[slot] += len(tokens)
 
     def end(self, slot: int, keep: int) -> None:
-        """The request leaves; the first ``keep`` tokens of its text join the finished ones."""
+        """The request leaves; the first ``keep`` tokens of its text join the finished texts."""
         self.nodes[self.roots[slot], cpu.USED] = 0
         self.roots[slot] = 0
         trie, end = (self.nodes, self.buckets, self.state), min(keep, int(self.lengths[slot]))
         cpu.count(*trie, self.finished, self.texts[slot], 0, end, self.depth)
 
     def draft(self, slots: Sequence[int], shape: TreeShape, *tree: NDArray[Any]) -> None:
-        """The most probable tree of ``shape`` for each of ``slots`` [b]. tree: where to write it,
-        arrays as the fields of a spec.tree.Tree."""
+        """The most probable tree of ``shape`` for each of the request slots ``slots`` [b].
+
+        tree: arrays to write to, shaped and typed like the fields of ``tree.tree.Tree``.
+        """
         cpu.draft(
             *(self.nodes, self.buckets, self.state),
             *(self.finished, self.roots, self.texts, self.lengths, self.counted),
@@ -78,7 +85,7 @@ class NgramIndex:
 
     @property
     def num_nodes(self) -> int:
-        """Rows that were ever used: nodes in the trie, roots among them."""
+        """Nodes of the trie that were ever used, roots included."""
         return int(self.state[0])
 
     @property

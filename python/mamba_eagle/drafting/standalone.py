@@ -1,4 +1,4 @@
-"""STANDALONE: a smaller model drafts, attention, Mamba2 or hybrid, on tokens alone."""
+"""STANDALONE: a smaller model (attention, Mamba2 or hybrid) drafts from tokens alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mamba_eagle.models.registry import model_class
 
 
 class StandaloneNetwork(DraftNetwork):
-    """Entries take no features: the model's own caches hold what came before."""
+    """Entries take no features: the model's own caches hold the context."""
 
     feature_size = 0
 

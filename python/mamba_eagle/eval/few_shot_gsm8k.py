@@ -1,4 +1,4 @@
-"""Few-shot GSM8K accuracy of a running server; flags and output lines as SGLang's script.
+"""Few-shot GSM8K accuracy of a running server; flags and output lines are those of SGLang's script.
 
     python -m mamba_eagle.eval.few_shot_gsm8k --num-questions 200
 
@@ -8,15 +8,13 @@ Without --data-path it asks the 200 held-out problems that come with the embedde
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
+from mamba_eagle.bench import results
+from mamba_eagle.bench.client import ServerError, generate_all
 from mamba_eagle.eval import gsm8k
 
 
@@ -27,7 +25,7 @@ class Reply(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Shares of all questions, seconds, tokens a second, tokens a verify step (0: none)."""
+    """Shares of all questions, seconds, tokens per second, tokens per verify step (0: none)."""
 
     accuracy: float
     invalid: float
@@ -53,47 +51,24 @@ class Outcome(NamedTuple):
     score: Score
 
 
-class ServerError(RuntimeError):
-    """The server cannot be reached, or refused a request."""
-
-
-async def ask(
+def ask(
     base_url: str,
     prompts: list[str],
     sampling: dict[str, Any],
     parallel: int = 128,
     api_key: str = "",
-    timeout: float = 600.0,
 ) -> list[Reply]:
     """POST each prompt to /generate, at most ``parallel`` at a time; replies in prompt order.
 
     Raises: ServerError at the first request that fails.
     """
-    gate = asyncio.Semaphore(parallel)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # trust_env: a proxy of the environment is not meant for a model server.
-    async with httpx.AsyncClient(
-        base_url=base_url,
-        headers=headers,
-        timeout=timeout,
-        trust_env=False,
-        limits=httpx.Limits(max_connections=parallel),
-    ) as client:
-
-        async def one(prompt: str) -> Reply:
-            async with gate:
-                body = {"text": prompt, "sampling_params": sampling}
-                try:
-                    response = await client.post("/generate", json=body)
-                except httpx.HTTPError as error:
-                    raise ServerError(f"no answer from {base_url}: {error!r}") from None
-            if response.status_code != 200:
-                raise ServerError(f"{base_url} answered {response.status_code}: {response.text}")
-            reply = response.json()
-            meta = reply["meta_info"]
-            return Reply(reply["text"], meta["completion_tokens"], meta.get("spec_verify_ct") or 0)
-
-        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+    bodies = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
+    replies = []
+    for reply in generate_all(base_url, bodies, parallel, api_key):
+        meta = reply["meta_info"]
+        steps = meta.get("spec_verify_ct") or 0
+        replies.append(Reply(reply["text"], meta["completion_tokens"], steps))
+    return replies
 
 
 def score(questions: list[gsm8k.Example], replies: list[Reply], latency: float) -> Score:
@@ -113,16 +88,17 @@ def score(questions: list[gsm8k.Example], replies: list[Reply], latency: float) 
 
 
 def save_texts(path: str | Path, questions: list[gsm8k.Example], replies: list[Reply]) -> None:
-    """One JSON object a line, so that two runs can be compared with ``diff``."""
-    with open(path, "w", encoding="utf-8") as file:
-        for question, reply in zip(questions, replies):
-            record = {
-                "question": question.question,
-                "text": reply.text,
-                "value": gsm8k.answer_value(reply.text),
-                "label": gsm8k.answer_value(question.answer),
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    """One JSON object per line, so that two runs can be compared with ``diff``."""
+    lines = [
+        {
+            "question": question.question,
+            "text": reply.text,
+            "value": gsm8k.answer_value(reply.text),
+            "label": gsm8k.answer_value(question.answer),
+        }
+        for question, reply in zip(questions, replies)
+    ]
+    results.write(path, lines)
 
 
 def measure(
@@ -141,7 +117,7 @@ def measure(
         "stop": gsm8k.STOP,
     }
     begin = time.perf_counter()
-    replies = asyncio.run(ask(base_url, prompts, sampling, parallel, api_key))
+    replies = ask(base_url, prompts, sampling, parallel, api_key)
     return Outcome(replies, score(task.questions, replies, time.perf_counter() - begin))
 
 
@@ -154,7 +130,7 @@ def count(text: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--num-shots", type=int, default=5, help="solved examples in each prompt")
     parser.add_argument(
         "--data-path",

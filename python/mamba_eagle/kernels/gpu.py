@@ -18,6 +18,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def launches_overlap(device: torch.device) -> bool:
-    """Whether a kernel may be started before the one ahead of it has ended, to wait on the device
-    (programmatic dependent launch). Kernels ask ``triton_math.previous_done`` before they read."""
+    """Whether a kernel may be started before the previous one has ended, and wait on the device
+    (programmatic dependent launch). Kernels call ``triton_math.previous_done`` before they read."""
     return capability(device) >= _DEPENDENT_LAUNCH

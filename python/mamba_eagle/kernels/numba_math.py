@@ -1,10 +1,11 @@
-"""What the fused CPU kernels share: the compiler's options, and float32 functions that vectorise.
+"""What the fused CPU kernels share: compiler options, and float32 functions that vectorise.
 
-Numba compiles the ``cpu.py`` beside a ``naive.py`` to one thread's machine code, kept on disk
-next to the source (``cache=True``). They take float32 on a CPU; backend/choose.py decides.
+Numba compiles the ``cpu.py`` of each folder to machine code for a single thread and caches it on
+disk next to the source (``cache=True``). The kernels take float32 on a CPU; backend/choose.py
+decides where they are used.
 
-Sums may be reordered, so that they run in vector registers, but NaN and infinity keep their
-meaning: ``nnan`` and ``ninf`` are not among the flags.
+Sums may be reordered so that they run in vector registers. NaN and infinity keep their meaning:
+``nnan`` and ``ninf`` are not among the fast-math flags.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck":
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for sums in any order."""
+    """Compile; sums may be evaluated in any order."""
     if numba is None:
         return function
     return numba.njit(fastmath={"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS)(function)
 
 
 def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile with the order of operations as written."""
+    """Compile; operations keep the order in which they are written."""
     return function if numba is None else numba.njit(fastmath={"contract"}, **_OPTIONS)(function)
 
 
@@ -56,7 +57,8 @@ _LINEAR_ABOVE = np.float32(20.0)  # as torch's softplus
 
 @_exactly
 def exp(x):  # noqa: ANN001, ANN201
-    """exp of a float32 to 2 ulp (Cephes' expf); libm's is a call an element. exp(-inf) is 1e-38."""
+    """exp of a float32 within 2 ulp (Cephes' expf); libm's would be a call per element. exp(-inf)
+    is 1e-38."""
     x = min(max(x, _LOWEST), _HIGHEST)
     scaled = x * _LOG2_E
     n = np.int32(scaled + (HALF if scaled >= ZERO else -HALF))  # to the nearest

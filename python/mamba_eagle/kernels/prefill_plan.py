@@ -1,11 +1,11 @@
-"""Which tokens of a flat prefill batch belong to which request, as the prefill kernels read it.
+"""How a flat prefill batch is divided among requests, in the form that the prefill kernels read.
 
-Made on the host, once for all layers, and sent in one piece without waiting for the device.
+Built on the host once for all layers, and sent in one copy that the host does not wait for.
 
 ```
  tokens      0 ───────────────── 7 ────────────── 12         two requests
- segments    [0, 3)→4  [3, 7)→0  [7, 12)→1  [12, 12)→2       each ends where a state is saved
- requests    0 … 1, from 0       2 … 3, from -1              segments, and where the state is before
+ segments    [0, 3)→4  [3, 7)→0  [7, 12)→1  [12, 12)→2       each ends where a state is saved: →slot
+ requests    0 … 1, from 0       2 … 3, from -1              their segments, the slot to start from
 ```
 """
 
@@ -17,15 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CONV_TOKENS = 16  # of one request that a program of the convolution takes
+CONV_TOKENS = 16  # tokens of one request per program of the convolution
 
 
 class Prompt(NamedTuple):
-    """The next ``length`` tokens of a request, [first, first + length) of the flat batch.
+    """The next ``length`` tokens of a request: [first, first + length) of the flat batch.
 
-    ``source`` is the state slot with the state before them, -1 for none: zeros. ``saves``
-    are (tokens from ``first``, state slot), increasing; one of 0 tokens is a copy, and one
-    position may be saved to several slots. The last save may overwrite the request's own source.
+    ``source`` is the state slot that holds the state before them, or -1 to start from zeros.
+    ``saves`` are pairs (tokens after ``first``, state slot), in increasing order: the state after
+    that many tokens goes to that slot. After 0 tokens it is a copy of the source. One position may
+    be saved to several slots. Only the last save may overwrite the request's own source.
     """
 
     first: int
@@ -35,13 +36,13 @@ class Prompt(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """b requests, the longest first; S segments; n tokens. All int32 and contiguous."""
+    """b requests, the longest first; S segments; n tokens. Tables are int32 and contiguous."""
 
-    requests: Tensor  # [b, 3]: first segment, segment behind the last, source slot or -1
-    segments: Tensor  # [S, 3]: first token, token behind the last, slot of the state there or -1
+    requests: Tensor  # [b, 3]: first segment, end of its segments, source slot or -1
+    segments: Tensor  # [S, 3]: first token, end of its tokens, slot for the state there or -1
     blocks: Tensor  # [·, 2]: request, first token of a block of its tokens
     tokens: int  # n
-    block: int  # tokens of a block; fewer in the last one of a request
+    block: int  # tokens per block; a request's last block may have fewer
 
 
 def prefill_plan(
@@ -49,11 +50,14 @@ def prefill_plan(
     to_device: Callable[..., Tensor] = torch.tensor,
     block: int = CONV_TOKENS,
 ) -> PrefillPlan:
-    """The plan of a batch whose prompts lie one after the other. to_device: makes a
-    list and ``dtype=`` a tensor where the kernels run.
+    """The plan for prompts that lie one after the other in the batch.
 
-    Raises: ValueError if a prompt is empty, a save lies outside of its prompt, saves do not
-        increase, a slot is saved to twice, or one that is saved to is read by another prompt.
+    Args:
+        to_device: makes a tensor, where the kernels run, of a list and ``dtype=``.
+        block: tokens per program of the convolution.
+    Raises: ValueError if a prompt is empty, a save lies outside its prompt, saves are not in
+        increasing order, a slot is saved to twice, or a slot that is saved to is read by another
+        prompt.
     """
     _check(prompts)
     requests, segments, blocks = [], [], []
@@ -103,7 +107,7 @@ def _sent(
     tables: Sequence[Sequence[tuple[int, ...]]],
     to_device: Callable[..., Tensor],
 ) -> list[Tensor]:
-    """[rows, columns] int32 each; one copy, and the host does not wait for it."""
+    """Each table as int32 [rows, columns]; one copy, which the host does not wait for."""
     shapes = [(len(table), len(table[0])) for table in tables]
     packed = to_device([n for table in tables for row in table for n in row], dtype=torch.int32)
     parts = packed.split([rows * columns for rows, columns in shapes])

@@ -1,4 +1,4 @@
-"""Functions that several Triton kernels share."""
+"""Functions shared by several Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Triton's interpreter multiplies bfloat16 matrices wrongly; there products take float32.
+# Triton's interpreter multiplies bfloat16 matrices wrongly: it gets float32 factors instead.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def exact_dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a·b of factors of one dtype; float32 ones are multiplied as PRECISION says."""
+    """acc + a·b, both factors of the same dtype; PRECISION says how float32 is multiplied."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -23,7 +23,10 @@ def exact_dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded_dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a·b, both in the dtype with fewer bits. The interpreter, which cuts, does not round."""
+    """acc + a·b with both factors rounded to the narrower dtype of the two.
+
+    The interpreter would truncate instead of rounding, so there nothing is rounded.
+    """
     if not INTERPRETED and a.dtype != b.dtype:
         if a.dtype == tl.float32:
             a = a.to(b.dtype)
@@ -34,8 +37,8 @@ def rounded_dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _high_part(a, dtype: tl.constexpr):
-    """Float32 ``a`` with as many bits as dtype has, in float32."""
-    if dtype == tl.bfloat16:  # cut, not rounded: converting number by number is slow
+    """``a`` (float32) reduced to the precision of dtype, still in float32."""
+    if dtype == tl.bfloat16:  # truncated: converting element by element is slow
         bits = a.to(tl.int32, bitcast=True) & -65536
         return bits.to(tl.float32, bitcast=True)
     else:
@@ -44,10 +47,10 @@ def _high_part(a, dtype: tl.constexpr):
 
 @triton.jit
 def split_dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a·b where one factor is float32 and the other exact in its dtype.
+    """acc + a·b where one factor is float32 and the other may have 16 bits, which are exact.
 
-    A float32 factor beside one of 16 bits is split into two of these: an error of at most 2**-16,
-    where tf32 makes 2**-11.
+    A float32 factor is then split into two 16-bit numbers: a relative error of at most 2**-16,
+    against 2**-11 with tf32.
     """
     if a.dtype == b.dtype:
         return exact_dot(a, b, acc, PRECISION)
@@ -63,20 +66,22 @@ def split_dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def dual_weights(from_log, to_log, step, skip, scores, visible, own):
-    """What token j adds to the output of token i: ``exp(L_i - L_j) dt_j (B_j·C_i)``, + D: [j, i].
+    """How much of x_j goes into the output of token i: [j, i].
 
-    Args: from_log, step: [j], L and dt; to_log: [i], L; scores, visible, own: [j, i], own says
-        that j is i.
+    ``exp(L_i - L_j) dt_j (B_j·C_i)`` where i sees j, and D more where j is i.
+
+    Args: from_log, step: [j], L and dt; to_log: [i], L; scores: [j, i], B_j·C_i; visible, own:
+        [j, i], whether i sees j and whether j is i.
     """
-    # masked before exp: the difference to an unrelated token may be large and positive
+    # masked before exp: L_i - L_j of an unrelated token may be large and positive
     gap = tl.where(visible, to_log[None, :] - from_log[:, None], float("-inf"))
     return tl.exp(gap) * step[:, None] * scores + tl.where(own, skip, 0.0)
 
 
 @triton.jit
 def end_shares(from_log, end_log, step, valid):
-    """What token j adds to the state after the last one: ``exp(L_end - L_j) dt_j``, 0 where not
-    ``valid``. All [j] but end_log."""
+    """How much of x_j B_jᵀ goes into the state after the last token: ``exp(L_end - L_j) dt_j``, or
+    0 where not ``valid``. from_log, step, valid: [j]; end_log: a scalar."""
     return tl.exp(tl.where(valid, end_log - from_log, float("-inf"))) * step
 
 
@@ -88,7 +93,7 @@ def silu(x):
 @triton.jit
 def softplus(x):
     e = tl.exp(tl.minimum(x, 20.0))
-    # log(1 + e) loses a small e in the sum: 2 artanh(e / (2 + e)) there, as a series
+    # log(1 + e) is imprecise for small e: there, the series of 2 artanh(e / (2 + e))
     z = e / (2.0 + e)
     z2 = z * z
     tail = z2 * (1.0 / 3 + z2 * (1.0 / 5 + z2 * (1.0 / 7 + z2 * (1.0 / 9))))
@@ -106,9 +111,9 @@ def step_sizes(raw, bias, lowest, highest):
 def previous_done(OVERLAP: tl.constexpr):
     """Wait until the kernel launched before this one has ended; the next one may start now.
 
-    For kernels launched with ``launch_pdl=OVERLAP``. Every program must come by here, also one that
-    has nothing to do: the end of a kernel tells the next one that all before it have ended, too.
-    What a kernel reads ahead of this call, the kernel ahead must not write.
+    For kernels launched with ``launch_pdl=OVERLAP``. Every program must call this, even one that
+    has nothing to do: to the next kernel, the end of this one means that all earlier ones have
+    ended as well. What a kernel reads before this call must not be written by the kernel before it.
     """
     if OVERLAP:
         gdc_wait()

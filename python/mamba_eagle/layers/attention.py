@@ -12,8 +12,11 @@ from mamba_eagle.model_config import AttentionConfig
 
 
 class Attention(Layer):
-    """``index`` is its place among the attention layers, that is, in the KV pool. ``input_size`` is
-    the width of its input if that is not ``hidden_size`` (EAGLE-3 has two inputs)."""
+    """Attention without position encoding: hidden [n, input size] -> [n, hidden_size].
+
+    ``index`` is the layer's index among the attention layers, and so in the KV pool. ``input_size``
+    is the width of the input if it differs from ``hidden_size`` (EAGLE-3 has two inputs).
+    """
 
     def __init__(
         self, config: AttentionConfig, hidden_size: int, index: int, input_size: int = 0
@@ -30,7 +33,7 @@ class Attention(Layer):
         self._qkv: list[Linear] = []  # a list, because a submodule would add parameter names
 
     def prepare(self, ops: LayerOps) -> None:
-        # the three input products become one
+        # fuse the three input projections into one product
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
         qkv.prepare(ops)
         self._qkv = [qkv]
@@ -50,5 +53,5 @@ class Attention(Layer):
         return self.o_proj(ctx.attention(self, q, k, v).flatten(1))
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Applies a position encoding to queries and keys; here there is none."""
+        """Apply the position encoding to q [n, heads, D] and k [n, kv_heads, D]; none here."""
         return q, k

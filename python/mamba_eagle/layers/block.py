@@ -1,4 +1,4 @@
-"""One residual layer: norm, mixer, add. Mixers are named as in ModelConfig.blocks."""
+"""One residual layer: norm, mixer, add. ModelConfig.blocks names the mixers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(Layer):
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The layers of ``config.blocks``, each with its index among those of its kind."""
+    """The layers of ``config.blocks``, each with its index among the layers of its kind."""
     seen: dict[str, int] = {}
     blocks = []
     for kind in config.blocks:
@@ -52,8 +52,8 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
 
 
 def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:
-    """Pack weights and derive constants, once, after loading; results stay the same. ops: those of
-    the backend that will run it."""
+    """Prepare all layers for inference with a backend's operations, once, after loading the
+    weights; see ``Layer.prepare``."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.prepare(ops)

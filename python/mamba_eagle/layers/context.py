@@ -26,15 +26,15 @@ class Rotation(NamedTuple):
 
 
 class AttentionView(Protocol):
-    """What a context reads of an attention layer."""
+    """The properties of an attention layer that a context uses."""
 
     @property
     def index(self) -> int:
-        """Its place among the attention layers, that is, in the KV pool."""
+        """Index among the attention layers, and so in the KV pool."""
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Factor by which attention scores are multiplied."""
 
 
 class ConvView(Protocol):
@@ -45,53 +45,55 @@ class ConvView(Protocol):
 
 
 class MambaView(Protocol):
-    """What a context reads of a Mamba2 layer."""
+    """The properties of a Mamba2 layer that a context uses."""
 
     config: Mamba2Config
-    index: int  # its place among the Mamba2 layers, that is, in the state pool
-    dt_bias: nn.Parameter  # [H], float32, as D
-    D: nn.Parameter
+    index: int  # among the Mamba2 layers, and so in the state pool
+    dt_bias: nn.Parameter  # [H] float32
+    D: nn.Parameter  # [H] float32
 
     @property
     def conv1d(self) -> ConvView:
         """The convolution of x, B and C."""
 
     def decay_rate(self) -> Tensor:
-        """A [H], float32, negative."""
+        """A: [H] float32, negative."""
 
     def step_size(self, dt: Tensor) -> Tensor:
-        """dt [..., H] raw -> float32, positive."""
+        """Raw dt [..., H] -> step sizes [..., H] float32, positive."""
 
     def split_xbc(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., conv_dim] -> x [..., H, P], B [..., G, N], C [..., G, N]."""
 
 
 class ForwardContext(Protocol):
-    """The sequence side of a forward pass over n tokens, flat."""
+    """How a forward pass over n tokens, flattened over sequences, accesses their sequences."""
 
-    rotation: Rotation | None  # of ``positions``; a model with RoPE sets it before its layers run
+    rotation: Rotation | None  # angles of ``positions``; a model with RoPE sets them first
 
     @property
     def positions(self) -> Tensor:
         """[n] int64: each token's position in its sequence."""
 
     def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        """xbc [n, conv_dim] before the convolution, dt [n, H] raw -> y [n, H*P] with D skip."""
+        """Convolution and recurrence: xbc [n, conv_dim] before the convolution, raw dt [n, H]
+        -> y [n, H*P], including the D skip."""
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""
+        """Causal attention: q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""
 
 
 class FullSequenceContext:
-    """``batch`` sequences of ``length`` tokens from the zero state: for training, and as reference.
+    """``batch`` whole sequences of ``length`` tokens, for training and as the reference.
 
-    Stateless and differentiable; n = batch * length, one sequence after the other.
+    It starts from zero states, keeps no state and is differentiable. n = batch * length, one
+    sequence after the other.
     """
 
     rotation: Rotation | None = None
 
     def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
-        """device: where positions are made; that of the model is best."""
+        """device: where positions are created; use that of the model."""
         self.batch, self.length, self.device = batch, length, device
 
     @property

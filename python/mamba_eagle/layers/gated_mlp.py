@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Raises: UnsupportedModel naming the supported ones."""
+    """The activation function with this name in config.json. Raises: UnsupportedModel."""
     if name not in ACTIVATIONS:
         raise UnsupportedModel(
             f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
@@ -31,13 +31,13 @@ def activation(name: str) -> Activation:
 
 
 def gated(both: Tensor, act: Activation) -> Tensor:
-    """[n, 2 * size], gate and up projection side by side -> [n, size]."""
+    """``act(gate) * up``: both [n, 2 * size], the gate and up projections, -> [n, size]."""
     gate, up = both.chunk(2, dim=-1)
     return act(gate) * up
 
 
 class Gate(Layer):
-    """``gated`` with the named activation, as one kernel where there is one."""
+    """``gated`` with the activation named ``act``, as one kernel if the backend has one."""
 
     def __init__(self, act: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Gate(Layer):
 
 
 class GatedMLP(Layer):
-    """Three matrices, under Llama's names."""
+    """Three matrices, named as in Llama: hidden [n, hidden_size] -> [n, hidden_size]."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, act: str = "silu"
@@ -62,7 +62,7 @@ class GatedMLP(Layer):
         self._both: list[Linear] = []  # a list, because a submodule would add parameter names
 
     def prepare(self, ops: LayerOps) -> None:
-        # the two input products become one
+        # fuse the two input projections into one product
         both = Linear.fused([self.gate_proj, self.up_proj])
         both.prepare(ops)
         self._both = [both]
@@ -75,7 +75,7 @@ class GatedMLP(Layer):
 
 
 class PackedGatedMLP(Layer):
-    """Gate and up projection in one matrix, under Granite's names."""
+    """Gate and up projection in one matrix, named as in Granite: [n, hidden_size] in and out."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, act: str = "silu") -> None:
         super().__init__()

@@ -27,14 +27,14 @@ class NormThenGate(RMSNorm):
 
 
 class GateOnly(Layer):
-    """``y * silu(gate)``: no norm, no weight."""
+    """``y * silu(gate)`` without norm and weight. y, gate [n, size]."""
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         return (y.float() * F.silu(gate.float())).to(gate.dtype)
 
 
 def make_gated_norm(config: Mamba2Config, eps: float) -> nn.Module:
-    """The module for ``config.norm``, to be called with y and gate [n, inner_size]."""
+    """The module for ``config.norm``; it takes y and gate, both [n, inner_size]."""
     if config.norm == "gate_only":
         return GateOnly()
     kind = {"gate_first": GatedGroupRMSNorm, "norm_first": NormThenGate}[config.norm]

@@ -13,8 +13,8 @@ class Layer(nn.Module):
     """A module without hooks.
 
     A decode step of a small model makes about seventy module calls of a few microseconds each;
-    ``nn.Module``'s own call and its lookup of children would double that. So the call is
-    ``forward``, and children are also plain attributes.
+    the call and the child lookup of ``nn.Module`` would double that time. So calling a layer is
+    calling its ``forward``, and children are stored as plain attributes too.
     """
 
     def __call__(self, *args: Any) -> Any:
@@ -26,9 +26,9 @@ class Layer(nn.Module):
             self.__dict__[name] = value
 
     def prepare(self, ops: LayerOps) -> None:
-        """Take a backend's operations, and derive what inference reads per step; once, after the
-        weights are in place.
+        """Use a backend's operations, pack weights and derive constants; call it once, after the
+        weights are loaded.
 
-        Results stay the same up to rounding. Afterwards the layer is not differentiable, and its
+        Outputs stay the same up to rounding. Afterwards the layer is not differentiable, and its
         weights must not change.
         """

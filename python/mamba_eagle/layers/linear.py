@@ -17,15 +17,15 @@ class Linear(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.is_part = False  # of a fused product
+        self.is_part = False  # whether a fused product replaces this one
         self._packed: Product | None = None
 
     @classmethod
     def fused(cls, parts: list[Linear]) -> Linear:
-        """One product for several that read the same input; outputs stand side by side.
+        """One product that replaces ``parts``, which read the same input; outputs are concatenated.
 
-        The parts' weights become views of its own, so that nothing is stored twice, and the parts
-        are not to be called any more.
+        The weights of the parts become views of the fused weight, so that nothing is stored twice.
+        The parts must not be called afterwards.
         """
         sizes = [part.weight.shape[0] for part in parts]
         whole = cls(parts[0].weight.shape[1], sum(sizes))

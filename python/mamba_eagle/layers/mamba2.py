@@ -1,4 +1,4 @@
-"""The Mamba2 mixer: projections and norm. The context does the convolution and the recurrence."""
+"""The Mamba2 mixer: projections and norm. The context computes convolution and recurrence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class Conv1dWeight(nn.Module):
 
 
 class Mamba2Mixer(Layer):
-    """Dao and Gu 2024 (arXiv 2405.21060). ``index`` is its place among the Mamba2 layers."""
+    """Dao and Gu 2024 (arXiv 2405.21060): hidden [n, hidden_size] -> [n, hidden_size].
+
+    ``index`` is the layer's index among the Mamba2 layers. H heads of P channels, G groups, state
+    size N.
+    """
 
     def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int) -> None:
         super().__init__()
@@ -47,11 +51,11 @@ class Mamba2Mixer(Layer):
         self._dt_bias = self.dt_bias.detach().float()
 
     def decay_rate(self) -> Tensor:
-        """A [H], float32, negative."""
+        """A: [H] float32, negative."""
         return -torch.exp(self.A_log.float()) if self._decay_rate is None else self._decay_rate
 
     def step_size(self, dt: Tensor) -> Tensor:
-        """``clamp(softplus(dt + dt_bias))``: dt [..., H] raw -> float32."""
+        """``clamp(softplus(dt + dt_bias))``: raw dt [..., H] -> [..., H] float32."""
         bias = self.dt_bias.float() if self._dt_bias is None else self._dt_bias
         dt = F.softplus(dt.float() + bias)
         low, high = self.config.time_step_limit

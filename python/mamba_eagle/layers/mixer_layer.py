@@ -13,8 +13,7 @@ from mamba_eagle.model_config import ModelConfig
 
 
 class MixerLayer(Layer):
-    """``layer`` is its number among all layers; the config gives its kind, and its number among
-    those."""
+    """``layer`` is the index among all layers, from which the config gives the kind of mixer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -31,6 +30,6 @@ class MixerLayer(Layer):
             self.self_attn = make_attention(config.attention, size, index, eps)
 
     def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[n, hidden_size] -> the mixer's output, to be added to it."""
+        """hidden [n, hidden_size] -> the mixer's output [n, hidden_size], without the residual."""
         mixer = self.mamba if self.is_mamba else self.self_attn
         return mixer(self.input_layernorm(hidden), ctx)

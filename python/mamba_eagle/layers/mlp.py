@@ -11,7 +11,7 @@ from mamba_eagle.layers.ops import TORCH, LayerOps
 
 
 class ReluSquaredMLP(Layer):
-    """``down(relu(up(x))²)``, no gate (Nemotron-H)."""
+    """``down(relu(up(x))²)``, without a gate (Nemotron-H). x [n, hidden_size], same output."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers, the experts' products, and the layers made of them."""
+"""Mixtures of experts: routers, the experts' products, and layers built from them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mamba_eagle.model_config import MoEConfig
 
 
 class Routes(NamedTuple):
-    """Which experts each of n tokens goes to."""
+    """The k experts that process each of n tokens."""
 
     experts: Tensor  # [n, k] int64
     weights: Tensor  # [n, k] float32
 
 
 class SigmoidRouter(Layer):
-    """Scores by sigmoid; a learned bias takes part in choosing experts, not in weighing them
-    (DeepSeek-V3, arXiv 2412.19437). Only the best groups of experts are looked at, a group's score
-    being that of its two best."""
+    """Sigmoid scores; a learned bias affects which experts are chosen, but not their weights
+    (DeepSeek-V3, arXiv 2412.19437). Only experts of the best groups are eligible; a group's score
+    is the sum of its two best biased scores."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
@@ -39,24 +39,24 @@ class SigmoidRouter(Layer):
         )
 
     def forward(self, hidden: Tensor) -> Routes:
-        """[n, hidden_size]"""
+        """hidden: [n, hidden_size]."""
         c = self.config
         scores = F.linear(hidden.float(), self.weight.float()).sigmoid()
-        wanted = scores + self.e_score_correction_bias
+        biased = scores + self.e_score_correction_bias
         if c.num_groups > 1:
-            groups = wanted.unflatten(-1, (c.num_groups, -1))
+            groups = biased.unflatten(-1, (c.num_groups, -1))
             best = groups.topk(2, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
-            passed_over = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            wanted = groups.masked_fill(passed_over[..., None], float("-inf")).flatten(-2)
-        chosen = wanted.topk(c.top_k, dim=-1).indices
-        weights = scores.gather(1, chosen)
+            excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            biased = groups.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
+        experts = biased.topk(c.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
         if c.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return Routes(chosen, weights * c.scaling)
+        return Routes(experts, weights * c.scaling)
 
 
 class SoftmaxRouter(Layer):
-    """The best logits, and a softmax over those alone (Mixtral, Granite)."""
+    """The top-k logits, with weights from a softmax over these alone (Mixtral, Granite)."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class SoftmaxRouter(Layer):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
 
     def forward(self, hidden: Tensor) -> Routes:
-        """[n, hidden_size]"""
-        best, chosen = F.linear(hidden, self.weight).float().topk(self.top_k, dim=-1)
-        return Routes(chosen, best.softmax(-1))
+        """hidden: [n, hidden_size]."""
+        best, experts = F.linear(hidden, self.weight).float().topk(self.top_k, dim=-1)
+        return Routes(experts, best.softmax(-1))
 
 
 class Experts(Layer):
     """All experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width].
 
-    ``inner`` is twice ``width`` where gate and up projection stand side by side.
+    ``inner`` is twice ``width`` if up_proj contains the gate projection too.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class Experts(Layer):
         """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
         n, k = routes.experts.shape
         flat = routes.experts.flatten()
-        order = flat.argsort(stable=True)  # token-expert pairs, by expert
+        order = flat.argsort(stable=True)  # (token, expert) pairs, by expert
         ends = torch.searchsorted(
             flat[order], torch.arange(self.up_proj.shape[0], device=x.device), right=True
         )
-        made = self.act(self._ops.grouped_linear(x[order // k], self.up_proj, ends))
-        made = self._ops.grouped_linear(made, self.down_proj, ends)
-        # back to the tokens' order: a sum in a fixed order, so that results do not waver
+        hidden = self.act(self._ops.grouped_linear(x[order // k], self.up_proj, ends))
+        outputs = self._ops.grouped_linear(hidden, self.down_proj, ends)
+        # back to token order, so that sums always have the same order and results are reproducible
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
-        weighted = made[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
+        weighted = outputs[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
         return weighted.sum(1).to(x.dtype)
 
 
@@ -108,8 +108,11 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 class LatentMoE(Layer):
-    """Nemotron 3's layer: relu² experts without gate, one expert that all tokens go through, and in
-    the larger models a projection to a smaller width around the routed ones."""
+    """Nemotron 3's layer: relu² experts without a gate, one shared expert for all tokens, and in
+    the larger models projections to and from a smaller width around the routed experts.
+
+    hidden [n, hidden_size] -> [n, hidden_size].
+    """
 
     def __init__(self, config: MoEConfig, hidden_size: int, bias: bool) -> None:
         super().__init__()
@@ -133,14 +136,17 @@ class LatentMoE(Layer):
 
 
 class GatedMoE(Layer):
-    """Granite's routed experts: gate and up projection in one matrix, softmax weights."""
+    """Granite's routed experts: gate and up projection in one matrix, softmax weights.
+
+    hidden [n, hidden_size] -> [n, hidden_size].
+    """
 
     def __init__(self, config: MoEConfig, hidden_size: int, act: str) -> None:
         super().__init__()
-        width, chosen = config.intermediate_size, activation(act)
+        width, act_fn = config.intermediate_size, activation(act)
         self.router = SoftmaxRouter(config, hidden_size)
         self.experts = Experts(
-            config.num_experts, hidden_size, width, 2 * width, lambda both: gated(both, chosen)
+            config.num_experts, hidden_size, width, 2 * width, lambda both: gated(both, act_fn)
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

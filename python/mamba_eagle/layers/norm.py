@@ -1,4 +1,4 @@
-"""RMS norms: the plain one, and Mamba2's gated one over groups of channels."""
+"""RMS norms: plain, and gated over groups of channels as in Mamba2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mamba_eagle.layers.ops import TORCH, LayerOps, Normed
 
 
 class _Norm(Layer):
-    """``weight`` [size]."""
+    """A norm with a weight [size]."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,8 +26,8 @@ class RMSNorm(_Norm):
     """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
 
     def after(self, stream: Tensor, added: Tensor) -> Normed:
-        """The norm of ``stream + added``, and that sum; of inputs that nobody else looks at
-        afterwards, since results may take their place."""
+        """The norm of ``stream + added``, and that sum. Neither input may be used afterwards, since
+        results may overwrite them. stream, added [n, size]."""
         return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ class RMSNorm(_Norm):
 class GatedGroupRMSNorm(_Norm):
     """``weight * rmsnorm_group(y * silu(gate))``: gate first, then a norm over each group.
 
-    y, gate [n, size]; groups are ``size // num_groups`` neighbouring channels (Mamba2's
-    ``norm_before_gate=False``, the form that Nemotron-H publishes).
+    y, gate [n, size]; a group is ``size // num_groups`` adjacent channels (Mamba2's
+    ``norm_before_gate=False``, which Nemotron-H uses).
     """
 
     def __init__(self, size: int, num_groups: int, eps: float) -> None:

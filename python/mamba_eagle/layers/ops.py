@@ -1,7 +1,7 @@
-"""The operations that layers are made of, in torch.
+"""The operations that layers consist of, in torch.
 
-A backend has its own ``LayerOps`` and hands them to the layers when they are prepared for
-inference. Before that layers use ``TORCH``, which can be differentiated and is the reference.
+Each backend passes its own ``LayerOps`` to the layers when these are prepared for inference.
+Before that, layers use ``TORCH``, which is differentiable and the reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Product: TypeAlias = Callable[[Tensor, "Tensor | None"], Tensor]
 
 
 class LayerOps:
-    """In torch; sums in float32."""
+    """The reference operations, in torch. Norms are computed in float32."""
 
     name = "torch"
 
@@ -40,18 +40,18 @@ class LayerOps:
         return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
-        """The norm of ``stream + added`` [n, size], and that sum. Neither may be used afterwards:
-        the results may stand in their place."""
+        """The norm of ``stream + added`` [n, size], and that sum. Neither input may be used
+        afterwards, since results may overwrite them."""
         stream = stream + added
         return Normed(self.rms_norm(stream, weight, eps), stream)
 
     def silu_and_mul(self, both: Tensor) -> Tensor:
-        """Gate and up projection side by side [n, 2 * size] -> ``silu(gate) * up`` [n, size]."""
+        """``silu(gate) * up``: both [n, 2 * size], the gate and up projections, -> [n, size]."""
         gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        """``relu(x)²`` of x, which nobody looks at afterwards: the result may take its place."""
+        """``relu(x)²``. x must not be used afterwards, since the result may overwrite it."""
         return relu_squared(x)
 
     def gated_group_rms_norm(
@@ -62,19 +62,22 @@ class LayerOps:
         return gated_group_rms_norm(y, gate, weight, group_size, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Channel i < half turns with channel i + half, those behind stay: x [n, heads, D], which
-        nobody looks at afterwards; cos, sin [n, 1, half] float32."""
+        """Rotate channel i < half together with channel i + half; later channels stay the same.
+
+        x: [n, heads, D], must not be used afterwards, since the result may overwrite it. cos, sin:
+        [n, 1, half] float32.
+        """
         return rotate(x, cos, sin)
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        """A faster product with ``weight`` [out, in], which will not change any more; None if
-        there is none."""
+        """A faster product with ``weight`` [out, in], which must not change afterwards; None if
+        the backend has none."""
         return None
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """Rows ``[ends[e-1], ends[e])`` of x [m, in] by expert e's weight [E, out, in] -> [m, out].
+        """Multiply entries ``[ends[e-1], ends[e])`` of x by the weight of expert e.
 
-        ends: [E] int64, increasing, the last one m.
+        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m.
         """
         out = x.new_empty(x.shape[0], weight.shape[1])
         begin = 0

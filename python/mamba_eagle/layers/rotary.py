@@ -1,4 +1,4 @@
-"""Rotary position encoding (arXiv 2104.09864) of all or the first channels of a head."""
+"""Rotary position encoding (arXiv 2104.09864) of all channels of a head, or of the first ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rotary:
         self.magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
 
     def __call__(self, positions: Tensor, device: torch.device) -> Rotation:
-        """positions [n] on any device -> angles on ``device``."""
+        """positions [n] int64 on any device -> angles on ``device``."""
         if self.frequencies.device != device:
             self.frequencies = self.frequencies.to(device)
         angles = positions.to(device).float()[:, None, None] * self.frequencies
@@ -40,7 +40,7 @@ class Rotary:
 
 
 def rope_frequencies(config: RopeConfig) -> Tensor:
-    """Radians per position for each channel pair after scaling, [dim / 2] float32."""
+    """Radians per position of each channel pair, after scaling. [dim / 2] float32."""
     exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -58,9 +58,11 @@ def rope_frequencies(config: RopeConfig) -> Tensor:
 
 
 def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
-    """How far each channel pair is slowed down, [dim / 2]: at most 0 for pairs that complete
-    ``high_turns`` turns or more in the trained context, at least 1 for pairs with ``low_turns`` or
-    fewer, and linear in between."""
+    """How much each channel pair is slowed down (YaRN, arXiv 2309.00071). [dim / 2] float32.
+
+    At most 0 for pairs that complete at least ``high_turns`` turns in the trained context, at least
+    1 for pairs with at most ``low_turns``, and linear in between.
+    """
 
     def pair_that_turns(turns: float) -> float:
         wave = scaling.trained_length / turns  # positions per turn
@@ -75,8 +77,8 @@ def yarn_ramp(config: RopeConfig, scaling: YarnScaling) -> Tensor:
 
 
 class RotaryAttention(Attention):
-    """Attention whose queries and keys are rotated by position, after a norm of each head if the
-    family has one."""
+    """Attention whose queries and keys are rotated by position, after a norm of each head if
+    ``config.head_norm``."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class RotaryAttention(Attention):
 def make_attention(
     config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
 ) -> Attention:
-    """With or without position encoding, as the config says."""
+    """Attention with rotary position encoding if ``config.rope`` is set, otherwise without."""
     if config.rope is None:
         return Attention(config, hidden_size, index)
     return RotaryAttention(config, hidden_size, index, norm_eps)

@@ -1,16 +1,17 @@
-"""The whole protocol between the processes.
+"""The whole protocol between the three processes.
 
-    tokenizer ── Generate, Abort, StopAt, FlushCache, GetState ──▶ scheduler
-    tokenizer ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
+    server    ── Generate, Abort, StopAt, FlushCache, GetState ──▶ scheduler
+    server    ◀── Ready, Outputs, FlushReply, StateReply ───────── scheduler
     scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
     scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
+    server process ◀── Heartbeat ───────────────────── scheduler and runner
 
-Two rules make slots safe without locks. Plans run in the order in which they were sent, so an
-index may be given away again as soon as the plan that last uses it has been sent. And what a plan
-in flight will accept is not known, so its request keeps its slots until its result is back.
+Two rules make slots safe without locks. Plans are executed in the order in which they are sent, so
+a slot may be reused as soon as the last plan that uses it has been sent. And it is not known which
+nodes a plan in flight will accept, so its requests keep their slots until its result has arrived.
 
-Positions count tokens of prompt and output from 0. A request has *run* a token when the target
-model has processed it; the last token of a request is never run: ``run = total - 1``.
+Positions count tokens of prompt and output from 0. A request has *processed* a token when the
+target has. The last token of a request is never processed: ``processed = total - 1``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Message(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Base of every message; the class name travels as its tag."""
 
 
-# ── tokenizer → scheduler ────────────────────────────────────────────────────────────────────
+# ── server → scheduler ───────────────────────────────────────────────────────────────────────
 
 
 class Generate(Message):
@@ -34,39 +35,43 @@ class Generate(Message):
     token_ids: list[int]
     sampling: SamplingParams
     return_logprob: bool = False
-    logprob_start: int = -1  # first prompt position whose logprob is wanted; -1: none
+    logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
     return_spec_trace: bool = False
-    arrival_time: float = 0.0  # time.time() at the HTTP side
+    arrival_time: float = 0.0  # time.time() when the HTTP request arrived
 
 
 class Abort(Message):
-    """End one request, by its exact id, or all of them (rid None)."""
+    """End the request with this exact id, or all requests (rid None)."""
 
     rid: str | None = None
 
 
 class StopAt(Message):
-    """A stop string is complete: the request's output is its first ``num_tokens`` tokens."""
+    """End a request at a stop string: its output is its first ``num_tokens`` output tokens."""
 
     rid: str
     num_tokens: int
-    matched: str
+    matched: str  # the stop string
 
 
 class FlushCache(Message):
+    """Empty the prefix cache; answered by a FlushReply with the same call_id."""
+
     call_id: int
 
 
 class GetState(Message):
+    """Ask for gauges and counters; answered by a StateReply with the same call_id."""
+
     call_id: int
 
 
-# ── scheduler → tokenizer ────────────────────────────────────────────────────────────────────
+# ── scheduler → server ───────────────────────────────────────────────────────────────────────
 
 
 class Ready(Message):
-    """The engine can take requests; what it can hold."""
+    """The engine accepts requests; its limits and sizes."""
 
     max_kv_slots: int
     max_state_slots: int
@@ -80,28 +85,29 @@ class Ready(Message):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
-    """One position: the token's own logprob and the best ones, both before any filter."""
+    """One position: the token's own logprob and the best ones, both before penalties and
+    filters."""
 
     token_id: int
-    logprob: float | None  # None: the first token of a prompt has none
-    top: list[tuple[float, int]] = []
+    logprob: float | None  # None for the first token of a prompt
+    top: list[tuple[float, int]] = []  # (logprob, token id), best first
 
 
 class StepTrace(msgspec.Struct, array_like=True):
-    """What one decode step did for one request: T nodes drafted, a path of them accepted.
+    """One decode step of one request: the tree of T nodes, and the accepted path.
 
-    Node 0 is the root, the last token before the step. A plain step is a tree of its root alone.
+    Node 0 is the root, the last token before the step. In a plain step the tree is its root.
     """
 
     tokens: list[int]  # [T]
-    parents: list[int]  # [T]; node indices, each below the node's own; the root's is 0
+    parents: list[int]  # [T]; node indices, each lower than the node's own; the root's is 0
     scores: list[float]  # [T]; log-probability of the path under the drafter; the root's is 0
     accepted: list[int]  # nodes on the accepted path, the root first
     bonus: int  # the target's token at the end of the path
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What came since the last one for this request."""
+    """The output of a request since its previous RequestOutput."""
 
     rid: str
     token_ids: list[int] = []
@@ -109,42 +115,46 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    # of decode steps, plain ones among them, if the server speculates:
+    # if the server speculates, totals over all decode steps of the request, plain ones included:
     verify_steps: int = 0
-    accepted_drafts: int = 0  # drafted tokens that were accepted, of …
-    proposed_drafts: int = 0  # … so many: the depths of the trees
+    accepted_drafts: int = 0  # drafted tokens that were accepted
+    proposed_drafts: int = 0  # most that could have been accepted: the sum of the trees' depths
     accept_histogram: list[int] = []  # [i]: steps that accepted i drafted tokens
     retractions: int = 0
     queue_time: float = 0.0  # seconds between arrival and first prefill
-    logprobs: list[TokenLogprob] = []  # one a token of token_ids, if asked for
-    input_logprobs: list[TokenLogprob] = []  # once, with the first output
-    trace: StepTrace | None = None  # of the step that made token_ids, if asked for
+    logprobs: list[TokenLogprob] = []  # one per token of token_ids, if requested
+    input_logprobs: list[TokenLogprob] = []  # once, with the first output, if requested
+    trace: StepTrace | None = None  # of the step that generated token_ids, if requested
 
 
 class Outputs(Message):
+    """News of several requests."""
+
     outputs: list[RequestOutput]
 
 
 class FlushReply(Message):
+    """Answers a FlushCache."""
+
     call_id: int
     ok: bool
-    message: str = ""
+    message: str = ""  # why not, if not ok
 
 
 class ShapeUse(msgspec.Struct, kw_only=True):
-    """What the decode steps of one tree shape did since the start, whatever their batch sizes."""
+    """Statistics of the decode steps of one tree shape since the start, over all batch sizes."""
 
     steps: int
-    accept_length: float  # tokens of a request in a step
-    step_ms: float  # mean time of a step
+    accept_length: float  # mean tokens per request and step
+    step_ms: float  # mean milliseconds per step
 
 
 class SpeculationState(msgspec.Struct, kw_only=True):
-    """What is drafted. Shapes go by name: "plain", or topk x steps x nodes as in "2x5x8"."""
+    """The tree shapes in use, by name: "plain", or topk x depth x nodes as in "2x5x8"."""
 
     adaptive: bool = False
-    current: str = "plain"  # the last step's
-    # /server_info calls it given_up: drafts are of no use, and new requests are not tracked
+    current: str = "plain"  # shape of the latest decode step
+    # the drafter is disabled: new requests are untracked, except for probes (JSON: given_up)
     disabled: bool = msgspec.field(name="given_up", default=False)
     shapes: dict[str, ShapeUse] = {}
 
@@ -161,25 +171,25 @@ class StateReply(Message):
 
 
 class StateSave(msgspec.Struct, array_like=True):
-    """Write the state after the first ``position`` tokens of the request into a slot."""
+    """Write the state after the request's first ``position`` tokens to a state slot."""
 
     position: int
     state_slot: int
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Run prompt tokens [start, start + len(token_ids)) of the request in ``slot``."""
+    """Process prompt tokens [start, start + len(token_ids)) of the request in ``slot``."""
 
-    slot: int  # request slot: row buffer, slot table, sampling state
-    state_slot: int  # the request's own state slot, S0; holds its state at ``start`` after
-    # the first chunk
+    slot: int  # request slot: row buffer, KV slot table, sampling state
+    state_slot: int  # the request's own state slot, S0; after the first chunk it holds the state
+    # at ``start``
     start: int
     token_ids: list[int]
-    kv_slots: list[int]  # one a token
+    kv_slots: list[int]  # one per token
     saves: list[StateSave] = []  # positions in (start, start + len], increasing
     is_first: bool = True
     is_last: bool = True  # sample the first output token after this chunk
-    # of the first chunk only:
+    # only in the first chunk:
     load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
     prefix_kv_slots: list[int] = []  # KV slots of [0, start)
     sampling: SamplingParams | None = None
@@ -187,47 +197,49 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     # (a retracted request prefills its own output again)
     history: list[int] = []  # all tokens of [0, start), if sampling or the drafter needs them
     return_spec_trace: bool = False
-    # of every chunk:
-    track: bool = True  # the drafter takes it in
-    logprob_start: int = -1  # absolute position of the first wanted logprob in this chunk; -1: none
+    # in every chunk:
+    track: bool = True  # the drafter tracks the request
+    logprob_start: int = -1  # position of the first requested logprob in this chunk; -1: none
     top_logprobs: int = 0
     return_logprob: bool = False
 
 
 class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Draft, verify and accept one tree for each request. Row i of kv_slots: node i's slot."""
+    """Draft, verify and accept one tree per request."""
 
     shape: TreeShape
-    slots: list[int]
+    slots: list[int]  # [requests] request slots
     kv_slots: list[list[int]]  # [requests][nodes]
 
 
 class Release(msgspec.Struct, array_like=True):
-    """The request in ``slot`` has left. ``fold_to`` >= 0: first bring its state slot to that
-    position (from then on it belongs to the cache); -1: its state is not wanted."""
+    """The request in ``slot`` has left."""
 
-    slot: int
-    fold_to: int = -1
+    slot: int  # request slot
+    fold_to: int = -1  # >= 0: first bring its state slot to that position, since the prefix cache
+    # keeps it; -1: its state is discarded
 
 
 class Plan(Message):
     """One step: releases first, then prefill, then decode."""
 
     step: int
-    untrack: list[int] = []  # before all: slots of requests that the drafter may forget
+    untrack: list[int] = []  # request slots that become untracked, before everything else
     releases: list[Release] = []
     prefill: list[PrefillItem] = []
     decode: DecodeBatch | None = None
 
 
 class Shutdown(Message):
-    pass
+    """Exit; there is no reply."""
 
 
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
 
 
 class RunnerReady(Message):
+    """The model is loaded; the runner's limits and sizes."""
+
     max_kv_slots: int
     max_state_slots: int
     max_running_requests: int
@@ -235,30 +247,30 @@ class RunnerReady(Message):
     vocab_size: int
     eos_token_ids: list[int]
     pid: int
-    chunked_prefill_size: int = 1024  # most prompt tokens in one step
+    chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     details: dict[str, str | int | float] = {}
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """``token`` is the first output token, -1 unless the chunk was the last."""
+    """The result of a prompt chunk."""
 
-    token: int = -1
-    logprob: TokenLogprob | None = None
-    input_logprobs: list[TokenLogprob] = []  # positions logprob_start … end of the chunk
+    token: int = -1  # first output token after the last chunk; -1: none, or none could be sampled
+    logprob: TokenLogprob | None = None  # of ``token``, if requested
+    input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
 
 
 class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A walk from the root: ``nodes`` were accepted, ``tokens`` are new; as many of each.
+    """The accepted path: its ``nodes``, and as many new ``tokens``.
 
-    Both are already cut after a stop token and at max_new_tokens. Both are empty for a request
-    that had ended in the step before.
+    Both are already cut after a stop token and at max_new_tokens. Both are empty if the request
+    had ended in the previous step, or if no token could be sampled: the scheduler then fails it.
     """
 
     tokens: list[int] = []
     nodes: list[int] = []  # tree nodes on the accepted path, the root (0) first
-    folded: int = 0  # position of the request's state slot after this step
-    logprobs: list[TokenLogprob] = []
-    trace: StepTrace | None = None  # if asked for
+    folded: int = 0  # position of the state in the request's state slot after this step
+    logprobs: list[TokenLogprob] = []  # one per token, if requested
+    trace: StepTrace | None = None  # if requested
 
 
 class StepResult(Message):
@@ -267,12 +279,31 @@ class StepResult(Message):
     step: int
     prefill: list[PrefillResult] = []
     decode: list[DecodeResult] = []
-    seconds: float = 0.0  # the runner's time for the step
-    decode_seconds: float = 0.0  # of it, for drafting, verifying and accepting
-    idle_seconds: float = 0.0  # between the end of the last step and the beginning of this one
+    seconds: float = 0.0  # the runner's time for the whole step
+    decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting
+    idle_seconds: float = 0.0  # between the end of the previous step and the start of this one
 
+
+# ── scheduler and runner → watchdog of the server process ────────────────────────────────────
+
+
+class Heartbeat(Message):
+    """Sent every BEAT_SECONDS; the watchdog concludes from it that a process still works.
+
+    The scheduler sends it from its main loop, the runner from a thread of its own: a step may
+    take minutes.
+    """
+
+    role: str  # "scheduler" or "runner"
+    busy: bool = False  # scheduler: requests run or wait; runner: it has a plan to execute
+    steps: int = 0  # scheduler: planned since the start; runner: finished since the start
+    stuck_seconds: float = 0.0  # runner: how long its main thread has shown no sign of progress
+
+
+BEAT_SECONDS = 0.5
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState
 ToTokenizer = Ready | Outputs | FlushReply | StateReply
 ToRunner = Plan | Shutdown
 FromRunner = RunnerReady | StepResult
+ToWatchdog = Heartbeat

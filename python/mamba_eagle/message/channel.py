@@ -1,4 +1,4 @@
-"""Typed ZMQ pipes between the processes, in a folder that only this user can enter."""
+"""Typed ZMQ pipes between the processes, in a folder that only the current user can access."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from mamba_eagle import message
 
 T = TypeVar("T")
 
-# name of the pipe -> the messages that may travel on it
+# name of the pipe -> the type of its messages; ``to_tokenizer`` leads to the server process
 PIPES: dict[str, Any] = {
     "to_scheduler": message.ToScheduler,
     "to_tokenizer": message.ToTokenizer,
     "to_runner": message.ToRunner,
     "from_runner": message.FromRunner,
+    "to_watchdog": message.ToWatchdog,
 }
 
 
@@ -33,11 +34,12 @@ def remove_socket_dir(path: str) -> None:
 
 
 def address(socket_dir: str, pipe: str) -> str:
+    """The ZMQ address of a pipe in the folder ``socket_dir``."""
     return "ipc://" + os.path.join(socket_dir, pipe)
 
 
 class Sender(Generic[T]):
-    """The pushing end; connects, so either side may start first."""
+    """The pushing end. It connects, so either side may start first. Not safe across threads."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         assert pipe in PIPES
@@ -55,7 +57,7 @@ class Sender(Generic[T]):
 
 
 class Receiver(Generic[T]):
-    """The pulling end; binds. ``receive(timeout_ms)`` gives None when nothing came in time."""
+    """The pulling end, which binds. Several senders may share one."""
 
     def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
         self.socket = context.socket(zmq.PULL)
@@ -64,6 +66,7 @@ class Receiver(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(PIPES[pipe]).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:
+        """The next message; None if none arrives within ``timeout_ms`` (-1: wait forever)."""
         if timeout_ms != 0 and not self.socket.poll(timeout_ms):
             return None
         try:

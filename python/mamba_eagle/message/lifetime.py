@@ -1,9 +1,10 @@
-"""How a process of the engine begins and ends; it must not outlive the one that started it."""
+"""How a process of the engine begins and ends; it must not outlive the server process."""
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -18,25 +19,34 @@ import msgspec
 
 from mamba_eagle.config import EngineConfig
 
+# The server process ends the others by this signal. Not by SIGTERM: service managers send that to
+# every process of a service at once, and open requests are to finish first.
+END_SIGNAL = signal.SIGUSR1
+STACKS_SIGNAL = signal.SIGUSR2  # writes the Python stacks of all threads to standard error
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Start(NamedTuple):
-    """What the launcher tells a process of the engine."""
+    """What the server process tells a process of the engine."""
 
     config: EngineConfig
     socket_dir: str
 
 
 def begin(role: str) -> Start:
-    """The command line is read, logging and signals are set. SIGTERM is now a SystemExit."""
+    """Reads the command line and sets up logging and signals. From here on END_SIGNAL raises
+    SystemExit in the main thread, and SIGINT and SIGTERM are ignored."""
     parser = argparse.ArgumentParser(description=f"The {role} process; the server starts it.")
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
-    # Ctrl-C reaches the whole process group; the launcher decides when this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave)
+    # Both may be sent to the whole process group; the server process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, _leave)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL)
     die_with_parent()
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
     logging.basicConfig(
@@ -47,22 +57,22 @@ def begin(role: str) -> Start:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    ignore_signals()
+    ignore_end_signal()
     raise SystemExit(0)
 
 
-def ignore_signals() -> None:
-    """From where a process ends by itself on: one more SIGTERM must not interrupt what is being
-    closed or destroyed, which would print a traceback."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def ignore_end_signal() -> None:
+    """For a process that has begun to close what it holds: a second signal in the middle of that
+    would end it with a traceback."""
+    signal.signal(END_SIGNAL, signal.SIG_IGN)
 
 
 def die_with_parent(check_seconds: float = 1.0) -> None:
-    """From now on this process is killed when its parent ends, however that ends.
+    """Make sure that this process is killed when its parent ends for any reason.
 
-    On Linux the kernel does it, at once: strictly, when the parent's *thread* that started this
-    process ends, so start it from a thread that lives as long as the parent. Elsewhere, and if
-    the parent was gone before this call, a thread that looks each ``check_seconds`` does it.
+    On Linux the kernel does it at once. Strictly, it acts when the parent's *thread* that started
+    this process ends, so start it from a thread that lives as long as the parent. Elsewhere, and
+    if the parent was gone before this call, a thread that looks every ``check_seconds`` does it.
     """
     parent = os.getppid()
     if sys.platform == "linux":

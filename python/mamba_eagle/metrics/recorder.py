@@ -1,7 +1,7 @@
 """What is measured, under the names that SGLang's dashboards know (prefix ``mamba_eagle:``).
 
-Counters and histograms are fed by the outputs that pass through the tokenizer process; gauges are
-the scheduler's, asked for when somebody reads /metrics.
+Counters and histograms are fed by the outputs that pass through the server process. Gauges are the
+scheduler's, which is asked for them when /metrics is read.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ _DEFAULT = SamplingParams()
 request_log = logging.getLogger("mamba_eagle.requests")
 
 GAUGES = {
-    "num_running_reqs": "requests that are prefilled or decoded",
-    "num_queue_reqs": "requests that wait",
+    "num_running_reqs": "requests that are being prefilled or decoded",
+    "num_queue_reqs": "waiting requests",
     "num_used_tokens": "KV slots or tokens in use by running requests",
     "token_usage": "share of the KV slots in use",
-    "gen_throughput": "output tokens a second, lately",
+    "gen_throughput": "output tokens per second over the last seconds",
     "cache_hit_rate": "share of prompt tokens found in the cache",
-    "spec_accept_length": "output tokens a verify step",
-    "spec_given_up": "1 while the drafter hits next to nothing and follows few requests",
-    "num_retracted_reqs": "requests sent back to the queue for want of memory",
+    "spec_accept_length": "output tokens per verify step",
+    "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
+    "num_retracted_reqs": "requests sent back to the queue because memory ran out",
 }
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
-disable_created_metrics()  # they double the series and no dashboard reads them
+disable_created_metrics()  # they double the number of series, and no dashboard reads them
 
 
 class _OfScheduler(Collector):
-    """What the scheduler counts, as it was last told."""
+    """The scheduler's counters and gauges, as of its last reply."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -61,7 +61,7 @@ class _OfScheduler(Collector):
     def collect(self) -> Iterator[Metric]:
         steps = CounterMetricFamily(
             PREFIX + "spec_steps",
-            "decode steps by what they drafted: plain, or topk x steps x nodes",
+            "decode steps by the tree they drafted: plain, or topk x steps x nodes",
             labels=["model_name", "shape"],
         )
         for shape, use in self.shapes.items():
@@ -75,7 +75,7 @@ class _OfScheduler(Collector):
 
 
 class Recorder:
-    """Called for each event of a request; each call costs microseconds."""
+    """Is called for each event of a request. A call takes microseconds."""
 
     def __init__(self, model: str, log_requests: bool = False, log_prompts: bool = False) -> None:
         """log_prompts: with log_requests, what clients wrote as well."""
@@ -100,7 +100,7 @@ class Recorder:
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens")
         self.generation_tokens = counter("generation_tokens", "output tokens")
         self.cached_tokens = counter("cached_tokens", "prompt tokens found in the cache")
-        self.requests = counter("num_requests", "samples that have ended, aborted ones included")
+        self.requests = counter("num_requests", "samples that have ended, including aborted ones")
         self.aborted = counter("num_aborted_requests", "samples that were aborted or failed")
         self.first_token = histogram(
             "time_to_first_token_seconds", "from arrival to the first output token", SLOW
@@ -123,7 +123,7 @@ class Recorder:
         self.reset_averages()
 
     def reset_averages(self) -> None:
-        """Forgets what averages are made of; benchmarks do this with /flush_cache."""
+        """Starts the averages anew, as benchmarks ask for with /flush_cache."""
         self._tokens = 0
         self._verify_steps = 0
         self._prompt = 0
@@ -131,7 +131,7 @@ class Recorder:
 
     @property
     def accept_length(self) -> float | None:
-        """Output tokens a verify step, over finished requests; None without speculation."""
+        """Output tokens per verify step over finished requests; None without speculation."""
         return self._tokens / self._verify_steps if self._verify_steps else None
 
     def started(self, live: LiveRequest) -> None:
@@ -165,7 +165,7 @@ class Recorder:
         return text.removeprefix(", ")
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
-        """``new_tokens`` came at time ``now``."""
+        """``new_tokens`` arrived at time ``now`` (time.time())."""
         if not new_tokens:
             return
         self.generation_tokens.inc(new_tokens)
@@ -211,8 +211,8 @@ class Recorder:
         return shown(finish.as_dict())
 
     def exposition(self, reply: StateReply | None) -> bytes:
-        """The text of /metrics; the scheduler's gauges win over those of the same name here.
-        None: it has not answered."""
+        """The text of /metrics. The scheduler's gauges override those of the same name here;
+        ``reply`` is None if it has not answered."""
         values: dict[str, float] = {}
         if self._prompt:
             values["cache_hit_rate"] = self._cached / self._prompt

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.models.parse import eos_tokens
 
 
 @contextlib.contextmanager
@@ -33,9 +34,12 @@ def read_values(folder: str | Path) -> dict[str, Any]:
     values = read_json(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = read_json(generation).get("eos_token_id")
-        if eos is not None:
-            values["eos_token_id"] = eos
+        generation_values = read_json(generation)
+        if generation_values.get("eos_token_id") is not None:
+            try:
+                values["eos_token_id"] = list(eos_tokens(generation_values))
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"{generation}: {error}") from None
     modelopt = folder / "hf_quant_config.json"
     if modelopt.is_file() and not values.get("quantization_config"):
         values["quantization_config"] = {"quant_method": "modelopt", **read_json(modelopt)}

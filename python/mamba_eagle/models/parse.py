@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, UnsupportedModel
@@ -80,9 +81,17 @@ def only(values: dict[str, Any], **wanted: Any) -> None:
 
 
 def eos_tokens(values: dict[str, Any]) -> tuple[int, ...]:
-    """The model's stop tokens; config.json has one, a list, or none."""
+    """The model's stop tokens: config.json has one, a list, or none.
+
+    Raises: UnsupportedModel where there is something else.
+    """
     eos = values.get("eos_token_id")
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in tokens):
+        raise UnsupportedModel(
+            f"eos_token_id = {json.dumps(eos)[:200]}: must be a token id or a list of token ids"
+        )
+    return tuple(tokens)
 
 
 def dtype_name(values: dict[str, Any]) -> str:

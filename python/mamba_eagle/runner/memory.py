@@ -1,4 +1,4 @@
-"""How many slots fit: the sizes of a token, a state slot and a running request."""
+"""How many slots fit into memory, from the bytes per KV slot, state slot and running request."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 MIN_GRAPH_BYTES = 250_000_000
-# Rows beyond the tree's own: longer journals make each step slower but folds rarer. On a GPU 3 of
-# them are history and 14 the journal's. With 8 nodes that is a quarter of a 9B model's state; with
-# 16 nodes the kernel's products are 32 wide, where a journal of more than 16 would make them 64.
+# Rows beyond the tree's own. Longer journals make each step slower but folds rarer. On a GPU, 3 of
+# these rows hold history and 14 the journal. With 8 nodes, a request's rows then take a quarter of
+# the memory of a 9B model's state. With 16 nodes the kernel's products are 32 wide; a journal of
+# more than 16 rows would make them 64 wide.
 JOURNAL_ROWS = 17
 
 
 class MemoryPlan(NamedTuple):
+    """How many slots there are and how many bytes each takes."""
+
     kv_slots: int
     state_slots: int
     rows: int  # per request
     kv_slot_bytes: int
-    checkpoint_bytes: int  # of a state slot
-    request_bytes: int = 0  # rows, or one state per node, of a running request
-    graph_bytes: int = 0  # logits of the largest step, and what CUDA graphs keep for themselves
+    state_slot_bytes: int
+    request_bytes: int = 0  # rows or node states of a running request
+    graph_bytes: int = 0  # logits of the largest step, and memory that CUDA graphs reserve
 
 
 class DraftSize(NamedTuple):
-    """What a drafter's layers need."""
+    """Sizes of a drafter's layers."""
 
     config: ModelConfig
     rows: int  # per request
 
 
 class Available(NamedTuple):
-    """Memory for pools, the weights being there already. Bytes."""
+    """Memory for pools after the weights are loaded."""
 
-    budget: int
-    text: str  # where that number comes from
+    budget: int  # bytes
+    text: str  # how the budget was derived, for log and error messages
 
 
 def plan_memory(
@@ -48,16 +51,17 @@ def plan_memory(
     draft: DraftSize | None,
     backend: Backend,
 ) -> MemoryPlan:
-    """Sizes of the pools: what the flags say, else what fits. feature_size: numbers that a state
-    slot keeps of its last token.
+    """Sizes of the pools: as set by flags, otherwise as many slots as fit.
 
-    Raises: ConfigError when a flag is too small to serve one request, or nothing fits.
+    feature_size: elements of the feature that a state slot keeps of its last token.
+
+    Raises: ConfigError if a flag is too small to serve one request, or if the pools do not fit.
     """
     place, problems = backend.place, []
-    rows, least = config.mamba_rows or default_rows(config, backend), min_rows(config, backend)
-    if config.mamba_verify_mode == "deferred" and rows < least:
+    rows, required = config.mamba_rows or default_rows(config, backend), min_rows(config, backend)
+    if config.mamba_verify_mode == "deferred" and rows < required:
         problems.append(
-            f"--mamba-rows {rows}: must be at least {least} with a tree of "
+            f"--mamba-rows {rows}: must be at least {required} with a tree of "
             f"{config.tree_shape.nodes} nodes"
         )
     if config.mamba_verify_mode == "snapshot":
@@ -66,14 +70,14 @@ def plan_memory(
     available = available_memory(config, backend)
     running, padding = config.max_running_requests, place.padding_slots
     left = available.budget - plan.graph_bytes - (running + padding) * plan.request_bytes
-    left -= padding * plan.checkpoint_bytes
+    left -= padding * plan.state_slot_bytes
     state_slots = config.max_mamba_cache_size
     if not state_slots:
         cached = place.max_cached_states
         if cached is None:
-            cached = available.budget // plan.checkpoint_bytes
-        state_slots = max(running, min(running + cached, left // 2 // plan.checkpoint_bytes))
-    left -= state_slots * plan.checkpoint_bytes
+            cached = available.budget // plan.state_slot_bytes
+        state_slots = max(running, min(running + cached, left // 2 // plan.state_slot_bytes))
+    left -= state_slots * plan.state_slot_bytes
     kv_slots = config.max_total_tokens
     if not kv_slots:
         kv_slots = max(0, min(place.max_kv_slots, left // max(plan.kv_slot_bytes, 64)))
@@ -92,50 +96,52 @@ def _sizes(
     rows: int,
     backend: Backend,
 ) -> MemoryPlan:
-    """Bytes of everything that is counted in slots; how many slots is still open."""
+    """A plan with the bytes per slot and request; the numbers of slots are left 0."""
     size = backend.dtype.itemsize
     ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
     kv_bytes = kv_slot_bytes(model, size)
-    checkpoint_bytes = state_bytes(model, ssm_size, size) + feature_size * size
+    state_slot_bytes = state_bytes(model, ssm_size, size) + feature_size * size
     request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
     if draft is not None:
         kv_bytes += kv_slot_bytes(draft.config, size)
-        checkpoint_bytes += state_bytes(draft.config, ssm_size, size)
+        state_slot_bytes += state_bytes(draft.config, ssm_size, size)
         request_bytes += row_bytes(draft.config, "deferred", draft.rows, 0, size)
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
-    return MemoryPlan(0, 0, rows, kv_bytes, checkpoint_bytes, request_bytes, graphs)
+    return MemoryPlan(0, 0, rows, kv_bytes, state_slot_bytes, request_bytes, graphs)
 
 
 def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str) -> list[str]:
-    """What is wrong if the plan does not fit, or serves not even one request. left: bytes for
-    KV slots."""
+    """Problems of a plan that does not fit or cannot serve a single request; [] if there are none.
+
+    left: bytes that remain for KV slots.
+    """
     nodes = config.tree_shape.nodes
-    least = 2 * nodes + 2
-    excess = max(plan.kv_slots, least) * plan.kv_slot_bytes - left
+    required = 2 * nodes + 2
+    excess = max(plan.kv_slots, required) * plan.kv_slot_bytes - left
     if excess > 0:
         return [
             f"{memory_table(plan, config, available)}\n"
             f"exceeds available memory by {gigabytes(excess)}: lower --max-running-requests, "
             "--max-mamba-cache-size or --max-total-tokens, or use --mamba-ssm-dtype bfloat16"
         ]
-    if plan.kv_slots < least:
+    if plan.kv_slots < required:
         return [
-            f"--max-total-tokens {plan.kv_slots}: one request needs {least} slots for two trees of "
-            f"{nodes} nodes; raise it or lower --speculative-num-draft-tokens"
+            f"--max-total-tokens {plan.kv_slots}: one request needs {required} KV slots for two "
+            f"trees of {nodes} nodes; raise it or lower --speculative-num-draft-tokens"
         ]
     return []
 
 
 def graph_bytes(tokens: int, model: ModelConfig) -> int:
-    """Of steps with up to ``tokens`` nodes: their logits in float32 once, and as much again for
-    activations, for what a drafter says of its lanes, and for the graphs."""
+    """Bytes that graphed steps of up to ``tokens`` nodes need: their logits in float32, and as much
+    again for activations, the logits of a drafter's lanes, and the graphs themselves."""
     return 2 * tokens * model.vocab_size * 4 + MIN_GRAPH_BYTES
 
 
 def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Keys and values of a token in all attention layers."""
+    """Bytes of one token's keys and values in all attention layers."""
     a = model.attention
     if a is None:
         return 0
@@ -143,7 +149,7 @@ def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
 
 
 def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:
-    """The recurrent state after a token, with the convolution's history, in all layers."""
+    """Bytes of the recurrent state after a token, with the convolution history, in all layers."""
     m = model.mamba
     if m is None:
         return 0
@@ -154,7 +160,7 @@ def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:
 
 
 def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, itemsize: int) -> int:
-    """What a running request takes beside its state slot."""
+    """Bytes of a running request's rows or node states, convolution history and features."""
     m = model.mamba
     if m is None:
         return 0
@@ -164,7 +170,8 @@ def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, items
 
 
 def min_rows(config: EngineConfig, backend: Backend) -> int:
-    """A tree's nodes, and what the backend's scheme needs to accept some of them."""
+    """The fewest rows per request that work: a tree's nodes, and the rows beyond them that the
+    backend's state scheme needs to accept a path."""
     shape = config.tree_shape
     return shape.nodes + backend.rows_ahead(shape.depth + 1)
 
@@ -174,16 +181,16 @@ def default_rows(config: EngineConfig, backend: Backend) -> int:
 
 
 def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
-    """What one row, or one tree node's snapshot, takes in a layer."""
+    """Bytes of one row, or of one node's state, in one layer."""
     inputs = mamba.conv_dim * itemsize
     if verify_mode == "snapshot":
         return inputs + mamba.num_heads * mamba.head_dim * mamba.state_size * 4
     xB = (mamba.inner_size + mamba.num_groups * mamba.state_size) * itemsize
-    return inputs + xB + 2 * mamba.num_heads * 4  # and dt and its sum
+    return inputs + xB + 2 * mamba.num_heads * 4  # dt and the summed log decay, float32
 
 
 def available_memory(config: EngineConfig, backend: Backend) -> Available:
-    """What is free now, less what --mem-fraction-static leaves to others."""
+    """Memory that is free now, less the part that --mem-fraction-static reserves for others."""
     share, memory = config.mem_fraction_static, backend.place.memory()
     if memory.total is None:
         budget, of_total = int(share * memory.free), ""
@@ -198,12 +205,12 @@ def available_memory(config: EngineConfig, backend: Backend) -> Available:
 
 
 def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
-    """What the pools take, one line each, below a line that says what else there is."""
+    """The memory of the pools, one line each, below the line ``head``."""
     running = config.max_running_requests
     what = "rows" if config.mamba_verify_mode == "deferred" else "node states"
     lines = [
         ("KV", plan.kv_slots, "tokens", plan.kv_slot_bytes),
-        ("state slots", plan.state_slots, "states", plan.checkpoint_bytes),
+        ("state slots", plan.state_slots, "states", plan.state_slot_bytes),
         (what, running, "requests", plan.request_bytes),
     ]
     table = [

@@ -40,14 +40,14 @@ log = logging.getLogger("mamba_eagle.runner")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-UNLIMITED_CONTEXT = 32768  # tokens, for a model whose config.json names no limit
+UNLIMITED_CONTEXT = 32768  # tokens, for a model whose config.json gives no limit
 
 
 class ModelRunner:
-    """Owns every tensor. Request slots, KV slots and state slots are the scheduler's numbers.
+    """Owns all tensors. The scheduler assigns the request slots, KV slots and state slots.
 
-    A step: releases, then prompt chunks, then one tree for each decoding request: draft, verify,
-    accept. Results are Python lists; on the CPU reading them costs nothing.
+    A step handles releases, then prompt chunks, then one tree per decoding request: draft, verify,
+    accept. Results are Python lists.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -97,7 +97,7 @@ class ModelRunner:
         )
         self.prompts = PromptRunner(self.step, self.pool, self.model_config.eos_token_ids)
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
-        self._ended = self.backend.place.timestamp()  # the last step
+        self._ended = self.backend.place.timestamp()  # end of the previous step
         self.warm_up()
         self.ready = self._describe()
 
@@ -109,13 +109,16 @@ class ModelRunner:
         return self.backend.place.overlaps
 
     def execute(self, plan: Plan) -> StepResult:
-        """Run a plan and wait for its result."""
+        """Execute a plan and wait for its result."""
         return self.launch(plan).result()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
-        """Run a plan. On a GPU all of it is under way when this returns, and the next plan may be
-        launched before the result is read; results come in the order of the plans."""
+        """Start to execute a plan.
+
+        On a GPU this returns once all work has been launched, and the next plan may be launched
+        before the result is read. Steps are executed in the order of the plans.
+        """
         now = self.backend.place.timestamp
         began = now()
         if plan.untrack:
@@ -128,8 +131,9 @@ class ModelRunner:
             run = self.steps.prepare(plan.decode)
             decode_began = now()
             trees = self._decode(plan.decode, run)
-        before, self._ended = self._ended, now()
-        return Launched(plan.step, prompts, trees, Times(before, began, decode_began, self._ended))
+        previous, self._ended = self._ended, now()
+        times = Times(previous, began, decode_began, self._ended)
+        return Launched(plan.step, prompts, trees, times)
 
     def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
         verified = run.verify()
@@ -141,27 +145,30 @@ class ModelRunner:
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]
         self.drafter.release(slots, [release.fold_to for release in releases])
-        kept = [(each.slot, each.fold_to) for each in releases if each.fold_to >= 0]
+        kept = [(release.slot, release.fold_to) for release in releases if release.fold_to >= 0]
         if kept:
-            used, ends = self.backend.place.to_device(list(zip(*kept)))
-            keep = ends - self.scheme.folded(used)
-            self.scheme.finish(used, self.table.state_slot[used], keep)
+            kept_slots, ends = self.backend.place.to_device(list(zip(*kept)))
+            keep = ends - self.scheme.folded(kept_slots)
+            self.scheme.finish(kept_slots, self.table.state_slot[kept_slots], keep)
         self.table.remaining[self.backend.place.to_device(slots)] = 0
         for slot in slots:
             self.sampling.release(slot)
 
     def simulate_accept_length(self, length: float) -> None:
-        """From now on steps accept ``length`` nodes on average, whatever the target says: for
-        benchmarks with weights that mean nothing. Before the first step."""
+        """Make steps accept ``length`` nodes on average, whatever the target's tokens are.
+
+        For benchmarks with dummy weights. Call it before the first step.
+        """
         self.step.forced_length = length
         self.steps = self._make_steps()
 
     # ── start-up ──
 
     def warm_up(self) -> None:
-        """Serve two tokens, so that no request waits for a kernel to be compiled.
+        """Generate two tokens, so that no request waits for kernels to be compiled.
 
-        What it leaves in slot 0 and state slot 0 goes when a request takes them.
+        Leftovers in request slot 0, state slot 0 and the KV slots are overwritten by the requests
+        that take these slots.
         """
         nodes = self.shape.nodes
         prompt = PrefillItem(
@@ -181,7 +188,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _make_steps(self) -> EagerSteps | GraphedSteps:
-        """As graphs where nothing of a step waits for the host."""
+        """Graphed steps if no part of a step waits for the host, otherwise eager ones."""
         if not self._capturable():
             return EagerSteps(self.step)
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
@@ -199,12 +206,12 @@ class ModelRunner:
 
     def _context_length(self) -> int:
         limit = self.model_config.max_position_embeddings
-        wanted = self.config.context_length
-        if limit and wanted is not None and wanted > limit:
+        requested = self.config.context_length
+        if limit and requested is not None and requested > limit:
             raise ConfigError(
-                [f"--context-length {wanted}: the model was made for {limit} tokens at most"]
+                [f"--context-length {requested}: the model supports at most {limit} tokens"]
             )
-        return wanted or limit or UNLIMITED_CONTEXT
+        return requested or limit or UNLIMITED_CONTEXT
 
     def _load(self, make: Callable[[], Model], path: str) -> Model:
         with created_as(self.backend.dtype, self.backend.device):
@@ -218,7 +225,10 @@ class ModelRunner:
         return model
 
     def _draft_source(self) -> DraftSource | None:
-        """Raises: ConfigError with every reason why the drafter does not fit the target."""
+        """None without speculation.
+
+        Raises: ConfigError with every reason why the drafter does not fit the target.
+        """
         if self.config.speculative_algorithm == "NONE":
             return None
         make_source = draft_source(self.config.speculative_algorithm)

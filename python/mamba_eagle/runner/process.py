@@ -14,24 +14,26 @@ import zmq
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import FromRunner, Plan, Shutdown, ToRunner
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.message.lifetime import begin, ignore_signals
+from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.runner.pulse import Pulse
 
 if TYPE_CHECKING:  # it imports torch
     from mamba_eagle.runner.steps.launched import Launched
 
-POLL_SECONDS = 2e-5  # a GPU's step takes milliseconds, and has no file descriptor to wait for
+# Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
+POLL_SECONDS = 2e-5
 
 
 def main() -> None:
-    # before torch is imported: OpenMP threads that spin while they wait take the core that the
-    # tokenizer needs (8 s instead of 0.2 s for a request, measured on two busy cores)
+    # Set before torch is imported: OpenMP threads that spin while they wait take the core that
+    # the server process needs (8 s instead of 0.2 s per request, measured on two busy cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config, socket_dir = begin("runner")
     run(config, socket_dir)
 
 
 def run(config: EngineConfig, socket_dir: str) -> None:
-    """Load the model, report what fits, then serve plans until told to stop."""
+    """Loads the model, reports what fits, then executes plans until told to stop."""
     import torch  # after the signals are set: it takes a second
 
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
@@ -45,20 +47,24 @@ def run(config: EngineConfig, socket_dir: str) -> None:
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     results.send(runner.ready)
+    pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host)
+    pulse.start()
     launched: deque[Launched] = deque()
     while True:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
-            ignore_signals()  # here, not after: pools and sockets are destroyed as this returns
+            ignore_end_signal()  # before pools and sockets are destroyed, as this returns
             return
         if plan is not None:
-            launched.append(runner.launch(plan))
+            with pulse.launching():
+                launched.append(runner.launch(plan))
         while launched and launched[0].done:
             results.send(launched.popleft().result())
+            pulse.step_ended()
 
 
 def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan | Shutdown | None:
-    """None as soon as the oldest launched step is done, if no plan comes before that."""
+    """The next message; None if the oldest launched step is done before one comes."""
     if not launched:
         return plans.receive()
     while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
@@ -67,7 +73,7 @@ def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan |
 
 
 def default_threads() -> int:
-    """All cores but one: the tokenizer and the scheduler need theirs."""
+    """All cores but one, which is left to the server process and the scheduler."""
     return max(1, (os.cpu_count() or 1) - 1)
 
 

@@ -5,12 +5,12 @@ The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, pos
 stop tokens applied. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
 is the same and needs no case for temperature 0.
 
-A request's tokens do not depend on its batch: all operations are row by row, those that a row
-does not ask for leave it bit for bit as it was, and sums that decide something are sums of
-integers, which no order of addition can change.
+A request's tokens do not depend on its batch: all operations treat requests separately, operations
+that a request does not ask for leave its logits unchanged bit for bit, and all sums that decide
+which tokens are kept are integer sums, which do not depend on the order of addition.
 
-Shapes: b requests, T tree nodes, V vocabulary, R request slots. What a batch needs is known on the
-host, from its slots; nothing in ``sample`` waits for the device.
+Shapes: b requests, T tree nodes, V vocabulary, R request slots. The host knows from a batch's
+request slots which operations it needs; nothing in ``sample`` waits for the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.tree.tree import Tree
 
-NO_TOKEN = -1  # in place of a token where none can be sampled
-MASS = 2.0**40  # the mass of a row's best token, in the integer sums of top-p
+NO_TOKEN = -1  # returned instead of a token where none can be sampled
+MASS = 2.0**40  # the mass of a node's best token in the integer sums of top-p
 LOW_BITS = 2**32 - 1
-FIRST_TRY = 256  # tokens that are put in order for a top-p, on the CPU, before all of them are
+FIRST_TRY = 256  # tokens that the CPU sorts first for a top-p, before it sorts all of them
 
 
 class _Needs(NamedTuple):
-    """What a slot's parameters ask for beyond the best token."""
+    """The operations that a request's sampling parameters ask for; none of them for greedy."""
 
     noise: bool = False
     order: bool = False  # top-k or top-p: a sort
@@ -48,11 +48,11 @@ _GREEDY = _Needs()
 class SamplingState:
     """Sampling parameters and token counts of each request slot, on the device.
 
-    Counts cover every token the request has, the root of its next tree among them: a step's
-    accepted tokens, bonus included, go to ``observe_accepted``, and so does the first output token
-    that prefill samples.
+    Counts cover all tokens of the request, including the root of its next tree. A step's accepted
+    tokens, including the bonus, are passed to ``observe_accepted``, and so is the first output
+    token, which prefill samples.
 
-    The tables of R x V are made when the first request asks for one.
+    Each [R, V] table is allocated when the first request needs it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SamplingState:
         self._tables: dict[str, Tensor] = {}
 
     def _table(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[R, V] of zeros, made once."""
+        """A [R, V] table, allocated with zeros on first use."""
         if name not in self._tables:
             # ordinary tensors even if the first use is in inference mode
             with torch.inference_mode(False):
@@ -106,13 +106,15 @@ class SamplingState:
         return self._table("stops", torch.bool)
 
     def set(self, slot: int, params: SamplingParams, prompt_len: int, history: list[int]) -> None:
-        """Take a request in, at its first prefill chunk; whatever the slot held is forgotten.
+        """Initialize request slot ``slot`` for a request, at its first prefill chunk.
 
-        prompt_len: absolute position of the first output token. history: the tokens in front of
-        the chunk, from position 0, if ``params.needs_history``; else it is not read.
+        prompt_len: absolute position of the first output token. history: the tokens before the
+        chunk, from position 0; read only if ``params.needs_history``.
         """
         noise = not params.greedy
-        stop_tokens = sorted(t for t in params.stop_tokens(self.eos_token_ids) if self._valid(t))
+        stop_tokens = sorted(
+            token for token in params.stop_tokens(self.eos_token_ids) if self._valid(token)
+        )
         limited = noise and 0 < params.top_k < self.vocab_size
         needs = _Needs(
             noise=noise,
@@ -128,7 +130,7 @@ class SamplingState:
         self.numbers[slot] = self._copied(
             [
                 params.temperature if noise else 0.0,
-                params.top_p if params.top_p < 1.0 else 2.0,  # above any sum: keeps all
+                params.top_p if params.top_p < 1.0 else 2.0,  # above any sum: keeps all tokens
                 params.min_p if noise else 0.0,
                 params.repetition_penalty,
                 params.frequency_penalty,
@@ -157,14 +159,14 @@ class SamplingState:
                 self.observe(slot, self._copied(history), start=0)
 
     def release(self, slot: int) -> None:
-        """The request has left. Optional: saves work, ``set`` forgets a slot's past by itself."""
+        """The request in ``slot`` has left. Only saves work: ``set`` overwrites everything."""
         self._needs[slot] = _GREEDY
         self._with_history.discard(slot)
 
     def observe(self, slot: int, tokens: Tensor, start: int) -> None:
-        """Count tokens [n] int64 at positions start …, those of a prefill chunk.
+        """Count the tokens [n] int64 of a prefill chunk at positions [start, start + n).
 
-        Tokens from prompt_len on are output (a retracted request prefills its own).
+        Tokens from prompt_len on count as output (a retracted request prefills its own output).
         """
         if slot not in self._with_history:
             return
@@ -176,10 +178,10 @@ class SamplingState:
         self.output_counts[slot].scatter_add_(0, output, ones)
 
     def observe_accepted(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Count the first count[r] of tokens[r] as output of the request in slots[r].
+        """Count the first count[i] of tokens[i] as output of the request in slots[i].
 
-        slots: [b] int64, tokens: [b, D] int64, count: [b] int64. Costs nothing while no request
-        has a penalty.
+        slots: [b] int64 request slots; tokens: [b, D] int64; count: [b] int64. Returns at once if
+        no running request has a penalty.
         """
         if not self._with_history:
             return
@@ -194,24 +196,25 @@ class SamplingState:
         return 0 <= token < self.vocab_size
 
     def needs(self, slots: list[int]) -> list[_Needs]:
-        """What each request of a batch asks for."""
+        """The operations that each request of a batch needs. slots: [b] request slots."""
         return [self._needs[slot] for slot in slots]
 
     def any_noise(self, slots: list[int]) -> bool:
-        """Whether some request of a batch is not greedy."""
+        """Whether any request of a batch is not greedy. slots: [b] request slots."""
         return any(self._needs[slot].noise for slot in slots)
 
 
 class BatchNoise:
-    """The Gumbel noise that ``sample`` will add, for drafters (drafting/base.py KeyedNoise).
+    """The Gumbel noise that ``sample`` will add, for drafters (``KeyedNoise`` in drafting/base.py).
 
-    The target takes ``argmax(logits / temperature + noise)``. A drafter whose logits are near the
-    target's guesses that best from ``log_probs / temperature + noise``; its softmax is a measure of
-    how sure the guess is. Filters and penalties are left out: they cost more than they tell.
+    The target takes ``argmax(logits / temperature + noise)``. A drafter whose logits are close to
+    the target's guesses that token best from ``log_probs / temperature + noise``, and the softmax
+    of this sum measures its confidence. Filters and penalties are left out: they would cost more
+    than they gain.
     """
 
     def __init__(self, state: SamplingState, slots: Tensor) -> None:
-        """slots: [b] int64."""
+        """slots: [b] int64 request slots."""
         self.temperature = state.numbers[slots, 0][:, None, None]  # [b, 1, 1]
         self.seeds = state.integers[slots, 0]  # [b]
         self.gumbel = state.backend.gumbel
@@ -219,9 +222,9 @@ class BatchNoise:
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         b, lanes, vocab = log_probs.shape
         noise = self.gumbel(self.seeds, positions, vocab)[:, None]  # the same in all lanes
-        warm = self.temperature > 0
+        is_noisy = self.temperature > 0
         noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
-        return torch.where(warm, noisy, log_probs)
+        return torch.where(is_noisy, noisy, log_probs)
 
 
 def sample(
@@ -233,32 +236,34 @@ def sample(
 ) -> Tensor:
     """The target's token at every node.
 
-    logits: [b, T, V]. positions: [b, T] int64, the absolute position of the token that is sampled,
-    the node's own + 1. tree: None if T is 1 and the node is the last token counted.
-    Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled, because logits are not
+    slots: [b] request slots. logits: [b, T, V], any float dtype. positions: [b, T] int64, the
+    absolute position of the sampled token, which is the node's own + 1. tree: None if T is 1 and
+    the node is the last token counted.
+
+    Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled because logits are not
     finite or all tokens are banned.
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
         return _best(logits)
 
-    used = state.backend.place.to_device(slots)
-    numbers = state.numbers[used].unsqueeze(2)  # [b, 6, 1]
+    device_slots = state.backend.place.to_device(slots)
+    numbers = state.numbers[device_slots].unsqueeze(2)  # [b, 6, 1]
     temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
-    seed, top_k, ban_until = state.integers[used].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
+    seed, top_k, ban_until = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
     logits = logits.float()
 
     if any(need.history for need in needs):
-        counts = _output_counts(state.output_counts[used], tree, logits.shape[1])
-        seen = (counts > 0) | state.prompt_seen[used].unsqueeze(1)
+        counts = _output_counts(state.output_counts[device_slots], tree, logits.shape[1])
+        seen = (counts > 0) | state.prompt_seen[device_slots].unsqueeze(1)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, repeated, logits)
         logits = logits - frequency * counts - presence * (counts > 0)
     if any(need.bias for need in needs):
-        logits = logits + state.bias[used].unsqueeze(1)
+        logits = logits + state.bias[device_slots].unsqueeze(1)
     if any(need.ban for need in needs):
         early = positions.unsqueeze(2) < ban_until
-        logits = logits.masked_fill(early & state.stops[used].unsqueeze(1), -torch.inf)
+        logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
     if not any(need.noise for need in needs):
         return _best(logits)
 
@@ -285,17 +290,17 @@ def sample(
 
 
 def _best(scores: Tensor) -> Tensor:
-    """[..., V] -> [...] int64: the first token with the highest score; NO_TOKEN where that score is
-    not finite."""
+    """[..., V] -> [...] int64: the lowest token id with the highest score; NO_TOKEN where that
+    score is not finite."""
     best, tokens = scores.max(dim=-1)
-    # 0 times a NaN or an infinity is NaN, which differs from 0; isfinite would be five kernels
+    # 0 times a NaN or an infinity is NaN, which differs from 0; isfinite would take five kernels
     return tokens.masked_fill_(best.mul_(0) != 0, NO_TOKEN)
 
 
 def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:
-    """The output as each node sees it: [b, V] counted so far -> [b, T, V].
+    """Output counts as seen by each node: counted [b, V] int32 -> [b, T, V] int32.
 
-    A node adds its ancestors and itself, but for the root, which has been counted.
+    A node adds its ancestors and itself, except for the root, which is already counted.
     """
     counts = counted.unsqueeze(1).repeat(1, nodes, 1)
     if tree is None or nodes == 1:
@@ -307,12 +312,12 @@ def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:
 def _keep_best(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, tries: tuple[int, ...]
 ) -> Tensor:
-    """Top-k, then top-p of what is left; -inf elsewhere. [b, T, V] -> [b, T, V].
+    """Top-k, then top-p of the remaining tokens; -inf elsewhere. [b, T, V] -> [b, T, V] float32.
 
-    Of equal logits the lower token ids rank first. Top-p keeps a token if those before it have
-    less than top_p of the mass. temperature, top_k, top_p: [b, 1, 1]; every request has a
-    limit in one of the two. tries: how many tokens are put in order, until that is enough; the
-    last is the largest top_k, V if a request has none.
+    Of tokens with equal logits, lower ids rank first. Top-p keeps a token if the tokens ranked
+    before it have less than top_p of the mass. temperature, top_k, top_p: [b, 1, 1]; every request
+    limits top-k or top-p. tries: numbers of best tokens to sort, in turn, until one is enough; the
+    last is the largest top_k, or V if a request has none.
     """
     vocab_size = logits.shape[-1]
     keys = _ranking_keys(logits)
@@ -320,26 +325,29 @@ def _keep_best(
     mass = scaled.exp_().mul_(MASS).long()  # [b, T, V]
     whole = mass.sum(dim=-1, keepdim=True)
 
-    # How many a top-p alone may take only the device knows: where the host does not wait for it,
-    # there is one try with all of them. The result is the same.
+    # Only the device knows how many tokens a top-p without top-k keeps. Where the host does not
+    # wait for it, there is a single try with all tokens. The result is the same.
     for tried in tries:
         best = keys.topk(tried, dim=-1).values if tried < vocab_size else _falling(keys)
         ranked = mass.gather(-1, vocab_size - 1 - (best & LOW_BITS))  # [b, T, tried]
         ranked.masked_fill_(torch.arange(tried, device=logits.device) >= top_k, 0)
-        through = ranked.cumsum(dim=-1)
-        total = torch.where(top_k <= tried, through[..., -1:], whole)
-        limit = (total.double() * top_p).long().clamp(min=1)  # top_p above 1: out of reach
+        cumulative = ranked.cumsum(dim=-1)
+        total = torch.where(top_k <= tried, cumulative[..., -1:], whole)
+        limit = (total.double() * top_p).long().clamp(min=1)  # never reached if top_p is above 1
         if tried == tries[-1]:
             break
-        complete = (top_k == vocab_size) & (through[..., -1:] >= limit)
+        complete = (top_k == vocab_size) & (cumulative[..., -1:] >= limit)
         if bool(((top_k <= tried) | complete).all()):
             break
-    kept = torch.minimum(((through - ranked) < limit).sum(dim=-1, keepdim=True), top_k)
-    return logits.masked_fill(keys < best.gather(-1, kept - 1), -torch.inf)
+    num_kept = torch.minimum(((cumulative - ranked) < limit).sum(dim=-1, keepdim=True), top_k)
+    return logits.masked_fill(keys < best.gather(-1, num_kept - 1), -torch.inf)
 
 
 def _ranking_keys(logits: Tensor) -> Tensor:
-    """int64 that order tokens by logit, then by id: no two are equal. float32 [..., V]."""
+    """Distinct keys that order tokens by rising logit, then by falling id.
+
+    logits [..., V] float32 -> [..., V] int64.
+    """
     vocab_size = logits.shape[-1]
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
@@ -352,13 +360,16 @@ def _falling(keys: Tensor) -> Tensor:
 
 
 class TokenLogprobs(NamedTuple):
+    """Log-probabilities of n tokens and of the best ones in their places."""
+
     logprob: Tensor  # [n] float32
     top_values: Tensor  # [n, top] float32, best first
     top_ids: Tensor  # [n, top] int64
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-    """Log-probabilities of tokens [n] and of the ``top`` best, from raw logits [n, V]."""
+    """Log-probabilities of tokens [n] int64 and of the ``top`` best tokens, from raw logits [n, V]
+    of any float dtype."""
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
     values, ids = logits.topk(top, dim=-1)

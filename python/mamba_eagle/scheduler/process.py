@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -11,12 +12,14 @@ import zmq
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
+    BEAT_SECONDS,
     Abort,
     FlushCache,
     FlushReply,
     FromRunner,
     Generate,
     GetState,
+    Heartbeat,
     Outputs,
     Ready,
     RequestOutput,
@@ -28,14 +31,15 @@ from mamba_eagle.message import (
     ToRunner,
     ToScheduler,
     ToTokenizer,
+    ToWatchdog,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.message.lifetime import begin, ignore_signals
+from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("mamba_eagle.scheduler")
-CHECK_SECONDS = 1.0  # least time between two integrity checks
-GOODBYE_MS = 500  # for Shutdown to reach the runner
+CHECK_SECONDS = 1.0  # minimum time between two integrity checks
+GOODBYE_MS = 500  # time for Shutdown to reach the runner
 
 
 class SchedulerProcess:
@@ -46,17 +50,19 @@ class SchedulerProcess:
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.plans: Sender[ToRunner] = Sender(context, socket_dir, "to_runner")
         self.outputs: Sender[ToTokenizer] = Sender(context, socket_dir, "to_tokenizer")
+        self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
         self.scheduler: Scheduler
         self.flushes: list[int] = []  # calls that wait for the last plans to come back
         self.changed = False  # since the last integrity check
         self.checked_at = 0.0
+        self.next_beat = 0.0
         self.poller = zmq.Poller()
         self.poller.register(self.requests.socket, zmq.POLLIN)
         self.poller.register(self.results.socket, zmq.POLLIN)
 
     def start(self) -> None:
-        """Waits for the runner, and tells the tokenizer what there is room for."""
+        """Waits for the runner and tells the server process what there is room for."""
         ready = self.results.receive()
         assert isinstance(ready, RunnerReady)
         self.scheduler = Scheduler(self.config, ready)
@@ -78,6 +84,7 @@ class SchedulerProcess:
         """Serves until a signal ends the process."""
         while True:
             self.wait()
+            self.beat()
             self.receive_requests()
             self.send_plans()
             self.receive_results()  # last: the runner is busy with the plan just sent
@@ -85,9 +92,17 @@ class SchedulerProcess:
             self.when_idle()
 
     def wait(self) -> None:
-        """Sleeps until a message comes; an unchecked idle state is looked at soon after."""
-        unchecked = self.changed and self.scheduler.idle
-        self.poller.poll(int(CHECK_SECONDS * 1000) if unchecked else None)
+        """Sleeps until a message comes or the next heartbeat is due."""
+        seconds = max(0.0, self.next_beat - time.monotonic())
+        self.poller.poll(math.ceil(seconds * 1000))
+
+    def beat(self) -> None:
+        """Tells the watchdog that this loop still turns, and what there is to do."""
+        now = time.monotonic()
+        if now >= self.next_beat:
+            self.next_beat = now + BEAT_SECONDS
+            busy, steps = self.scheduler.busy, self.scheduler.stats.num_steps
+            self.heartbeats.send(Heartbeat(role="scheduler", busy=busy, steps=steps))
 
     def receive_requests(self) -> None:
         outputs: list[RequestOutput] = []
@@ -136,8 +151,8 @@ class SchedulerProcess:
             self.checked_at = now
 
     def answer_flushes(self) -> None:
-        """Refused while requests run or wait. One that only waits for a last plan to come back
-        is not what a client would call running: then the answer waits, too."""
+        """Refuses while requests run or wait. Once all have ended, a plan may still be on its way
+        back; clients would not call that running, so the answer waits for it."""
         if not self.flushes:
             return
         if self.scheduler.busy:
@@ -154,10 +169,11 @@ class SchedulerProcess:
             self.flushes.clear()
 
     def close(self) -> None:
-        """Tells the runner to end, too."""
+        """Tells the runner to end as well."""
         self.plans.socket.setsockopt(zmq.LINGER, GOODBYE_MS)
         self.plans.send(Shutdown())
-        for pipe in (self.requests, self.results, self.plans, self.outputs):
+        pipes = (self.requests, self.results, self.plans, self.outputs, self.heartbeats)
+        for pipe in pipes:
             pipe.close()
 
 
@@ -169,7 +185,7 @@ def main() -> None:
         process.start()
         process.run()
     finally:
-        ignore_signals()
+        ignore_end_signal()
         process.close()
         context.term()
 

@@ -12,7 +12,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.message import DecodeResult, PrefillItem, PrefillResult
 from mamba_eagle.scheduler.request import Request
 
-NO_TOKEN = (
+NO_TOKEN_PROBLEM = (
     "the model produced no token: its logits are not finite, or every token of the vocabulary is "
     "banned (stop tokens before min_new_tokens, logit_bias)"
 )
@@ -29,7 +29,7 @@ def prefill_problem(
     if not item.is_last or request.sampling.max_new_tokens == 0:
         return ""
     if result.token < 0:
-        return NO_TOKEN
+        return NO_TOKEN_PROBLEM
     return _token_problem(request, [result.token], vocab_size)
 
 
@@ -47,7 +47,7 @@ def decode_problem(request: Request, result: DecodeResult, tree: list[int], voca
     if request.finish is not None:
         return ""
     if not tokens:
-        return NO_TOKEN
+        return NO_TOKEN_PROBLEM
     if len(nodes) != len(tokens):
         return f"the runner accepted {len(nodes)} nodes but returned {len(tokens)} tokens"
     if request.return_logprob and len(result.logprobs) != len(tokens):

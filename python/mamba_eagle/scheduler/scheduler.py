@@ -39,8 +39,13 @@ class Scheduler:
     returns one. The caller sends each plan before the next call, and hands results over in order.
     """
 
-    def __init__(self, config: EngineConfig, runner: RunnerReady) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: RunnerReady, prompts_first: bool = False
+    ) -> None:
+        """prompts_first: nothing decodes while a prompt can be run. Each step is then of one kind,
+        which measurements need; running requests wait for all that arrive."""
         self.runner = runner
+        self.prompts_first = prompts_first
         self.shape = config.tree_shape  # the largest of any step
         self.policy = shape_policy(config)
         self.max_in_flight = 1 if config.disable_overlap_schedule else 2
@@ -133,15 +138,21 @@ class Scheduler:
             return None
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
-        youngest = self.decode.schedule(plan, self._admitted, self._in_flight)
-        if youngest is not None:
-            self._retract(youngest)
-            self._release_leaving(plan)
+        if not self.prompts_first:
+            self._schedule_decode(plan)
         self._admitted += self.prefill.schedule(plan, self._admitted)
+        if self.prompts_first and not plan.chunks:
+            self._schedule_decode(plan)
         if plan.empty:
             return None
         self._complete(plan)
         return plan.as_message()
+
+    def _schedule_decode(self, plan: PlanDraft) -> None:
+        youngest = self.decode.schedule(plan, self._admitted, self._in_flight)
+        if youngest is not None:
+            self._retract(youngest)
+            self._release_leaving(plan)
 
     def _release_leaving(self, plan: PlanDraft) -> None:
         for request in list(self._admitted):

@@ -1,4 +1,4 @@
-"""The scheduler's and the runner's processes: started, watched and ended by the server's."""
+"""The scheduler and runner processes as the server process starts, watches and ends them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 
-TERMINATE_AFTER = 2.5  # seconds between SIGTERM and SIGKILL; all is to end within 5
+from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL
+
+KILL_AFTER = 2.5  # seconds between END_SIGNAL and SIGKILL, so that all ends within 5
 
 
 class Child:
-    """One process, its standard error passed on and its last words kept."""
+    """One process. Its standard error is passed on, and the last lines of it are kept."""
 
     def __init__(self, role: str, command: list[str], on_end: Callable[[Child], None]) -> None:
         self.role = role
@@ -36,7 +38,7 @@ class Child:
         return self.process.pid
 
     def _pass_on(self) -> None:
-        """As it comes, not line by line: a progress bar ends no line until it is full."""
+        """Passes on what comes at once: a progress bar writes no line end until it is full."""
         assert self.process.stderr is not None
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         unfinished = ""
@@ -57,8 +59,15 @@ class Child:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody asks any more
             self._loop.call_soon_threadsafe(self._on_end, self)
 
+    def dump_stacks(self) -> None:
+        """Makes the process write the stacks of its threads to its standard error, if it still
+        can. A stopped process is continued for that: it is about to be ended anyway."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(STACKS_SIGNAL)
+            self.process.send_signal(signal.SIGCONT)
+
     def how_it_ended(self) -> str:
-        """For people: role, pid, how and the last thing it said."""
+        """For people: role, pid, exit code or signal, and the last line it wrote."""
         code = self.process.returncode
         if code < 0:
             try:
@@ -85,11 +94,12 @@ def engine_command(role: str, socket_dir: str, config_file: str) -> list[str]:
 
 
 def end_children(children: list[Child]) -> None:
-    """SIGTERM for all, SIGKILL for those who do not heed it. Blocks for seconds at most."""
+    """Sends END_SIGNAL to all and SIGKILL to those that ignore it. Blocks for KILL_AFTER seconds
+    at most."""
     for child in children:
         if child.process.poll() is None:
-            child.process.terminate()
-    deadline = time.monotonic() + TERMINATE_AFTER
+            child.process.send_signal(END_SIGNAL)
+    deadline = time.monotonic() + KILL_AFTER
     for child in children:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))

@@ -14,6 +14,7 @@ from mamba_eagle.core import Failure, FinishReason
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     503: "service_unavailable_error",
 }

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,13 +22,15 @@ from mamba_eagle.message import StateReply
 from mamba_eagle.server import generate, openai, tokens
 from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.lifetime import RETRY_AFTER
+from mamba_eagle.server.origins import guard_origins
 from mamba_eagle.server.sse import sample_error, unless_gone, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.manager import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
-OPEN_PATHS = ("/", "/health")  # without a key: the page asks for it
+OPEN_PATHS = ("/", "/health", "/ready")  # without a key: the page asks for it
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -62,11 +63,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _internal_error)
     if state.api_keys:
         app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
-    # Pages of any origin may ask, as with SGLang: browsers hide the answers from them otherwise.
-    # Added after the key's, so that it comes first: a preflight request carries no key.
-    app.add_middleware(
-        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
-    )
+    guard_origins(app, state.config)
     app.add_middleware(PlainPaths)
     return app
 
@@ -96,9 +93,21 @@ async def playground() -> Response:
 
 @get("/health")
 async def health(request: Request) -> Response:
-    dead = server_state(request).manager.dead
-    if dead is not None:
-        raise RequestError(dead, 503)
+    """Liveness: 503 once the engine is dead or has stopped working, so that a restart is due."""
+    state = server_state(request)
+    problem = state.lifetime.failure or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503)
+    return Response()
+
+
+@router.api_route("/ready", methods=["GET", "HEAD"])
+async def ready(request: Request) -> Response:
+    """Readiness: 503 whenever a request would be refused, as while the server shuts down."""
+    state = server_state(request)
+    problem = state.lifetime.refusal or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503, retry_after=RETRY_AFTER)
     return Response()
 
 

@@ -129,12 +129,12 @@ class ChatChoice(Choice):
         return self._choice(message=message, logprobs=self._new_logprobs())
 
     def pieces(self) -> Iterator[dict[str, Any]]:
+        # taken first: the meta_info of a sample that has ended takes what is left of it
+        text, logprobs = self._new_text(), self._new_logprobs()
         if not self._begun:
             self._begun = True
             first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
             yield {**first, "finish_reason": None}
-        text = self._new_text()
-        logprobs = self._new_logprobs()
         if text or logprobs:
             piece = self._choice(delta={"content": text}, logprobs=logprobs)
             yield {**piece, "finish_reason": None}

@@ -1,4 +1,4 @@
-"""The private folder of the pipes, and those that a killed server left behind."""
+"""The private folder of the pipes, and the folders that killed servers have left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mamba_eagle.config import ConfigError
 from mamba_eagle.message.channel import PIPES, make_socket_dir, remove_socket_dir
 
 PID_FILE = "server.pid"
-LONGEST_ADDRESS = 107  # of a Unix socket, in bytes
+MAX_ADDRESS = 107  # bytes of a Unix socket's path
 
 
 def new_socket_dir() -> str:
@@ -21,12 +21,12 @@ def new_socket_dir() -> str:
     remove_stale_dirs()
     path = make_socket_dir()
     longest = max(len(os.fsencode(os.path.join(path, pipe))) for pipe in PIPES)
-    if longest > LONGEST_ADDRESS:
+    if longest > MAX_ADDRESS:
         remove_socket_dir(path)
         raise ConfigError(
             [
                 f"TMPDIR = {tempfile.gettempdir()!r}: sockets in it have paths of {longest} bytes, "
-                f"{LONGEST_ADDRESS} is the limit; set TMPDIR to a folder with a shorter path"
+                f"{MAX_ADDRESS} is the limit; set TMPDIR to a folder with a shorter path"
             ]
         )
     Path(path, PID_FILE).write_text(str(os.getpid()))
@@ -34,7 +34,7 @@ def new_socket_dir() -> str:
 
 
 def remove_stale_dirs() -> None:
-    """Removes this user's folders whose server has died without a chance to do it."""
+    """Removes the folders of this user whose server was killed before it could remove them."""
     for path in Path(tempfile.gettempdir()).glob("mamba-eagle-*"):
         try:
             if path.stat().st_uid != os.getuid() or path.is_symlink():
@@ -43,4 +43,4 @@ def remove_stale_dirs() -> None:
         except ProcessLookupError:
             remove_socket_dir(str(path))
         except (OSError, ValueError):
-            continue  # not ours to judge: no pid file yet, or somebody else's process
+            continue  # no pid file yet, or a process of another user: it may be in use

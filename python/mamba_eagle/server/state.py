@@ -19,6 +19,7 @@ from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.body import Bodies
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.prompts import PromptReader
 from mamba_eagle.tokenizer.manager import DuplicateRid, EngineDead, QueueFull, TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
@@ -32,6 +33,7 @@ class ServerState:
     manager: TokenizerManager
     recorder: Recorder
     started: float = field(default_factory=time.time)
+    lifetime: Lifetime = field(default_factory=Lifetime)
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for an API key that cannot be read."""

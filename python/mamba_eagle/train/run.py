@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mamba_eagle.backend.choose import resolve_device
+from mamba_eagle.bench import facts
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.eval import machine
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.registry import read_model_config
@@ -160,8 +160,8 @@ def results(trainer: Trainer, acceptance: Acceptance) -> dict[str, Any]:
         "trained_tokens": trainer.trained_tokens,
         "seconds": round(trainer.seconds, 1),
         "processes": trainer.world.size,
-        "device": machine.device_name(trainer.world.device.type),
-        "commit": machine.commit(),
+        "device": facts.device_name(trainer.world.device.type),
+        "commit": facts.commit(),
     }
 
 

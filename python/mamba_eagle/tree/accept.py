@@ -1,4 +1,4 @@
-"""Which drafted nodes the target agrees with, and where a request's output ends.
+"""Which drafted nodes the target accepts, and where a request's output ends.
 
 Shapes: b requests, T tree nodes, D = max_depth + 1, S stop tokens. Nothing here waits for the
 device.
@@ -15,36 +15,40 @@ from mamba_eagle.tree.tree import Tree
 
 
 class Accepted(NamedTuple):
-    """A walk from the root. Row r holds ``count[r]`` nodes, and as many new tokens."""
+    """A path from the root per request: the first ``count`` nodes, and as many new tokens.
+
+    ``tokens[:, i]`` is the target's token at ``nodes[:, i]``: first the tokens of ``nodes[:, 1:]``,
+    then the bonus. Tokens from ``count`` on are arbitrary.
+    """
 
     nodes: Tensor  # [b, D] int64; node indices, the root (0) first, padded with the last one
-    tokens: Tensor  # [b, D] int64; [:, i] is the target's token at nodes[:, i]: the tokens of
-    # nodes[:, 1:], then the bonus; what is behind ``count`` means nothing
-    count: Tensor  # type: ignore[assignment]  # [b] int64; 1 … D; hides tuple.count
+    tokens: Tensor  # [b, D] int64
+    count: Tensor  # type: ignore[assignment]  # [b] int64, 1 to D; hides tuple.count
 
 
 class Truncated(NamedTuple):
-    """An Accepted, cut where its request ends, or where no token could be sampled."""
+    """An ``Accepted``, cut where its request ends or where no token could be sampled."""
 
     nodes: Tensor  # [b, D] int64
-    tokens: Tensor  # [b, D] int64; in the vocabulary even after ``count``
-    count: Tensor  # type: ignore[assignment]  # [b] int64; 0 … D; 0: had ended before, or no token
-    finished: Tensor  # [b] bool; a stop token was kept, or no token is left to make
+    tokens: Tensor  # [b, D] int64; valid token ids even after ``count``
+    # [b] int64, 0 to D; 0 if the request had ended before, or if no token could be sampled
+    count: Tensor  # type: ignore[assignment]
+    finished: Tensor  # [b] bool; a stop token was kept, or the token budget is used up
 
 
 def accept(tree: Tree, target_tokens: Tensor, max_depth: int) -> Accepted:
-    """Walk from the root along the child whose token is the target's own at its parent.
+    """Walk from the root, at each node to the child whose token is the target's token there.
 
     The walk ends where there is no such child; the target's token there is the bonus. Since the
-    target's tokens are samples of its own distribution, so is the result, at any temperature.
+    target's tokens are samples from its own distribution, so is the result, at any temperature.
 
     target_tokens: [b, T] int64, the target's token at each node. Siblings do not share tokens; if
-    they did, the one with the lowest index would win.
+    they did, the one with the lowest index would win. max_depth: the tree's depth, D - 1.
     """
     nodes = target_tokens.shape[1]
     index = torch.arange(nodes, device=target_tokens.device).expand_as(target_tokens)
     agrees = tree.tokens == target_tokens.gather(1, tree.parents)
-    agrees[:, 0] = False  # the root is no one's child
+    agrees[:, 0] = False  # the root is not a child
     none = torch.full_like(index, nodes)
     child = none.scatter_reduce(1, tree.parents, torch.where(agrees, index, nodes), "amin")
     following = torch.where(child == nodes, index, child)  # [b, T]; the end of a walk: itself
@@ -58,10 +62,11 @@ def accept(tree: Tree, target_tokens: Tensor, max_depth: int) -> Accepted:
 
 
 def truncate(accepted: Accepted, stop_tokens: Tensor, remaining: Tensor) -> Truncated:
-    """Cut after the first stop token (which is kept), at the tokens left to make, and before the
-    first negative one: there no token could be sampled.
+    """Cut each path after the first stop token (which is kept), after ``remaining`` tokens, and
+    before the first negative token, where none could be sampled.
 
-    stop_tokens: [b, S] int64, padded with -1. remaining: [b] int64, 0 for a request that is over.
+    stop_tokens: [b, S] int64, padded with -1. remaining: [b] int64, the tokens that each request
+    may still generate; 0 if it has ended.
     """
     tokens, count = accepted.tokens, accepted.count
     index = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,6 +1,6 @@
 """Draft trees from a drafter's log-probabilities (EAGLE-2, arXiv 2406.16858).
 
-Shapes: b requests, T tree nodes (the root among them), k = topk lanes, C candidates.
+Shapes: b requests, T tree nodes including the root, k = topk lanes, C candidates.
 
 Nothing here waits for the device.
 """
@@ -20,7 +20,7 @@ class Frontier(NamedTuple):
     """The lanes to draft from next, best first."""
 
     tokens: Tensor  # [b, k] int64
-    lanes: Tensor  # [b, k] int64; the lane of the previous frontier that is the parent
+    lanes: Tensor  # [b, k] int64; the parent's lane in the previous frontier
     scores: Tensor  # [b, k] float32; cumulative log-probability
 
 
@@ -31,9 +31,10 @@ class Candidates:
     each of the ``topk`` best candidates of the one before. A candidate's score is the sum of the
     log-probabilities on its path.
 
-    Candidates are numbered in the order in which they are seen: a parent before its children, and
-    with a score no lower. So the order by (score, falling; number, rising) puts every candidate
-    behind all its ancestors, equal scores or not, and any head of that order is a tree.
+    Candidates are numbered in the order in which they are added. A parent has a lower number than
+    its children and a score that is not lower. So the order by falling score, then by rising
+    number, puts every candidate after all its ancestors, and the first n of that order are a tree
+    for any n.
     """
 
     def __init__(self, roots: Tensor, topk: int) -> None:
@@ -43,7 +44,7 @@ class Candidates:
         self._tokens = [self.roots]
         self._parents: list[Tensor] = [torch.zeros_like(self.roots)]  # candidate numbers; root: 0
         self._scores = [torch.zeros_like(self.roots, dtype=torch.float32)]
-        self._seen, self._depth = 1, 0  # the root among them
+        self._seen, self._depth = 1, 0  # candidates so far, including the root
         # the lanes: their candidate numbers and scores, both [b, lanes]
         self._numbers = self._parents[0]
         self._frontier_scores = self._scores[0]
@@ -51,10 +52,10 @@ class Candidates:
     def expand(self, best: TopTokens) -> Frontier:
         """Add the best children of every lane.
 
-        best: [b, lanes, k], of one lane (the root) at first, then of the lanes of the last
-        Frontier in its order.
+        best: [b, lanes, k]; at first of one lane, the root, then of the lanes of the last
+        ``Frontier``, in its order.
         """
-        # a rounding above 0 must not lift a child above its parent
+        # a log-probability rounded above 0 must not lift a child above its parent
         scores = self._frontier_scores.unsqueeze(2) + best.log_probs.clamp(max=0.0)
         tokens, scores = best.tokens.flatten(1), scores.flatten(1)  # [b, lanes * k]
         self._tokens.append(tokens)
@@ -69,11 +70,14 @@ class Candidates:
         return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
 
     def select(self, num_nodes: int) -> Tree:
-        """The root and the best ``num_nodes - 1`` candidates, by depth, then by score."""
+        """The root and the best ``num_nodes - 1`` candidates, by depth, then by score.
+
+        Raises: ValueError if there are fewer candidates.
+        """
         self._check(num_nodes)
         seen = torch.cat(self._scores, dim=1)  # [b, C]
         order = seen.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]  # [b, T]
-        # Numbers are dense: 1 root, k of depth 1, then k² a depth.
+        # Numbers are dense: 1 root, k candidates of depth 1, then k² per depth.
         square = self.topk * self.topk
         below_root = (order + (square - self.topk - 1)).div(square, rounding_mode="floor") + 1
         depths, by_depth = torch.where(order == 0, 0, below_root).sort(dim=1, stable=True)

@@ -9,9 +9,9 @@ from mamba_eagle.core import PLAIN, TreeShape
 
 
 def step_shapes(configured: TreeShape, adaptive: bool) -> list[TreeShape]:
-    """All shapes of a server's decode steps.
+    """All shapes that a server's decode steps may have.
 
-    adaptive: the scheduler chooses a shape for each step; else every step has ``configured``.
+    adaptive: the scheduler chooses a shape for each step; otherwise all have shape ``configured``.
     """
     return candidate_shapes(configured) if adaptive and configured != PLAIN else [configured]
 
@@ -19,8 +19,9 @@ def step_shapes(configured: TreeShape, adaptive: bool) -> list[TreeShape]:
 def candidate_shapes(configured: TreeShape) -> list[TreeShape]:
     """Plain decoding, chains, and trees up to the configured one; smaller ones first.
 
-    Chains of depth 1, half the configured depth and all of it, then the configured tree cut to
-    half its depth, then the tree itself. Shapes that cannot be formed are left out.
+    The chains have depth 1, half the configured depth, and the configured depth. They are followed
+    by the configured tree cut to half its depth, and the tree itself. Shapes that cannot be formed
+    or have more nodes than the configured one are left out.
     """
     topk, depth, nodes = configured.topk, configured.depth, configured.nodes
     half = (depth + 1) // 2

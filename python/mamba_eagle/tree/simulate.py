@@ -1,6 +1,6 @@
-"""A forced acceptance length, to time steps whose drafts are worth nothing: dummy weights.
+"""A forced acceptance length, for timing steps with dummy weights, whose drafts are useless.
 
-Not part of serving: what it accepts is not what the target says, so the text means nothing.
+Not part of serving: the accepted tokens are not the target's, so the text is meaningless.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from mamba_eagle.tree.tree import Tree
 def simulated_walk(
     tree: Tree, target_tokens: Tensor, max_depth: int, length: float | Tensor, step: Tensor
 ) -> Accepted:
-    """Accept a path of ``length`` nodes on average, whatever the target says.
+    """Accept a path of ``length`` nodes on average, whatever the target's tokens are.
 
-    Step s accepts ``floor((s+1)·length) - floor(s·length)`` nodes of each request: both neighbours
-    of a fraction, mixed so that s steps make ``s·length`` nodes, up to one. A tree of fewer levels
-    gives what it has. The path ends at the first node of its depth, which among equals is the best.
+    Step s accepts ``floor((s+1)·length) - floor(s·length)`` nodes of each request. If length is not
+    a whole number, steps alternate between its two neighbours so that s steps accept ``s·length``
+    nodes, rounded down. A tree with fewer levels limits the path. The path ends at the first node
+    of its depth, which has the best score there.
 
-    target_tokens: [b, T] int64, the target's token at each node. length: 1 … max_depth+1, a number
-    or [] float64. step: [] int64 on the device, the step's number, counted by the caller; so a CUDA
-    graph that holds this accepts another length at each replay.
+    target_tokens: [b, T] int64, the target's token at each node. length: from 1 to max_depth+1, a
+    number or a [] float64 tensor. step: [] int64 on the device, the step's number, which the caller
+    increments; so a captured graph accepts a different length at each replay.
     """
     before = step.double()
-    wanted = ((before + 1) * length).floor() - (before * length).floor()
-    depth = torch.minimum(wanted.long() - 1, tree.depths[:, -1]).clamp(0, max_depth)  # [b]
+    accepts = ((before + 1) * length).floor() - (before * length).floor()
+    depth = torch.minimum(accepts.long() - 1, tree.depths[:, -1]).clamp(0, max_depth)  # [b]
     count = depth + 1
-    # depths never decrease: as many nodes as are above stand before the first of its depth
+    # depths never decrease, so the index of the first node of a depth is the number of nodes above
     end = (tree.depths < depth[:, None]).sum(dim=1, keepdim=True)  # [b, 1]
 
     b, nodes = target_tokens.shape
     index = torch.arange(nodes, device=end.device).expand(b, -1)
     on_path = tree.ancestors.gather(1, end[..., None].expand(-1, -1, nodes))[:, 0]
-    # a path has one node at each depth; what is not on it goes to a column that is cut off
+    # a path has one node per depth; all other nodes go to a last column, which is cut off
     columns = torch.where(on_path, tree.depths, max_depth + 1)
     path = end.expand(-1, max_depth + 2).scatter(1, columns, index)[:, :-1]  # [b, D]
 

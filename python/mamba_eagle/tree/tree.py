@@ -1,6 +1,6 @@
 """Token trees: the nodes that the target verifies.
 
-Shapes: b requests, T tree nodes, the root among them.
+Shapes: b requests, T tree nodes including the root.
 A chain is the tree with ``parents[i] == i - 1``; plain decoding is the tree with one node.
 
 Nothing here waits for the device.
@@ -17,7 +17,7 @@ from torch import Tensor
 class Tree(NamedTuple):
     """One tree per request. Parents come before their children; ``depths`` never decrease."""
 
-    tokens: Tensor  # [b, T] int64; node 0 is the root: accepted, not yet run through the target
+    tokens: Tensor  # [b, T] int64; node 0 is the root: accepted, not yet processed by the target
     parents: Tensor  # [b, T] int64; the parent's node index, below the node's own; root: 0
     depths: Tensor  # [b, T] int64; root: 0
     ancestors: Tensor  # [b, T, T] bool; [:, i, j]: node j is node i or one of its ancestors
@@ -38,7 +38,7 @@ def single_node_tree(roots: Tensor) -> Tree:
 
 
 def chain_tree(tokens: Tensor) -> Tree:
-    """Each token behind the one before it. tokens: [b, T] int64."""
+    """A chain of ``tokens`` [b, T] int64: the parent of each node is the node before it."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     shape = tokens.shape
     return Tree(
@@ -51,7 +51,8 @@ def chain_tree(tokens: Tensor) -> Tree:
 
 
 def chain_prefix(chain: Tree, tokens: Tensor) -> Tree:
-    """``chain_tree(tokens)`` without a launch: views of the one longer ``chain`` [1, …]."""
+    """``chain_tree(tokens)`` without launching a kernel: views of ``chain``, one chain that has at
+    least as many nodes as tokens [b, T]."""
     b, nodes = tokens.shape
     parents, depths, ancestors, scores = (
         part[:, :nodes].expand(b, *[-1] * (part.dim() - 1)) for part in chain[1:]
@@ -60,10 +61,11 @@ def chain_prefix(chain: Tree, tokens: Tensor) -> Tree:
 
 
 def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
-    """Who is above whom. parents: [b, T] int64, root 0 -> [b, T, T] bool, a node above itself too.
+    """Whether node j is node i or one of its ancestors: parents [b, T] int64 -> [b, T, T] bool.
 
-    With P the matrix of the parent edges, entry (i, j) of ``(I + P)**m`` counts the ways to go
-    from i to j in m steps that stay or climb: above 0 if and only if j is at most m above i.
+    With P the matrix of the parent edges, entry (i, j) of ``(I + P)**m`` counts the ways to get
+    from i to j in m moves that stay or climb to the parent. It is positive if and only if j is at
+    most m levels above i. max_depth: the depth of the deepest node, or more.
     """
     nodes = parents.shape[1]
     reach = torch.eye(nodes, device=parents.device).repeat(parents.shape[0], 1, 1)

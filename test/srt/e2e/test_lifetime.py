@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import RunningServer, is_running, need_weights
+from running_server import RunningServer, assert_all_ended, is_running, need_weights
 
 from mamba_eagle.embedded import EMBEDDED_MODEL
 
@@ -37,17 +37,6 @@ def start() -> Iterator[Start]:
     yield start
     for server in started:
         server.stop()
-
-
-def assert_all_ended(server: RunningServer) -> None:
-    pids = server.pids()
-    assert set(pids) == {"server", "scheduler", "runner"}
-    deadline = time.monotonic() + 2
-    while any(map(is_running, pids.values())) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [role for role, pid in pids.items() if is_running(pid)] == []
-    assert server.leftovers() == []
-    assert "Traceback" not in server.output, server.output
 
 
 class OpenRequests:
@@ -81,15 +70,20 @@ class OpenRequests:
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["sigterm", "ctrl-c"])
 def test_requested_stop_is_clean(start: Start, to_group: bool) -> None:
+    """The second signal does not wait for open requests."""
     server = start().wait_until_ready()
     requests = OpenRequests(server)
-    begin = time.monotonic()
-    if to_group:  # a terminal sends Ctrl-C to every process
-        os.killpg(server.process.pid, signal.SIGINT)
-    else:
-        server.process.send_signal(signal.SIGTERM)
-    assert server.wait(6) == 0
-    assert time.monotonic() - begin < 5
+
+    def send() -> None:
+        if to_group:  # a terminal sends Ctrl-C to every process
+            os.killpg(server.process.pid, signal.SIGINT)
+        else:
+            server.process.send_signal(signal.SIGTERM)
+
+    send()
+    server.wait_for_output("Shutting down: waiting")
+    send()
+    assert server.wait(10) == 0
     requests.assert_errors(503, "shutting down")
     assert_all_ended(server)
 
@@ -98,10 +92,8 @@ def test_requested_stop_is_clean(start: Start, to_group: bool) -> None:
 def test_killed_child_ends_everything(start: Start, role: str) -> None:
     server = start().wait_until_ready()
     requests = OpenRequests(server)
-    begin = time.monotonic()
     os.kill(server.pids()[role], signal.SIGKILL)
-    assert server.wait(6) == 1
-    assert time.monotonic() - begin < 5
+    assert server.wait(10) == 1
     requests.assert_errors(500, f"the {role} process")
     assert f"the {role} process (pid {server.pids()[role]}) was killed by SIGKILL" in server.output
     assert_all_ended(server)
@@ -126,10 +118,8 @@ def test_killed_server_leaves_no_process_and_the_next_one_tidies(start: Start) -
 def test_frozen_child_is_killed_in_time(start: Start) -> None:
     server = start().wait_until_ready()
     os.kill(server.pids()["runner"], signal.SIGSTOP)
-    begin = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    assert server.wait(8) == 0
-    assert time.monotonic() - begin < 5
+    assert server.wait(10) == 0
     assert_all_ended(server)
 
 
@@ -137,7 +127,7 @@ def test_stop_while_loading(start: Start) -> None:
     server = start()
     server.wait_for_output("runner process")
     server.process.send_signal(signal.SIGTERM)
-    assert server.wait(6) == 0
+    assert server.wait(10) == 0
     assert_all_ended(server)
 
 

@@ -1,4 +1,4 @@
-"""Random prompts of several requests in one batch, and what their prefill must give, in float64."""
+"""Random prompts of several requests in one batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+from tensor_checks import Draw
 from torch import Tensor
-from triton_rig import random_rates
 
 from mamba_eagle.kernels.prefill_plan import Prompt
-from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 
 SLOTS = 12
 
@@ -44,61 +42,19 @@ def make_batch(
     state_dtype: torch.dtype = torch.float32,
     largest_step: float = 0.3,
 ) -> Batch:
-    generator = torch.Generator().manual_seed(0)
+    draw = Draw(0)
     H, P, G, N = sizes
     n = sum(prompt.length for prompt in prompts)
-    xbc = torch.randn(n, H * P + 2 * G * N, generator=generator).to(dtype)
-    dt = torch.rand(n, H, generator=generator) * largest_step
+    xbc = draw.normal(n, H * P + 2 * G * N).to(dtype)
+    dt = draw.steps(n, H, largest=largest_step)
     x, B, C = xbc.split([H * P, G * N, G * N], dim=1)
     return Batch(
         prompts=prompts,
         x=x.unflatten(1, (H, P)),
         dt=dt.t().contiguous().t(),
-        A=random_rates(H, generator),
+        A=draw.decay_rates(H),
         B=B.unflatten(1, (G, N)),
         C=C.unflatten(1, (G, N)),
-        D=torch.randn(H, generator=generator),
-        state=torch.randn(SLOTS, H, P, N, generator=generator).to(state_dtype),
+        D=draw.normal(H),
+        state=draw.normal(SLOTS, H, P, N).to(state_dtype),
     )
-
-
-class Scanned(NamedTuple):
-    y: Tensor  # [n, H, P] float64
-    state: Tensor  # [slots, H, P, N] float64
-
-
-def scanned(batch: Batch) -> Scanned:
-    """Token by token; what is not saved to stays as it was."""
-    outputs, state = [], batch.state.double()
-    for prompt in batch.prompts:
-        own = slice(prompt.first, prompt.first + prompt.length)
-        before = batch.state[prompt.source].double()
-        if prompt.source < 0:
-            before = torch.zeros_like(before)
-        x, dt, B, C = (part[own] for part in (batch.x, batch.dt, batch.B, batch.C))
-        y, after = recurrence_oracle(x, dt, batch.A, B, C, batch.D, before)
-        outputs.append(y)
-        for offset, slot in prompt.saves:
-            state[slot] = torch.cat([before[None], after])[offset]
-    return Scanned(torch.cat(outputs), state)
-
-
-class Convolved(NamedTuple):
-    out: Tensor  # [n, channels] float64
-    history: Tensor  # [slots, K-1, channels]
-
-
-def convolved(
-    xbc: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, prompts: Sequence[Prompt]
-) -> Convolved:
-    """Window by window. weight [K, channels]; history [slots, K-1, channels]."""
-    K, outputs, after = weight.shape[0], [], history.clone()
-    for prompt in prompts:
-        past = history[prompt.source] if prompt.source >= 0 else torch.zeros_like(history[0])
-        inputs = torch.cat([past, xbc[prompt.first : prompt.first + prompt.length]])
-        for offset, slot in prompt.saves:
-            after[slot] = inputs[offset : offset + K - 1]
-        for token in range(prompt.length):
-            total = (inputs[token : token + K].double() * weight.double()).sum(0)
-            outputs.append(F.silu(total if bias is None else total + bias.double()))
-    return Convolved(torch.stack(outputs), after)

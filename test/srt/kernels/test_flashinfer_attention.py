@@ -31,7 +31,7 @@ SPANS = [PromptSpan(2, 0, 9), PromptSpan(0, 7, 1), PromptSpan(3, 30, 13)]
 
 
 class Event:
-    """Made beside a wrapper: what is recorded is not known to be copied until ``synchronize``."""
+    """Made with each wrapper: a recorded copy counts as pending until ``synchronize``."""
 
     last: Event
 
@@ -46,7 +46,7 @@ class Event:
 
 
 class PlainWrapper:
-    """Plans are checked as far as the device would, and run request by request."""
+    """Checks plans as the device would, and runs them request by request."""
 
     def __init__(self, workspace: Tensor, layout: str, backend: str) -> None:
         assert (workspace.dtype, layout) == (torch.uint8, "NHD")
@@ -123,7 +123,7 @@ class Inputs:
         self.attention, self.generator = attention, generator
 
     def tokens(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as one product gives them."""
+        """q, k, v as views of one product."""
         c, like = self.attention, self.pools[0].k
         heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         packed = torch.randn(n, sum(heads), c.head_dim, generator=self.generator).to(like)

@@ -1,4 +1,4 @@
-"""The fused CPU schemes against the torch schemes, step by step, in shapes of all kinds."""
+"""The fused CPU schemes against the torch schemes, step by step, with many shapes."""
 
 from __future__ import annotations
 

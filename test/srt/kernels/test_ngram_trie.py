@@ -15,12 +15,12 @@ from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.kernels.ngram_trie import naive
 from mamba_eagle.kernels.ngram_trie.cpu import (
-    CHAIN,
     CHILD,
     COUNT,
     NEXT,
     PARENT,
     PREVIOUS,
+    SAME_BUCKET,
     TOKEN,
     UNKNOWN,
     USED,
@@ -90,7 +90,7 @@ def on_path(parents: list[int], node: int) -> set[int]:
 
 
 def assert_sound(index: NgramIndex) -> None:
-    """Every row is a node of one parent, found by its bucket, or a root; nothing else."""
+    """Every entry in use is a root, or a node that its parent lists and its bucket finds."""
     nodes, capacity = index.nodes, len(index.nodes) - 1
     assert index.num_nodes <= capacity and not nodes[0].any()
     listed = []
@@ -108,7 +108,7 @@ def assert_sound(index: NgramIndex) -> None:
     chained = 0
     for first in index.buckets.tolist():
         while first:
-            chained, first = chained + 1, int(nodes[first, CHAIN])
+            chained, first = chained + 1, int(nodes[first, SAME_BUCKET])
     assert chained == len(listed)
 
 
@@ -145,7 +145,7 @@ def test_trees_equal_those_counted_from_the_texts(
 def test_any_history_gives_a_valid_tree(
     history: list[tuple[int, list[int], bool]], depth: int, spare: int, shape: TreeShape
 ) -> None:
-    """With a trie that is too small for it, too."""
+    """Even with a trie that is too small for it."""
     index = NgramIndex(3, 300, NgramIndex.min_capacity(3, depth) + spare, depth)
     running: dict[int, int] = {}  # slot -> last token
     for slot, text, leaves in history:
@@ -173,7 +173,7 @@ def test_a_text_that_is_known_is_drafted_whole() -> None:
 
 
 def test_longer_matches_decide() -> None:
-    """1 2 was tracked by 3 four times, 5 6 0 1 2 by 4 once."""
+    """1 2 was followed by 3 four times, 5 6 0 1 2 by 4 once."""
     index = NgramIndex(1, 100, 5000, 8)
     index.begin(0, [9, 1, 2, 3] * 4 + [5, 6, 0, 1, 2, 4, 7, 5, 6, 0, 1, 2])
     (tree,) = drafts(index, [0], TreeShape(topk=2, depth=1, nodes=3))

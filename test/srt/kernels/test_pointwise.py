@@ -55,7 +55,7 @@ LLAMA = {
 
 
 class Calls:
-    """FlashInfer's functions, and how often each was called."""
+    """FlashInfer's functions; records which were called."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -76,7 +76,7 @@ class Calls:
 
 
 class StandIn(FlashInferOps):
-    """What FlashInfer does not have is Triton's, which needs a GPU."""
+    """Operations that FlashInfer lacks are Triton's, which needs a GPU: torch stands in for it."""
 
     relu_squared = LayerOps.relu_squared
     gated_group_rms_norm = LayerOps.gated_group_rms_norm

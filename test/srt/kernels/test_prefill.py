@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prefill_rig import PROMPTS, SLOTS, convolved, make_batch, scanned
-from verify_rig import relative_error
+from prefill_rig import PROMPTS, SLOTS, make_batch
+from tensor_checks import relative_error
 
+from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.torch import conv_prompts
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.torch import scan_prompts
 
 torch.set_num_threads(1)
@@ -17,7 +19,7 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_prompts_equal_the_recurrence_from_and_to_their_states(chunk: int) -> None:
     batch = make_batch((4, 6, 2, 5))
-    wanted = scanned(batch)
+    wanted = ssd_naive.scan_prompts(*batch[1:], batch.prompts)
     y = scan_prompts(*batch[1:], batch.prompts, chunk)
     assert relative_error(y, wanted.y) < 2e-6
     assert relative_error(batch.state, wanted.state) < 2e-6
@@ -31,8 +33,9 @@ def test_convolved_prompts_equal_a_loop(width: int, with_bias: bool) -> None:
         torch.randn(*shape, generator=generator)
         for shape in ((47, 6), (width, 6), (SLOTS, width - 1, 6), (6,))
     )
-    wanted = convolved(xbc, weight, bias if with_bias else None, history, PROMPTS)
-    out = conv_prompts(xbc, weight, bias if with_bias else None, history, PROMPTS)
+    taps = (weight, bias if with_bias else None)
+    wanted = conv_naive.conv_prompts(xbc, *taps, history, PROMPTS)
+    out = conv_prompts(xbc, *taps, history, PROMPTS)
     torch.testing.assert_close(out.double(), wanted.out, rtol=1e-5, atol=1e-6)
     assert torch.equal(history, wanted.history)
 

@@ -1,4 +1,4 @@
-"""The chunked scan and the convolution, against the recurrence and a loop in float64."""
+"""The chunked scan and the convolution in torch, against naive.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 
+from mamba_eagle.kernels.causal_conv import naive
 from mamba_eagle.kernels.causal_conv.torch import causal_conv, causal_conv_windows
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.kernels.ssd.torch import ssd_chunked
@@ -158,18 +159,12 @@ def test_gradients_equal_those_of_the_recurrence() -> None:
 # ── the convolution ──
 
 
-def conv_by_loop(x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor) -> Tensor:
-    """x [length, channels], history [K-1, channels]; float64."""
-    rows = torch.cat([history, x]).double()
-    width = weight.shape[1]
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t in range(x.shape[0]):
-        for channel in range(x.shape[1]):
-            total = 0.0 if bias is None else float(bias[channel])
-            for k in range(width):
-                total += float(weight[channel, k]) * float(rows[t + k, channel])
-            out[t, channel] = total / (1 + math.exp(-total))
-    return out
+def test_a_convolution_worked_out_by_hand() -> None:
+    """Taps 3 and 10, bias 1: 3·5 + 10·0.2 + 1 = 18, 3·0.2 + 10·-0.5 + 1 = -3.4."""
+    x, history = torch.tensor([[0.2], [-0.5]]), torch.tensor([[5.0]])
+    found = naive.causal_conv(x, torch.tensor([[3.0], [10.0]]), torch.tensor([1.0]), history)
+    wanted = [value / (1 + math.exp(-value)) for value in (18.0, -3.4)]
+    torch.testing.assert_close(found[:, 0], torch.tensor(wanted, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -188,7 +183,7 @@ def test_the_convolution_equals_a_loop(
         history = torch.randn(2, width - 1, 5, generator=generator)
     out = causal_conv(x, weight, bias, history if continued else None)
     for row in range(2):
-        expected = conv_by_loop(x[row], weight, bias, history[row])
+        expected = naive.causal_conv(x[row], weight.t(), bias, history[row])
         torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -212,7 +207,7 @@ def test_a_bfloat16_convolution_is_rounded_once() -> None:
     weight, bias = (
         torch.randn(*shape, generator=generator).bfloat16() for shape in ((32, 4), (32,))
     )
-    exact = conv_by_loop(x[0], weight, bias, torch.zeros(3, 32))
+    exact = naive.causal_conv(x[0], weight.t(), bias, torch.zeros(3, 32))
     windows = F.pad(x[0], (0, 0, 3, 0)).unfold(0, 4, 1).transpose(1, 2)
     for found in (causal_conv(x, weight, bias)[0], causal_conv_windows(windows, weight.t(), bias)):
         assert found.dtype == torch.bfloat16

@@ -1,4 +1,8 @@
-"""tree_verify, fold and snapshot_verify against the float64 recurrence over each root path."""
+"""tree_verify, fold and snapshot_verify in torch, and a CPU's rows, against naive.py.
+
+A CPU's layers are held to the same recurrence in test_verify_schemes.py, Triton's kernels in
+test_triton_verify.py, test_triton_fold.py and test_triton_snapshot.py.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from forms import needs_numba
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 
-from mamba_eagle.kernels.ssd.naive import recurrence_oracle
+from mamba_eagle.kernels.tree_verify import cpu, naive
+from mamba_eagle.kernels.tree_verify.naive_rows import RowKeeper
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 
 torch.set_num_threads(1)
 
-GARBAGE = 1e15  # in rows that nobody may look at; its square is finite, so 0 · it is 0
+GARBAGE = 1e15  # in rows that must not be read; its square is finite, so that 0 times it is 0
 
 
 class Sizes(NamedTuple):
@@ -31,7 +37,7 @@ SIZES = [
     pytest.param(Sizes(1, 8, 2, 1, 8, 4), id="decode"),
     pytest.param(Sizes(5, 12, 4, 4, 12, 8), id="a-group-a-head"),
     pytest.param(Sizes(12, 40, 8, 2, 64, 16), id="default-tree"),
-    pytest.param(Sizes(12, 12, 4, 2, 8, 16), id="no-room-for-a-chain"),
+    pytest.param(Sizes(12, 12, 4, 2, 8, 16), id="no-room-for-a-journal"),
     pytest.param(Sizes(9, 20, 6, 3, 5, 7), id="odd-sizes"),
 ]
 # largest dt: the strongest decay of a token is exp(-7.4 · dt)
@@ -111,28 +117,28 @@ def make_batch(sizes: Sizes, largest_step: float, seed: int = 0, batch: int = 3)
     )
 
 
-def root_path(batch: Batch, b: int, node: int) -> list[int]:
-    path = [node]
-    while path[0]:
-        path.insert(0, int(batch.parents[b, path[0]]))
-    return path
-
-
-def plain_run(batch: Batch, b: int, row_ids: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence over these rows from S0: y [l, H, P] without the skip, states."""
+def rows_of(batch: Batch, b: int, row_ids: Tensor) -> naive.Rows:
     x, B, dt, _ = (part[b, row_ids] for part in batch.rows)
-    return recurrence_oracle(x, dt, batch.A, B, C, torch.zeros_like(batch.A), batch.state[b])
+    return naive.Rows(x, dt, B)
+
+
+def verified(batch: Batch, b: int, journal: Tensor) -> naive.Verified:
+    """Request b's nodes in float64, after these journal rows; without the skip."""
+    nodes, parents = rows_of(batch, b, batch.node_rows[b]), batch.parents[b].tolist()
+    before, no_skip = rows_of(batch, b, journal), torch.zeros_like(batch.A)
+    return naive.tree_verify(before, nodes, batch.C[b], parents, batch.A, no_skip, batch.state[b])
+
+
+def folded_state(batch: Batch, b: int, journal: Tensor) -> Tensor:
+    return naive.fold(rows_of(batch, b, journal), batch.A, batch.state[b])
 
 
 def errors_of_nodes(batch: Batch, y: Tensor) -> list[float]:
-    """Each node's output beside the last one of a plain run over journal and root path."""
+    """Relative errors of all nodes' outputs."""
     found = []
     for b, journal in enumerate(batch.journals):
-        for node in range(y.shape[1]):
-            ids = torch.cat([journal, batch.node_rows[b, root_path(batch, b, node)]])
-            C = batch.C[b, node].expand(len(ids), -1, -1)
-            expected, _ = plain_run(batch, b, ids, C)
-            found.append(relative_error(y[b, node], expected[-1]))
+        exact = verified(batch, b, journal).y
+        found += [relative_error(y[b, node], exact[node]) for node in range(y.shape[1])]
     return found
 
 
@@ -166,7 +172,7 @@ def test_verifying_writes_nothing() -> None:
 
 @pytest.mark.parametrize("largest_step", STEPS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_fold_equals_a_plain_run_over_the_chain(sizes: Sizes, largest_step: float) -> None:
+def test_a_fold_equals_a_plain_run_over_the_journal(sizes: Sizes, largest_step: float) -> None:
     batch = make_batch(sizes, largest_step)
     folded = fold(batch.rows, batch.in_journal, batch.journal_decay, batch.state)
     assert folded.isfinite().all()
@@ -174,36 +180,85 @@ def test_a_fold_equals_a_plain_run_over_the_chain(sizes: Sizes, largest_step: fl
         if len(journal) == 0:
             assert torch.equal(folded[b], batch.state[b]), "nothing to fold: not a bit changes"
             continue
-        _, states = plain_run(batch, b, journal, torch.zeros(len(journal), *batch.C.shape[2:]))
-        assert relative_error(folded[b], states[-1]) < (1e-6 if largest_step < 1 else 1e-4)
+        exact = folded_state(batch, b, journal)
+        assert relative_error(folded[b], exact) < (1e-6 if largest_step < 1 else 1e-4)
 
 
-def test_a_fold_of_a_chains_head_equals_a_plain_run_over_it() -> None:
+def test_a_fold_of_a_journals_head_equals_a_plain_run_over_it() -> None:
     batch = make_batch(SIZES[2].values[0], 0.3)
     journal = batch.journals[0]
-    _, states = plain_run(batch, 0, journal, torch.zeros(len(journal), *batch.C.shape[2:]))
     one = Rows(*(part[:1] for part in batch.rows))
     for keep in range(1, len(journal) + 1):
         in_journal = torch.zeros_like(batch.in_journal[:1])
         in_journal[0, journal[:keep]] = True
         end = batch.rows.log_decay[:1, journal[keep - 1]]
         folded = fold(one, in_journal, end, batch.state[:1])
-        assert relative_error(folded[0], states[keep - 1]) < 1e-6
+        assert relative_error(folded[0], folded_state(batch, 0, journal[:keep])) < 1e-6
 
 
 @pytest.mark.parametrize("largest_step", STEPS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_snapshots_equal_plain_runs_over_each_path(sizes: Sizes, largest_step: float) -> None:
-    """Where a request's state is the state after its journal."""
+    """There is no journal: trees start from the saved states."""
     batch = make_batch(sizes, largest_step)
     index = batch.node_rows
     each = torch.arange(index.shape[0])[:, None]
     x, B, dt = (part[each, index] for part in batch.rows[:3])
     y, states = snapshot_verify(x, dt, batch.A, B, batch.C, batch.state, batch.parents)
     for b in range(index.shape[0]):
+        exact = verified(batch, b, batch.journals[b][:0])
         for node in range(index.shape[1]):
-            ids = index[b, root_path(batch, b, node)]
-            C = batch.C[b, node].expand(len(ids), -1, -1)
-            expected, expected_states = plain_run(batch, b, ids, C)
-            assert relative_error(y[b, node], expected[-1]) < 1e-5
-            assert relative_error(states[b, node], expected_states[-1]) < 1e-6
+            assert relative_error(y[b, node], exact.y[node]) < 1e-5
+            assert relative_error(states[b, node], exact.states[node]) < 1e-6
+
+
+# ── rows on a CPU ──
+
+
+@needs_numba
+def test_rows_on_a_cpu_are_those_of_naive() -> None:
+    """Journals grow until a tree finds no room, and are folded up to any of their tokens."""
+    draw, requests, history, W, T, D, F = Draw(0), 3, 3, 17, 5, 4, 6
+    path = torch.zeros(requests, history + W + D, dtype=torch.int64)
+    path[:, :history] = torch.arange(history)
+    journal_len = torch.zeros(requests, dtype=torch.int64)
+    feature, state_slot = torch.zeros(requests, W, F), torch.tensor([7, 2, 5])
+    conv_in = draw.normal(2, requests, history + W, 4)  # of two layers
+    plain = [RowKeeper(history, W, W, D, None) for _ in range(requests)]
+    folds = 0
+    for _ in range(30):
+        slots = torch.randperm(requests, generator=draw.generator)[:2]
+        for slot in slots.tolist():
+            length = len(plain[slot].journal)
+            if length <= W - T:
+                continue
+            keep, folds = draw.below(length + 1), folds + 1
+            wanted = conv_in[:, slot, plain[slot].path[keep : keep + history]]
+            one = (torch.tensor([slot]), torch.tensor([keep]), path)
+            cpu.move_history(*(part.numpy() for part in one), history, conv_in.numpy())
+            assert torch.equal(conv_in[:, slot, :history], wanted)
+            journal_len[slot] = 0
+            plain[slot].path = list(range(history))
+        at, length, rows, journal, tail = (
+            torch.empty(2, *shape, dtype=torch.int64) for shape in ((), (), (T,), (W,), (history,))
+        )
+        tables = (slots, state_slot, path, journal_len)
+        cpu.begin(*(part.numpy() for part in (*tables, at, journal, length, rows, tail)))
+        assert torch.equal(at, state_slot[slots])
+        hidden, count = draw.normal(2 * T, F), torch.tensor([draw.below(D + 1) for _ in slots])
+        nodes = torch.stack([torch.randperm(T, generator=draw.generator)[:D] for _ in slots])
+        step = (slots, rows, nodes, count, hidden)
+        tables = (part.numpy() for part in (path, journal_len, feature))
+        cpu.extend_journals(*(part.numpy() for part in step), history, *tables)
+        for r, slot in enumerate(slots.tolist()):
+            begun = plain[slot].begin(T)
+            assert not begun.folds
+            assert rows[r].tolist() == begun.rows
+            assert journal[r, : length[r]].tolist() == begun.journal
+            assert tail[r].tolist() == begun.tail
+            own = hidden.view(2, T, F)[r].tolist()
+            plain[slot].accept(begun, nodes[r, : count[r]].tolist(), own)
+            kept = plain[slot].journal
+            assert path[slot, : history + journal_len[slot]].tolist() == plain[slot].path
+            assert feature[slot, kept].tolist() == [plain[slot].features[row] for row in kept]
+    assert folds > 3

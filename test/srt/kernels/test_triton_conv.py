@@ -1,7 +1,4 @@
-"""The Triton tree convolution, step sizes and gated norm against what they replace.
-
-On a GPU, or in Triton's interpreter (see triton_rig.py).
-"""
+"""The Triton tree convolution and step sizes against naive.py."""
 
 from __future__ import annotations
 
@@ -9,30 +6,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from triton_rig import (
-    DEVICE,
-    needs_interpreter,
-    random_rates,
-    run_in_the_interpreter,
-    runs_kernels,
-    to_device,
-)
-from verify_rig import path_to, random_tree
+from forms import DEVICE, in_the_interpreter, runs_kernels
+from tensor_checks import Draw
+from torch import Tensor
+from triton_rig import NANO, to_device, tree_layout
+from verify_rig import random_tree
 
-pytest.importorskip("triton")
-
-from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
+from mamba_eagle.kernels.causal_conv import naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
-from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
+from mamba_eagle.tree.tree import Tree
 
 STALE = 77.0  # where nothing may be written
 
 
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 class Case(NamedTuple):
@@ -46,7 +34,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-SMALL, NANO = Sizes(4, 24, 2, 16), Sizes(128, 80, 8, 128)
+SMALL = Sizes(4, 24, 2, 16)
 CASES = [
     pytest.param(Case(SMALL, 7, (5, 0, 1)), id="tree"),
     pytest.param(Case(SMALL, 1, (5, 0)), id="decode"),
@@ -62,19 +50,55 @@ GPU_CASES = [
 ]
 
 
+class Filled(NamedTuple):
+    """What the rows must hold after a step; float64 but for the raw inputs."""
+
+    conv_in: Tensor  # [R, K-1 + W, conv_dim]
+    buffers: RowBuffers
+    C: Tensor  # [b, T, G*N]
+
+
+def filled(
+    case: Case,
+    layout: TreeLayout,
+    tree: Tree,
+    inputs: tuple[Tensor, Tensor],
+    weights: ConvWeights,
+    conv_in: Tensor,
+    buffers: RowBuffers,
+) -> Filled:
+    """Request by request. inputs: xbc [b*T, conv_dim] and dt_raw [b*T, H]."""
+    (xbc, dt_raw), T, history = inputs, case.nodes, case.conv_kernel - 1
+    row_size, C = buffers.xB.shape[2], []
+    wanted = RowBuffers(*(part.double() for part in buffers))
+    wanted_in = conv_in.clone()
+    for i, (slot, length) in enumerate(zip(layout.slots, case.journal_lens)):
+        nodes, rows = slice(i * T, i * T + T), layout.rows[i]
+        before = conv_in[slot, layout.tail[i]]
+        out = naive.tree_conv(xbc[nodes], tree.parents[i].tolist(), *weights[:2], before)
+        wanted.xB[slot, rows] = out[:, :row_size]
+        C.append(out[:, row_size:])
+        wanted_in[slot, rows + history] = xbc[nodes]
+        wanted.dt[slot, rows] = naive.step_sizes(dt_raw[nodes], weights.dt_bias, case.step_limit)
+        L = tree.ancestors[i].double() @ (wanted.dt[slot, rows] * weights.A)
+        if length and not (case.fold and case.fold[i]):
+            L += buffers.log_decay[slot, layout.journal[i, length - 1]]
+        wanted.log_decay[slot, rows] = L
+    return Filled(wanted_in, wanted, torch.stack(C))
+
+
 def check(case: Case) -> None:
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
+    draw = Draw(0)
     H, P, G, N = case.sizes
     b, T, M, K = len(case.journal_lens), case.nodes, max(case.journal_lens), case.conv_kernel
     R, W, row_size = b + 1, M + T, H * P + G * N
     conv_dim = row_size + G * N
-    A = random_rates(H, generator)
     weights = ConvWeights(
         torch.randn(K, conv_dim).to(case.dtype),
         torch.randn(conv_dim).to(case.dtype) if case.bias else None,
         torch.rand(H) * 12 - 11,
-        A,
+        draw.decay_rates(H),
         case.step_limit,
     )
     projected = torch.randn(b * T, 64 + conv_dim + H).to(case.dtype)
@@ -91,54 +115,29 @@ def check(case: Case) -> None:
     for i, length in enumerate(case.journal_lens):
         path = torch.cat([torch.arange(K - 1), journal[i, :length] + K - 1])
         tail.append(path[len(path) - (K - 1) :])
-    tree = random_tree(b, T, T, generator)
+    tree = random_tree(b, T, T, draw.generator)
 
-    # what must come out, request by request
-    wanted_in, wanted_xB = conv_in.clone(), xB.clone()
-    wanted_dt, wanted_L = dt.double(), log_decay.double()
-    wanted_C = []
-    step_size = F.softplus(dt_raw.double() + weights.dt_bias.double()).clamp(*case.step_limit)
-    for i, (slot, length) in enumerate(zip(slots, case.journal_lens)):
-        windows = []
-        for node in range(T):
-            path = torch.tensor(path_to(tree, i, node))
-            past = conv_in[slot, tail[i]]
-            windows.append(torch.cat([past, xbc[i * T + path]])[-K:])
-        out = causal_conv_windows(torch.stack(windows), weights.conv_weight, weights.conv_bias)
-        wanted_xB[slot, rows[i]], C = out[:, :row_size], out[:, row_size:]
-        wanted_C.append(C)
-        wanted_in[slot, rows[i] + K - 1] = xbc.view(b, T, -1)[i]
-        steps = step_size.view(b, T, H)[i]
-        wanted_dt[slot, rows[i]] = steps
-        L = tree.ancestors[i].double() @ (steps * A)
-        if length and not (case.fold and case.fold[i]):
-            L += log_decay[slot, journal[i, length - 1]]
-        wanted_L[slot, rows[i]] = L
+    tail = torch.stack(tail)
+    layout = tree_layout(tree, slots, slots, rows, journal, case.journal_lens, tail, case.fold)
+    on_host = TreeLayout(*(None if part is None else part.cpu() for part in layout))
+    buffers = RowBuffers(xB, dt, log_decay)
+    wanted = filled(case, on_host, tree, (xbc, dt_raw), weights, conv_in, buffers)
 
-    step = TreeLayout(
-        slots=slots,
-        state_slots=slots,
-        journal=journal,
-        journal_len=torch.tensor(case.journal_lens),
-        rows=rows,
-        parents=tree.parents,
-        ancestors=pack_ancestors(tree.ancestors)[..., 0],
-        tail=torch.stack(tail),
-        fold=None if case.fold is None else torch.tensor(case.fold),
-    )
-    step, weights = to_device(step), to_device(weights)
-    buffers = to_device(RowBuffers(xB, dt, log_decay))
+    weights, buffers = to_device(weights), to_device(buffers)
     conv_in, projected = conv_in.to(DEVICE), projected.to(DEVICE)
     xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
-    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, step, case.sizes)
+    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, layout, case.sizes)
 
     close = {"rtol": 2e-6, "atol": 2e-6}
     rounded = close if case.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
-    assert torch.equal(conv_in.cpu(), wanted_in)
-    torch.testing.assert_close(buffers.xB.cpu(), wanted_xB, **rounded)
-    torch.testing.assert_close(C.cpu(), torch.stack(wanted_C), **rounded)
-    torch.testing.assert_close(buffers.dt.cpu().double(), wanted_dt, rtol=3e-6, atol=1e-9)
-    torch.testing.assert_close(buffers.log_decay.cpu().double(), wanted_L, **close)
+    assert torch.equal(conv_in.cpu(), wanted.conv_in)
+    assert C.dtype == buffers.xB.dtype == case.dtype
+    xB, dt, log_decay = (part.cpu().double() for part in buffers)
+    exact = wanted.buffers
+    torch.testing.assert_close(xB, exact.xB, **rounded)
+    torch.testing.assert_close(C.cpu().double(), wanted.C, **rounded)
+    torch.testing.assert_close(dt, exact.dt, rtol=3e-6, atol=1e-9)
+    torch.testing.assert_close(log_decay, exact.log_decay, **close)
 
 
 @runs_kernels
@@ -152,28 +151,3 @@ def test_rows_equal_naive(case: Case) -> None:
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_rows_equal_naive_at_real_sizes(case: Case) -> None:
     check(case)
-
-
-@runs_kernels
-@pytest.mark.parametrize(
-    "rows,size,groups,dtype",
-    [
-        pytest.param(3, 96, 4, torch.float32, id="groups-of-24"),
-        pytest.param(2, 64, 1, torch.float32, id="one-group"),
-        pytest.param(40, 10240, 8, torch.bfloat16, id="nano", marks=pytest.mark.gpu),
-    ],
-)
-def test_gated_norm_equals_the_formula(
-    rows: int, size: int, groups: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(size, device=DEVICE).to(dtype)
-    projected = torch.randn(rows, size + 16, device=DEVICE).to(dtype)
-    y, gate = torch.randn(rows, size, device=DEVICE).to(dtype), projected[:, :size]
-    found = gated_norm(y, gate, weight, groups, 1e-5)
-    gated = y.double() * F.silu(gate.double())
-    groups_of = gated.unflatten(-1, (groups, -1))
-    scale = (groups_of.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    wanted = (groups_of * scale).flatten(1) * weight.double()
-    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from forms import DEVICE, in_the_interpreter, runs_kernels
 
 pytest.importorskip("triton")
-
-from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_kernels
 
 from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 
-
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 @runs_kernels

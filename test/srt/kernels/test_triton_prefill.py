@@ -1,7 +1,4 @@
-"""The Triton scan and convolution of prompts against recurrence and loop in float64.
-
-On a GPU, or in Triton's interpreter (see triton_rig.py).
-"""
+"""The Triton scan and convolution of prompts against naive.py."""
 
 from __future__ import annotations
 
@@ -10,31 +7,20 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from prefill_rig import PROMPTS, SLOTS, convolved, make_batch, scanned
-from triton_rig import (
-    BFLOAT16_ERROR,
-    DEVICE,
-    needs_interpreter,
-    random_rates,
-    run_in_the_interpreter,
-    runs_kernels,
-    to_device,
-)
-from verify_rig import relative_error
+from forms import DEVICE, in_the_interpreter, runs_kernels
+from prefill_rig import PROMPTS, SLOTS, make_batch
+from tensor_checks import Draw, relative_error
+from triton_rig import BFLOAT16_ERROR, NANO, to_device
 
-pytest.importorskip("triton")
-
+from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.triton import Config, scan
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 
-
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 class Case(NamedTuple):
@@ -48,7 +34,6 @@ class Case(NamedTuple):
 
 ON_DEVICE = partial(torch.tensor, device=DEVICE)
 SMALL = Sizes(8, 20, 2, 16)  # a tile of 16, and one of 16 of which 4 are there
-NANO = Sizes(128, 80, 8, 128)
 ONE_HEAD = Sizes(2, 32, 1, 16)
 CHUNKS_OF_16 = Config(16, 16, 4, 2)
 CASES = [
@@ -90,7 +75,7 @@ def check_scan(case: Case) -> None:
     prompts = case.prompts
     batch = make_batch(case.sizes, prompts, case.dtype, case.state_dtype, case.largest_step)
     batch = to_device(batch)
-    wanted = scanned(batch)
+    wanted = ssd_naive.scan_prompts(*batch[1:], prompts)
     untouched = torch.ones(SLOTS, dtype=torch.bool)
     untouched[[slot for prompt in prompts for _, slot in prompt.saves]] = False
     kept = batch.state[untouched].clone()
@@ -154,27 +139,27 @@ CONV_GPU_CASES = [
 
 
 def check_conv(case: ConvCase) -> None:
-    generator = torch.Generator().manual_seed(0)
+    draw = Draw(0)
     H, P, G, N = case.sizes
     n, K = sum(prompt.length for prompt in case.prompts), case.conv_kernel
     conv_dim = H * P + 2 * G * N
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(case.dtype)
+        return draw.normal(*shape).to(case.dtype)
 
     weights = ConvWeights(
         normal(K, conv_dim),
         normal(conv_dim) if case.bias else None,
-        torch.rand(H, generator=generator) * 12 - 11,
-        random_rates(H, generator),
+        draw.steps(H, largest=12) - 11,
+        draw.decay_rates(H),
         case.step_limit,
     )
     weights, projected = to_device(weights), normal(n, 64 + conv_dim + H).to(DEVICE)
     history = normal(SLOTS, K - 1, conv_dim).to(DEVICE)
     xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
     dt_raw[0, 0] = 40.0  # past softplus's threshold
-    wanted = convolved(xbc, *weights[:2], history, case.prompts)
-    wanted_dt = F.softplus(dt_raw.double() + weights.dt_bias.double()).clamp(*case.step_limit)
+    wanted = conv_naive.conv_prompts(xbc, *weights[:2], history, case.prompts)
+    wanted_dt = conv_naive.step_sizes(dt_raw, weights.dt_bias, case.step_limit)
 
     plan = prefill_plan(case.prompts, ON_DEVICE, case.block)
     found = prefill_conv(xbc, dt_raw, weights, history, plan, case.sizes)

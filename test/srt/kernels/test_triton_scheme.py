@@ -1,6 +1,6 @@
 """A GPU's schemes, rows and folds and snapshots, against the float64 recurrence.
 
-In Triton's interpreter alone, in a process of its own (see triton_rig.py): the rig's pools are on
+In Triton's interpreter alone, in a process of its own (see forms.py): the rig's pools are on
 the CPU.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_rig import INTERPRETED, run_in_the_interpreter
-from verify_rig import Rig, assert_same_moment, mamba_config
+from forms import INTERPRETED, run_in_the_interpreter
+from verify_rig import Rig, assert_same_state, mamba_config
 
 pytest.importorskip("triton")
 
@@ -19,8 +19,8 @@ runs_kernels = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    run_in_the_interpreter(request.path)
 
 
 def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "deferred") -> Rig:
@@ -38,8 +38,8 @@ def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "defer
 def test_any_accepts_and_folds_leave_the_plain_state(
     scheme: str, nodes: int, rows: int, conv_kernel: int
 ) -> None:
-    """With as few rows as there may be, and more; after each step the state slot holds what it is
-    said to hold."""
+    """With the fewest rows possible, and more. After each step the state slot holds the state after
+    the position that the scheme names."""
     rig = triton_rig(rows, nodes, conv_kernel, scheme)
     slots = {3: 7, 0: 1, 2: 5}
     for slot, state_slot in slots.items():
@@ -55,7 +55,7 @@ def test_any_accepts_and_folds_leave_the_plain_state(
             assert all(relative(ours.state, plain.state) < 2e-6 for ours, plain in assert_close)
     assert any(rig.folded(slot) > min(rig.plain[slot]) for slot in slots), "something was folded"
     for slot in slots:
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
+        assert_same_state(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -73,18 +73,18 @@ def test_ended_requests_and_changing_shapes(scheme: str) -> None:
     for nodes in (8, 3, 8, 1, 8):
         assert rig.random_step([1, 0], nodes, ended=(0,)) < 1e-5
     for slot in (0, 1):
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
+        assert_same_state(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 @runs_kernels
 @pytest.mark.parametrize("keep", range(5))
-def test_finishing_inside_a_chain_gives_the_state_there(keep: int) -> None:
+def test_finishing_inside_a_journal_gives_the_state_there(keep: int) -> None:
     rig = triton_rig(rows=17, nodes=6)
     rig.admit(slot=1, state_slot=8)
     while rig.folded(1) == 17 or int(rig.scheme.journal_len(torch.tensor([1]))[0]) < keep:
         rig.random_step([1], nodes=6)
     end = rig.folded(1) + keep
-    assert_same_moment(rig.finish(1, end), rig.plain[1][end])
+    assert_same_state(rig.finish(1, end), rig.plain[1][end])
     # the slot's next request is not disturbed
     rig.admit(slot=1, state_slot=2)
     for _ in range(4):

@@ -1,7 +1,4 @@
-"""The Triton snapshot_verify and what accepting copies, against the recurrence in float64.
-
-On a GPU, or in Triton's interpreter (see triton_rig.py).
-"""
+"""The Triton snapshot_verify against naive.py, and what accepting copies."""
 
 from __future__ import annotations
 
@@ -9,32 +6,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from triton_rig import (
-    BFLOAT16_ERROR,
-    DEVICE,
-    needs_interpreter,
-    random_rates,
-    run_in_the_interpreter,
-    runs_kernels,
-    to_device,
-)
-from verify_rig import chain_tree, path_to, random_tree, relative_error
-
-pytest.importorskip("triton")
+from forms import DEVICE, in_the_interpreter, runs_kernels
+from tensor_checks import Draw, relative_error
+from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
+from verify_rig import chain_tree, random_tree
 
 from mamba_eagle.kernels.causal_conv.triton import move_history
-from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify import naive
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
     SnapshotConfig,
     commit_snapshots,
     snapshot_verify,
 )
 
-
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 class Case(NamedTuple):
@@ -47,7 +33,7 @@ class Case(NamedTuple):
     state_dtype: torch.dtype = torch.float32
 
 
-SMALL, NANO = Sizes(4, 20, 2, 16), Sizes(128, 80, 8, 128)
+SMALL = Sizes(4, 20, 2, 16)
 CASES = [
     pytest.param(Case(SMALL, 7, 2), id="tree"),
     pytest.param(Case(SMALL, 4, 1, chain=True), id="chain"),
@@ -69,55 +55,44 @@ GPU_CASES = [
 
 
 def check(case: Case) -> None:
-    generator = torch.Generator().manual_seed(0)
+    draw = Draw(0)
     (H, P, G, N), b, T = case.sizes, case.batch, case.nodes
     R, W, S = b + 1, T + 2, b + 2
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    tree = chain_tree(b, T) if case.chain else random_tree(b, T, T, generator)
-    rows = torch.stack([torch.randperm(W, generator=generator)[:T] for _ in range(b)])
-    empty = torch.zeros(b, 0, dtype=torch.int64)
-    step = TreeLayout(
-        slots=torch.randperm(R, generator=generator)[:b],
-        state_slots=torch.randperm(S, generator=generator)[:b],
-        journal=empty,
-        journal_len=torch.zeros(b, dtype=torch.int64),
-        rows=rows,
-        parents=tree.parents,
-        ancestors=pack_ancestors(tree.ancestors)[..., 0],
-        tail=empty,
-    )
-    step, C = to_device(step), normal(b, T, G * N).to(case.dtype).to(DEVICE)
-    dt = torch.rand(R, W, H, generator=generator) * 0.3
-    xB = normal(R, W, H * P + G * N).to(case.dtype)
+    tree = chain_tree(b, T) if case.chain else random_tree(b, T, T, draw.generator)
+    rows = torch.stack([torch.randperm(W, generator=draw.generator)[:T] for _ in range(b)])
+    slots = torch.randperm(R, generator=draw.generator)[:b]
+    step = tree_layout(tree, slots, torch.randperm(S, generator=draw.generator)[:b], rows)
+    C = draw.normal(b, T, G * N).to(case.dtype).to(DEVICE)
+    dt = draw.steps(R, W, H, largest=0.3)
+    xB = draw.normal(R, W, H * P + G * N).to(case.dtype)
     buffers = to_device(RowBuffers(xB, dt, torch.zeros_like(dt)))
-    A, D = random_rates(H, generator).to(DEVICE), normal(H).to(DEVICE)
-    state = normal(S, H, P, N).to(case.state_dtype).to(DEVICE)
+    A, D = draw.decay_rates(H).to(DEVICE), draw.normal(H).to(DEVICE)
+    state = draw.normal(S, H, P, N).to(case.state_dtype).to(DEVICE)
     before = state.clone()
     node_states = torch.full((R, W, H, P, N), 77.0, device=DEVICE)
     wanted_states = node_states.double()
 
     outputs = []
     for i, slot in enumerate(step.slots):
-        for node in range(T):
-            path = step.rows[i, path_to(tree, i, node)]
-            x, B = buffers.xB[slot, path].split([H * P, G * N], dim=1)
-            y, states = recurrence_oracle(
-                x.unflatten(1, (H, P)),
-                buffers.dt[slot, path],
-                A,
-                B.unflatten(1, (G, N)),
-                C[i, node].view(1, G, N).expand(len(path), -1, -1),
-                D,
-                state[step.state_slots[i]],
-            )
-            outputs.append(y[-1].flatten())
-            wanted_states[slot, path[-1]] = states[-1]
+        x, B = buffers.xB[slot, step.rows[i]].split([H * P, G * N], dim=1)
+        dt_nodes = buffers.dt[slot, step.rows[i]]
+        nodes = naive.Rows(x.unflatten(1, (H, P)), dt_nodes, B.unflatten(1, (G, N)))
+        nothing = naive.Rows(*(part[:0] for part in nodes))
+        exact = naive.tree_verify(
+            nothing,
+            nodes,
+            C[i].unflatten(1, (G, N)),
+            tree.parents[i].tolist(),
+            A,
+            D,
+            state[step.state_slots[i]],
+        )
+        outputs.append(exact.y.flatten(1))
+        wanted_states[slot, step.rows[i]] = exact.states
 
     y = snapshot_verify(buffers, C, A, D, state, node_states, step, case.sizes, case.config)
-    y_error = relative_error(y, torch.stack(outputs))
+    y_error = relative_error(y, torch.cat(outputs))
     used = wanted_states[:, :, 0, 0, 0] != 77.0
     state_error = relative_error(node_states[used], wanted_states[used])
     print(f"relative error: outputs {y_error:.1e}, states {state_error:.1e}")
@@ -167,7 +142,7 @@ def test_accepting_copies_states_and_moves_histories(case: CopyCase) -> None:
     conv_in = torch.randn(case.layers, R, K - 1 + W, case.conv_dim, generator=generator).to(DEVICE)
     slots, state_slots = torch.tensor([2, 0, 3]).to(DEVICE), torch.tensor([4, 1, 0]).to(DEVICE)
     rows, count = torch.tensor([1, 2, 0]).to(DEVICE), torch.tensor([3, 0, 1]).to(DEVICE)
-    # the last K-1 of the history 0, 1, 2 and the accepted rows, which stand behind it
+    # the last K-1 places of the path: the history 0, 1, 2, then the accepted rows
     places = torch.tensor([[3, 5, 4], [3, 4, 5], [1, 2, 3]]).to(DEVICE)
     wanted_state, wanted_in = state.clone(), conv_in.clone()
     for i in (0, 2):

@@ -1,4 +1,4 @@
-"""The Triton attention of tree nodes against masked_attention over gathered keys, in float64."""
+"""The Triton attention of tree nodes against naive.py."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from forms import DEVICE, in_the_interpreter, runs_kernels
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from triton_rig import DEVICE, needs_interpreter, run_in_the_interpreter, runs_kernels
-
-from mamba_eagle.kernels import numba_math
-from mamba_eagle.kernels.tree_attention import cpu
-from mamba_eagle.kernels.tree_attention.torch import masked_attention
-from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
+from mamba_eagle.kernels.tree_attention import naive
+from mamba_eagle.kernels.tree_attention.triton import (
+    Config,
+    choose_config,
+    paged_tree_attention,
+)
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
+from mamba_eagle.kernels.tree_verify.naive import root_path
 
-GARBAGE = 1e4  # in slots that nobody may look at
+GARBAGE = 1e4  # in KV slots that must not be read
 SCALE = 0.3
 
-
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 class Shape(NamedTuple):
@@ -36,7 +35,7 @@ class Shape(NamedTuple):
 
 class Case(NamedTuple):
     shape: Shape
-    prefix: tuple[int, ...]  # one a request
+    prefix: tuple[int, ...]  # one per request
     nodes: int  # new ones
     old: int = 0  # nodes in the pool already
     roots: int = 1
@@ -113,7 +112,6 @@ class Batch:
     slots: Tensor
     prefix: Tensor
     own: Tensor
-    parents: Tensor
     visible: Tensor  # [b, T, E]
 
     def attend(self) -> Tensor:
@@ -143,9 +141,9 @@ def random_parents(case: Case, generator: torch.Generator) -> list[int]:
 
 
 def ancestor_matrix(parents: list[int]) -> Tensor:
-    above = torch.eye(len(parents), dtype=torch.bool)
-    for i, parent in enumerate(parents):
-        above[i] |= above[parent]
+    above = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        above[node, root_path(parents, node)] = True
     return above
 
 
@@ -175,11 +173,9 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
     slots = torch.full((b,), R - 1)
     slots[:real] = torch.randperm(R - 1, generator=generator)[:real]
     own = torch.full((b, E), padding_slot)
-    parents, visible = torch.zeros(b, E, dtype=torch.int64), []
+    visible = []
     for i in range(b):
-        tree = random_parents(case, generator)
-        parents[i] = torch.tensor(tree)
-        visible.append(ancestor_matrix(tree)[case.old :])
+        visible.append(ancestor_matrix(random_parents(case, generator))[case.old :])
         if i < real:
             own[i] = torch.tensor([next(free) for _ in range(E)])
             for position in range(case.prefix[i]):
@@ -191,7 +187,7 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
     packed = normal(b * T, heads + 2 * kv_heads, D).to(pool_k)  # as one product gives them
     q, k, v = packed.split([heads, kv_heads, kv_heads], dim=1)
     prefix = torch.tensor([*case.prefix, *[0] * case.padding])
-    indices = (slot_table, slots, prefix, own, parents, torch.stack(visible))
+    indices = (slot_table, slots, prefix, own, torch.stack(visible))
     indices = (part.contiguous().to(DEVICE) for part in indices)
     return Batch(case, q, k, v, pool_k, pool_v, *indices)
 
@@ -206,11 +202,10 @@ def expected(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         for pool, made in zip(pools, (batch.k, batch.v)):
             pool[batch.own[i, old:]] = made[new]
         read = torch.cat([batch.slot_table[batch.slots[i], :length], batch.own[i]])
-        keys, values = (pool[read].double()[None] for pool in pools)
+        keys, values = (pool[read] for pool in pools)
         before = torch.ones(T, length, dtype=torch.bool, device=DEVICE)
-        mask = torch.cat([before, batch.visible[i]], dim=1)[None]
-        query = batch.q[new].double()[None]
-        outputs.append(masked_attention(query, keys, values, mask, SCALE)[0])
+        visible = torch.cat([before, batch.visible[i]], dim=1)
+        outputs.append(naive.masked_attention(batch.q[new], keys, values, visible, SCALE))
     return torch.cat(outputs), *pools
 
 
@@ -232,22 +227,6 @@ def check(batch: Batch) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_nodes_attend_to_their_prefix_and_path(case: Case) -> None:
     check(make_batch(case))
-
-
-@runs_kernels
-@pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
-@pytest.mark.parametrize("name", ["tree-in-shares", "new-lanes-below-old-ones"])
-def test_it_is_the_twin_of_the_cpu_kernel(name: str) -> None:
-    batch = make_batch(CASES[name])
-    given = (batch.q, batch.k, batch.v, batch.pool_k, batch.pool_v)
-    arrays = [part.contiguous().cpu().clone().numpy() for part in given]
-    indices = (batch.slot_table, batch.slots, batch.prefix, batch.own, batch.parents)
-    wanted = torch.empty(batch.q.shape)
-    cpu.paged_tree_attention(
-        *arrays, *(part.cpu().numpy() for part in indices), SCALE, wanted.numpy()
-    )
-    torch.testing.assert_close(batch.attend().cpu(), wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(batch.pool_k.cpu().numpy(), arrays[3], rtol=0, atol=0)
 
 
 @runs_kernels

@@ -1,7 +1,4 @@
-"""The Triton tree_verify against the float64 recurrence over each node's root path.
-
-On a GPU, or in Triton's interpreter (see triton_rig.py).
-"""
+"""The Triton tree_verify, its folds among it, against naive.py."""
 
 from __future__ import annotations
 
@@ -10,38 +7,28 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from forms import DEVICE, in_the_interpreter, runs_kernels
+from tensor_checks import Draw, relative_error
 from torch import Tensor
-from triton_rig import (
-    BFLOAT16_ERROR,
-    DEVICE,
-    needs_interpreter,
-    random_rates,
-    run_in_the_interpreter,
-    runs_kernels,
-    to_device,
-)
-from verify_rig import path_to, random_tree, relative_error
+from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
+from verify_rig import random_tree
 
-pytest.importorskip("triton")
-
-from mamba_eagle.kernels.ssd.naive import recurrence_oracle
-from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.kernels.tree_verify import naive
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
-from mamba_eagle.tree.tree import Tree
+from mamba_eagle.tree.tree import Tree, single_node_tree
 
-GARBAGE = 1e15  # in rows that nobody may look at
+GARBAGE = 1e15  # in rows that must not be read
 
 
-@needs_interpreter
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = in_the_interpreter
 
 
 class Case(NamedTuple):
     sizes: Sizes
     nodes: int
     max_journal: int
-    journal_lens: tuple[int, ...]  # one a request
+    journal_lens: tuple[int, ...]  # one per request
     fold: tuple[bool, ...] | None = None
     config: Config | None = None
     dtype: torch.dtype = torch.float32
@@ -49,7 +36,6 @@ class Case(NamedTuple):
     state_dtype: torch.dtype = torch.float32
 
 
-NANO = Sizes(128, 80, 8, 128)
 SMALL = Sizes(8, 20, 2, 16)  # 4 heads are 5 tiles of 16, three of which lie in two heads
 CASES = [
     pytest.param(Case(SMALL, 5, 12, (12, 0, 7)), id="tiles-in-two-heads"),
@@ -139,15 +125,13 @@ class Batch:
 
 
 def make_batch(case: Case, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+    draw = Draw(seed)
+    generator = draw.generator
     H, P, G, N = case.sizes
     b, T, M = len(case.journal_lens), case.nodes, case.max_journal
     R, W, S = b + 1, M + T, b + 2
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    A = random_rates(H, generator)
+    A = draw.decay_rates(H)
     slots = torch.randperm(R, generator=generator)[:b]
     state_slots = torch.randperm(S, generator=generator)[:b]
     xB = torch.full((R, W, H * P + G * N), GARBAGE)
@@ -160,59 +144,47 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
         order = torch.randperm(W, generator=generator)
         journal[i, :length], rows[i] = order[:length], order[length : length + T]
         used = order[: length + T]
-        xB[slot, used] = normal(length + T, H * P + G * N)
-        dt[slot, used] = torch.rand(length + T, H, generator=generator) * case.largest_step
+        xB[slot, used] = draw.normal(length + T, H * P + G * N)
+        dt[slot, used] = draw.steps(length + T, H, largest=case.largest_step)
         decay = dt[slot, used].double() * A
         journal_L = decay[:length].cumsum(0)
         tree_L = tree.ancestors[i].double() @ decay[length:]
         if length and not (case.fold and case.fold[i]):
             tree_L += journal_L[-1]
         log_decay[slot, used] = torch.cat([journal_L, tree_L]).float()
-    step = TreeLayout(
-        slots=slots,
-        state_slots=state_slots,
-        journal=journal,
-        journal_len=torch.tensor(case.journal_lens),
-        rows=rows,
-        parents=tree.parents,
-        ancestors=pack_ancestors(tree.ancestors)[..., 0],
-        tail=torch.zeros(b, 3, dtype=torch.int64),
-        fold=None if case.fold is None else torch.tensor(case.fold),
-    )
     return Batch(
         case,
         to_device(RowBuffers(xB.to(case.dtype), dt, log_decay)),
-        normal(b, T, G * N).to(case.dtype).to(DEVICE),
+        draw.normal(b, T, G * N).to(case.dtype).to(DEVICE),
         A.to(DEVICE),
-        normal(H).to(DEVICE),
-        normal(S, H, P, N).to(case.state_dtype).to(DEVICE),
-        to_device(step),
+        draw.normal(H).to(DEVICE),
+        draw.normal(S, H, P, N).to(case.state_dtype).to(DEVICE),
+        tree_layout(tree, slots, state_slots, rows, journal, case.journal_lens, fold=case.fold),
         tree,
     )
 
 
 def expected(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Outputs [b*T, H*P] and the pool after the step, by the plain recurrence in float64."""
+    """Outputs [b*T, H*P] and the pool after the step, in float64."""
     H, P, G, N = batch.case.sizes
     step, pool = batch.step, batch.state.double()
     outputs = []
     for i, length in enumerate(batch.case.journal_lens):
-        slot, before = step.slots[i], batch.state[step.state_slots[i]]
-        journal = step.journal[i, :length].tolist()
+        slot, state_slot = step.slots[i], step.state_slots[i]
 
-        def run(rows: list[int], C: Tensor, state: Tensor = before, slot: Tensor = slot):
+        def fed(rows: Tensor, slot: Tensor = slot) -> naive.Rows:
             xB = batch.buffers.xB[slot, rows]
             x, B = xB[:, : H * P].unflatten(1, (H, P)), xB[:, H * P :].unflatten(1, (G, N))
-            C = C.unflatten(-1, (G, N)).expand_as(B)
-            dt = batch.buffers.dt[slot, rows]
-            return recurrence_oracle(x, dt, batch.A, B, C, batch.D, state)
+            return naive.Rows(x, batch.buffers.dt[slot, rows], B)
 
-        for node in range(batch.case.nodes):
-            path = step.rows[i, path_to(batch.tree, i, node)].tolist()
-            outputs.append(run(journal + path, batch.C[i, node])[0][-1].flatten())
-        if length and batch.case.fold and batch.case.fold[i]:
-            pool[step.state_slots[i]] = run(journal, batch.C[i, 0])[1][-1]
-    return torch.stack(outputs), pool
+        journal, nodes = fed(step.journal[i, :length]), fed(step.rows[i])
+        C, parents = batch.C[i].unflatten(1, (G, N)), batch.tree.parents[i].tolist()
+        state = batch.state[state_slot]
+        verified = naive.tree_verify(journal, nodes, C, parents, batch.A, batch.D, state)
+        outputs.append(verified.y.flatten(1))
+        if batch.case.fold and batch.case.fold[i]:
+            pool[state_slot] = naive.fold(journal, batch.A, state)
+    return torch.cat(outputs), pool
 
 
 def check(case: Case) -> None:
@@ -260,36 +232,22 @@ def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
     M, folds = 16, 625
     A = -torch.exp(torch.rand(H, device=DEVICE) * 4 - 4)
     state = torch.zeros(1, H, P, N, device=DEVICE)
-    oracle = torch.zeros(H, P, N, dtype=torch.float64, device=DEVICE)
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    step = TreeLayout(
-        slots=zero[0],
-        state_slots=zero[0],
-        journal=torch.arange(M, device=DEVICE)[None],
-        journal_len=torch.full((1,), M, device=DEVICE),
-        rows=zero + M,
-        parents=zero,
-        ancestors=zero + 1,
-        tail=zero.expand(1, 3),
-        fold=torch.ones(1, dtype=torch.bool, device=DEVICE),
-    )
+    exact = torch.zeros(H, P, N, dtype=torch.float64, device=DEVICE)
+    zero, journal = torch.zeros(1, dtype=torch.int64), torch.arange(M)[None]
+    tree = single_node_tree(zero)
+    step = tree_layout(tree, zero, zero, zero[None] + M, journal, (M,), fold=(True,))
     D = torch.ones(H, device=DEVICE)
     for _ in range(folds):
-        exact = torch.randn(1, M + 1, H * P + G * N, device=DEVICE)
+        xB = torch.randn(1, M + 1, H * P + G * N, device=DEVICE).to(dtype)
         dt = torch.rand(1, M + 1, H, device=DEVICE) * 0.1
         log_decay = (dt.double() * A).cumsum(1).float()
         log_decay[:, M] = dt[:, M] * A
-        buffers = RowBuffers(exact.to(dtype), dt, log_decay)
-        tree_verify(
-            buffers, torch.randn(1, 1, G * N, device=DEVICE).to(dtype), D, state, step, sizes
-        )
-        xB, decay = buffers.xB[0, :M].double(), dt[0, :M].double()
-        x = xB[:, : H * P].view(M, H, P) * decay[..., None]
-        B = xB[:, H * P :].view(M, G, N).repeat_interleave(H // G, 1)
-        L = (decay * A).cumsum(0)
-        x *= (L[-1] - L).exp()[..., None]
-        oracle = L[-1].exp()[:, None, None] * oracle + torch.einsum("jhp,jhn->hpn", x, B)
-    found = relative_error(state[0], oracle)
+        C = torch.randn(1, 1, G * N, device=DEVICE).to(dtype)
+        tree_verify(RowBuffers(xB, dt, log_decay), C, D, state, step, sizes)
+        x, B = xB[0, :M].split([H * P, G * N], dim=1)
+        rows = naive.Rows(x.unflatten(1, (H, P)), dt[0, :M], B.unflatten(1, (G, N)))
+        exact = naive.fold(rows, A, exact)
+    found = relative_error(state[0], exact)
     print(f"relative error of the state: {found:.1e}")
     assert found < 1e-5
 

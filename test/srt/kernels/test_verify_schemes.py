@@ -15,7 +15,7 @@ from torch import Tensor
 from verify_rig import (
     Inputs,
     Rig,
-    assert_same_moment,
+    assert_same_state,
     chain_tree,
     mamba_config,
     path_to,
@@ -36,7 +36,7 @@ every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
 
 def test_the_rigs_plain_run_is_a_full_forward_pass() -> None:
-    """What everything below is compared with, beside the code that trains models."""
+    """What everything below is compared with equals the code that trains models."""
     rig = Rig("snapshot", rows=1)
     layer, length = rig.layers[0], 40
     xbc, dt = rig.normal(length, rig.config.conv_dim), rig.normal(length, rig.config.num_heads)
@@ -55,7 +55,7 @@ def test_one_node_tree_is_decode(scheme: str) -> None:
     for _ in range(40):
         tree = single_node_tree(torch.tensor([0]))
         assert rig.step([3], tree, ends=[0], counts=[1]) < 1e-5
-    assert_same_moment(rig.finish(3), rig.plain[3][17 + 40])
+    assert_same_state(rig.finish(3), rig.plain[3][17 + 40])
 
 
 @every_scheme
@@ -79,7 +79,7 @@ def test_chain_tree_equals_chain(scheme: str) -> None:
             single.accept([2], truncated([[0]], [1]), one.hidden)
             for found, expected in zip(together, alone):
                 assert relative_error(found[:, node], expected[:, 0].double()) < 1e-5
-    assert_same_moment(whole.finish(2), single.finish(2))
+    assert_same_state(whole.finish(2), single.finish(2))
 
 
 @every_scheme
@@ -99,7 +99,7 @@ def test_each_node_equals_a_plain_run_over_its_path(scheme: str, rows: int) -> N
 def test_any_accepts_and_folds_leave_the_plain_state(
     scheme: str, nodes: int, rows: int, conv_kernel: int
 ) -> None:
-    """After each step, too, the state slot holds what it is said to hold."""
+    """After each step the state slot holds the state after the position that the scheme names."""
     rig = Rig(scheme, rows, config=mamba_config(conv_kernel), seed=nodes + rows)
     slots = {4: 7, 0: 1, 2: 5}
     for slot, state_slot in slots.items():
@@ -116,12 +116,12 @@ def test_any_accepts_and_folds_leave_the_plain_state(
     assert sum(map(len, rig.plain.values())) > 60
     assert (rig.folds > 0) == scheme.startswith("deferred")
     for slot in slots:
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
+        assert_same_state(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 @every_scheme
 def test_an_ended_request_keeps_its_state_while_others_go_on(scheme: str) -> None:
-    """It accepts nothing, step after step, and still forces the folds its rows ask for."""
+    """It accepts nothing, step after step, and still folds when its rows run out."""
     rig = Rig(scheme, rows=11)
     for slot, state_slot in ((0, 3), (1, 8)):
         rig.admit(slot, state_slot)
@@ -133,17 +133,17 @@ def test_an_ended_request_keeps_its_state_while_others_go_on(scheme: str) -> Non
         assert int(rig.table.processed[0]) == run
     assert int(rig.table.processed[1]) > run
     for slot in (0, 1):
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
+        assert_same_state(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 @every_scheme
 def test_a_request_that_ran_nothing_keeps_its_prompts_state(scheme: str) -> None:
     rig = Rig(scheme, rows=6)
     rig.admit(slot=1, state_slot=2)
-    assert_same_moment(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
+    assert_same_state(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
     rig.admit(slot=1, state_slot=2)
     rig.random_step([1], nodes=6, ended=(1,))  # its first token ended it
-    assert_same_moment(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
+    assert_same_state(rig.finish(1), rig.plain[1][17], tolerance=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -160,9 +160,9 @@ def test_finishing_anywhere_in_a_chain_gives_the_state_there(form: str) -> None:
                 rig.random_step([0, 1], nodes=6)
             start, run = rig.folded(1), int(rig.table.processed[1])
             journal = run - start
-            assert_same_moment(rig.finish(1, start + keep), rig.plain[1][start + keep])
+            assert_same_state(rig.finish(1, start + keep), rig.plain[1][start + keep])
             # the neighbour's is not touched
-            assert_same_moment(rig.finish(0), rig.plain[0][int(rig.table.processed[0])])
+            assert_same_state(rig.finish(0), rig.plain[0][int(rig.table.processed[0])])
             keep += 1
             if keep > journal:
                 break
@@ -171,7 +171,7 @@ def test_finishing_anywhere_in_a_chain_gives_the_state_there(form: str) -> None:
 
 @every_scheme
 def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
-    """The first one leaves in the middle of a journal, its state unwanted."""
+    """The first one leaves in the middle of a journal, and its state is not kept."""
     rig, fresh = Rig(scheme, rows=14), Rig(scheme, rows=14)
     rig.admit(slot=1, state_slot=2)
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_a_slot_remembers_nothing_of_its_last_request(scheme: str) -> None:
         each.admit(slot=1, state_slot=2)
         for _ in range(6):
             assert each.random_step([1], nodes=8) < 1e-5
-    assert_same_moment(rig.finish(1), fresh.finish(1))
+    assert_same_state(rig.finish(1), fresh.finish(1))
 
 
 @every_scheme
@@ -193,7 +193,7 @@ def test_the_shape_of_trees_may_change_from_step_to_step(scheme: str) -> None:
     for nodes in (12, 1, 1, 5, 12, 3, 1, 12, 2, 12, 12, 1):
         assert rig.random_step([0, 1], nodes) < 1e-5
     for slot in (0, 1):
-        assert_same_moment(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
+        assert_same_state(rig.finish(slot), rig.plain[slot][int(rig.table.processed[slot])])
 
 
 # ── ten thousand tokens ──
@@ -227,7 +227,7 @@ def error_after_many_tokens(
     dtype: torch.dtype = torch.float32,
     ssm_dtype: torch.dtype = torch.float32,
 ) -> float:
-    """The largest relative error of the state slot's state on the way, random trees and accepts."""
+    """The largest relative error of the saved state on the way, with random trees and accepts."""
     nodes, max_depth = 8, 8
     sizes = mamba_config(num_heads=6, head_dim=4, state_size=8)
     snapshots = scheme.startswith("snapshot")
@@ -302,6 +302,6 @@ def test_bfloat16_rows_leave_the_state_within_2e_3() -> None:
 
 
 def test_bfloat16_states_lose_less_by_folds_than_by_copies() -> None:
-    """A fold rounds once for many tokens, an accepted snapshot once a step."""
+    """A fold rounds once for many tokens, an accepted snapshot once per step."""
     errors = errors_after_many_tokens(tokens=2000, ssm_dtype=torch.bfloat16)
     assert errors["deferred"] < errors["snapshot"]

@@ -1,47 +1,34 @@
-"""Where the tests of Triton kernels run, and what they share.
+"""What the tests of Triton kernels share: inputs on the device, and the records that kernels take.
 
-On a GPU, or in Triton's interpreter: that must be chosen before triton is imported, so without a
-GPU one test of each file runs its file again in a process of its own.
+Where they run: forms.py.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TypeVar
 
 import pytest
 import torch
+from forms import DEVICE, GPU
 from torch import Tensor
+
+pytest.importorskip("triton")
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host
+from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.kernels.tree_verify.layout import Sizes, TreeLayout, pack_ancestors
+from mamba_eagle.tree.tree import Tree
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if GPU else "cpu")
-runs_kernels = pytest.mark.skipif(
-    not (GPU or INTERPRETED), reason="no CUDA device; test_in_the_interpreter runs it"
-)
-needs_interpreter = pytest.mark.skipif(GPU or INTERPRETED, reason="the other tests run here")
 # relative error of numbers rounded to bfloat16, where the interpreter cuts
 BFLOAT16_ERROR = 3e-3 if GPU else 5e-3
+NANO = Sizes(128, 80, 8, 128)  # Nemotron-Nano-9B-v2
 
 Tensors = TypeVar("Tensors", bound=tuple)
 
 
-def run_in_the_interpreter(path: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 def triton_backend(dtype: torch.dtype = torch.float32) -> Backend:
     """A GPU's; without one on a CPU, where the interpreter runs its kernels."""
-    from mamba_eagle.backend.triton.backend import TritonBackend  # needs triton
-
     place = Cuda(DEVICE) if GPU else Host()
     return TritonBackend(place, dtype, flashinfer=False)
 
@@ -52,6 +39,28 @@ def to_device(parts: Tensors) -> Tensors:
     return type(parts)(*moved)
 
 
-def random_rates(heads: int, generator: torch.Generator) -> Tensor:
-    """A of heads that forget in 1 to 7 units of dt."""
-    return -torch.exp(torch.rand(heads, generator=generator) * 4 - 2)
+def tree_layout(
+    tree: Tree,
+    slots: Tensor,
+    state_slots: Tensor,
+    rows: Tensor,
+    journal: Tensor | None = None,
+    journal_lens: tuple[int, ...] | None = None,
+    tail: Tensor | None = None,
+    fold: tuple[bool, ...] | None = None,
+) -> TreeLayout:
+    """On the device. What is left out: no journal, a tail that is not looked at, no fold."""
+    b = len(slots)
+    empty = torch.zeros(b, 0, dtype=torch.int64)
+    layout = TreeLayout(
+        slots=slots,
+        state_slots=state_slots,
+        journal=empty if journal is None else journal,
+        journal_len=torch.tensor(journal_lens or [0] * b),
+        rows=rows,
+        parents=tree.parents,
+        ancestors=pack_ancestors(tree.ancestors)[..., 0],
+        tail=torch.zeros(b, 3, dtype=torch.int64) if tail is None else tail,
+        fold=None if fold is None else torch.tensor(fold),
+    )
+    return to_device(layout)

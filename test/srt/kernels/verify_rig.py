@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from tensor_checks import host_backend, relative_error, torch_backend
+from forms import backend_of
+from tensor_checks import relative_error
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
+from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.models.loader import random_weights
@@ -25,15 +27,6 @@ HIDDEN = 8
 CPU = torch.device("cpu")
 
 
-def backend_of(form: str, dtype: torch.dtype) -> Backend:
-    """form: "" for what a CPU takes, torch, or triton in its interpreter."""
-    if form == "triton":
-        from triton_rig import triton_backend  # needs triton
-
-        return triton_backend(dtype)
-    return torch_backend() if form == "torch" else host_backend(dtype)
-
-
 def mamba_config(
     conv_kernel: int = 4,
     num_heads: int = 4,
@@ -42,7 +35,7 @@ def mamba_config(
     num_groups: int = 2,
     time_step_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Mamba2Config:
-    """Few numbers, hardly two of them alike."""
+    """Small sizes, nearly all of them different."""
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=head_dim,
@@ -67,27 +60,25 @@ def random_mixer(config: Mamba2Config, index: int, seed: int) -> Mamba2Mixer:
 
 
 class Sequence(NamedTuple):
-    """What one Mamba2 layer remembers of a sequence, in float64."""
+    """The state of one Mamba2 layer after a sequence, in float64."""
 
     state: Tensor  # [H, P, N]
     history: Tensor  # [K-1, conv_dim], raw convolution inputs, oldest first
 
     def after(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> tuple[Sequence, Tensor]:
-        """One more token: xbc [conv_dim] and dt [H], raw. Also its output y [H, P]."""
-        c = layer.config
+        """The state after one more token, and the token's output y [H, P]; raw xbc [conv_dim] and
+        dt [H]."""
         window = torch.cat([self.history, xbc.double()[None]])
-        mixed = (window * layer.conv1d.weight.double()[:, 0].t()).sum(0) + layer.conv1d.bias
-        x, B, C = layer.split_xbc(mixed * torch.sigmoid(mixed))
-        step = torch.log1p(torch.exp(dt.double() + layer.dt_bias))
-        decay = torch.exp(step * -torch.exp(layer.A_log.double()))
-        B, C = (part.repeat_interleave(c.num_heads // c.num_groups, 0) for part in (B, C))
-        added = (step[:, None] * x)[:, :, None] * B[:, None, :]
-        state = decay[:, None, None] * self.state + added
-        y = (state @ C[:, :, None])[:, :, 0] + layer.D.double()[:, None] * x
-        return Sequence(state, window[1:]), y
+        bias = layer.conv1d.bias
+        convolved = convolve(window, layer.conv1d.weight[:, 0].t(), bias)
+        x, B, C = layer.split_xbc(convolved[None])
+        step = step_sizes(dt[None], layer.dt_bias, layer.config.time_step_limit)
+        A = -torch.exp(layer.A_log.double())
+        y, states = recurrence_oracle(x, step, A, B, C, layer.D, self.state)
+        return Sequence(states[0], window[1:]), y[0]
 
 
-class Timestamp(NamedTuple):
+class RequestState(NamedTuple):
     """A request after some token: each layer's memory, and the token's feature."""
 
     layers: list[Sequence]
@@ -95,10 +86,10 @@ class Timestamp(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the layers hand over for the nodes of b trees, and the target's hidden states."""
+    """Inputs of all layers for the nodes of b trees, and the target's hidden states."""
 
-    xbc: list[Tensor]  # a layer: [b, T, conv_dim]
-    dt: list[Tensor]  # a layer: [b, T, H]
+    xbc: list[Tensor]  # per layer: [b, T, conv_dim]
+    dt: list[Tensor]  # per layer: [b, T, H]
     hidden: Tensor  # [b, T, hidden]
 
 
@@ -138,7 +129,7 @@ def path_to(tree: Tree, row: int, node: int) -> list[int]:
 
 
 def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
-    """The walk ``paths[r]`` from the root, of which ``counts[r]`` nodes are kept."""
+    """The paths ``paths[i]`` from the root, of which the first ``counts[i]`` nodes are kept."""
     longest = max(map(len, paths))
     padded = [path + [path[-1]] * (longest - len(path)) for path in paths]
     nodes = torch.tensor(padded)
@@ -147,8 +138,8 @@ def truncated(paths: list[list[int]], counts: list[int]) -> Truncated:
 
 
 class Rig:
-    """One scheme, its pools, and the plain run of each request. scheme: deferred or snapshot,
-    with "-torch" behind it for the form without fused CPU kernels, "-triton" for a GPU's."""
+    """One scheme, its pools, and the plain run of each request. scheme: deferred or snapshot; with
+    the suffix "-torch", without fused CPU kernels; with "-triton", the GPU's."""
 
     def __init__(
         self,
@@ -171,10 +162,10 @@ class Rig:
         self.pool = StatePool(num_layers, state_slots, self.config, HIDDEN, ssm_dtype, dtype, CPU)
         name, _, form = scheme.partition("-")
         size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
-        make = backend_of(form, dtype).state_scheme
+        make = backend_of(form or "cpu", dtype).state_scheme
         self.scheme: StateScheme = make(name, self.config, size, self.table, self.pool)
         self.max_depth, self.dtype = max_depth, dtype
-        self.plain: dict[int, dict[int, Timestamp]] = {}  # slot -> position -> moment
+        self.plain: dict[int, dict[int, RequestState]] = {}  # slot -> position -> state
         self.folds = 0
 
     def normal(self, *shape: int) -> Tensor:
@@ -183,7 +174,7 @@ class Rig:
     # ── the life of a request ──
 
     def admit(self, slot: int, state_slot: int, position: int = 17) -> None:
-        """A prompt of ``position`` tokens has been run: anything may be in its state slot."""
+        """Start a request after a prompt of ``position`` tokens, with a random state."""
         for part in (self.pool.ssm, self.pool.conv):
             part[:, state_slot] = self.normal(*part[:, state_slot].shape).to(part.dtype)
         self.pool.feature[state_slot] = self.normal(HIDDEN)
@@ -192,15 +183,15 @@ class Rig:
         self.scheme.start(torch.tensor([slot]), torch.tensor([state_slot]))
         self.plain[slot] = {position: self.stored(state_slot)}
 
-    def stored(self, state_slot: int) -> Timestamp:
+    def stored(self, state_slot: int) -> RequestState:
         pool = self.pool
         layers = [
             Sequence(pool.ssm[i, state_slot].double(), pool.conv[i, state_slot].double())
             for i in range(len(self.layers))
         ]
-        return Timestamp(layers, pool.feature[state_slot].clone())
+        return RequestState(layers, pool.feature[state_slot].clone())
 
-    def finish(self, slot: int, position: int | None = None) -> Timestamp:
+    def finish(self, slot: int, position: int | None = None) -> RequestState:
         """Bring the state slot to ``position`` (all that was run) and return what it holds."""
         state_slot = int(self.table.state_slot[slot])
         run, folded = int(self.table.processed[slot]), self.folded(slot)
@@ -222,7 +213,7 @@ class Rig:
         )
 
     def verify(self, slots: list[int], tree: Tree, inputs: Inputs) -> list[Tensor]:
-        """Outputs of each layer, [b, T, H, P]."""
+        """Verify the trees. Returns the output of each layer, [b, T, H, P]."""
         before = [self.folded(slot) for slot in slots]
         self.layout = self.scheme.begin(torch.tensor(slots), tree)
         self.folds += sum(self.folded(slot) > was for slot, was in zip(slots, before))
@@ -238,21 +229,21 @@ class Rig:
 
     def plain_nodes(
         self, slot: int, row: int, tree: Tree, inputs: Inputs
-    ) -> tuple[list[Timestamp], list[list[Tensor]]]:
+    ) -> tuple[list[RequestState], list[list[Tensor]]]:
         """Each node after its root path, and each layer's outputs of the nodes."""
-        moments: list[Timestamp] = []
+        states: list[RequestState] = []
         outputs: list[list[Tensor]] = [[] for _ in self.layers]
         for node in range(tree.parents.shape[1]):
             start = self.plain[slot][int(self.table.processed[slot])]
-            before = moments[int(tree.parents[row, node])] if node else start
+            before = states[int(tree.parents[row, node])] if node else start
             after = []
             for i, layer in enumerate(self.layers):
                 xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
                 sequence, y = before.layers[i].after(layer, xbc, dt)
                 after.append(sequence)
                 outputs[i].append(y)
-            moments.append(Timestamp(after, inputs.hidden[row, node]))
-        return moments, outputs
+            states.append(RequestState(after, inputs.hidden[row, node]))
+        return states, outputs
 
     def step(self, slots: list[int], tree: Tree, ends: list[int], counts: list[int]) -> float:
         """Verify random inputs, accept ``counts[r]`` nodes of the path to ``ends[r]``, keep the
@@ -262,13 +253,13 @@ class Rig:
         worst = 0.0
         paths = [path_to(tree, row, end) for row, end in enumerate(ends)]
         for row, slot in enumerate(slots):
-            moments, expected = self.plain_nodes(slot, row, tree, inputs)
+            states, expected = self.plain_nodes(slot, row, tree, inputs)
             for found, exact in zip(outputs, expected):
                 for node, y in enumerate(exact):
                     worst = max(worst, relative_error(found[row, node], y))
             run = int(self.table.processed[slot])
             for i, node in enumerate(paths[row][: counts[row]]):
-                self.plain[slot][run + 1 + i] = moments[node]
+                self.plain[slot][run + 1 + i] = states[node]
         self.accept(slots, truncated(paths, counts), inputs.hidden)
         return worst
 
@@ -285,7 +276,7 @@ class Rig:
         return self.step(slots, tree, ends, counts)
 
 
-def assert_same_moment(found: Timestamp, expected: Timestamp, tolerance: float = 2e-6) -> None:
+def assert_same_state(found: RequestState, expected: RequestState, tolerance: float = 2e-6) -> None:
     """The state up to rounding; convolution inputs and the feature bit for bit."""
     for ours, plain in zip(found.layers, expected.layers):
         assert relative_error(ours.state, plain.state) < tolerance

@@ -221,8 +221,9 @@ def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Pat
     assert sorted(problems_of(EagleThreeSource, tmp_path, model)) == [
         f"drafter {tmp_path} has vocab_size 100, the target 96: use one that was made for this "
         "target",
-        f"drafter {tmp_path} reads the inputs of layers [3, 9] of a target with 4 layers: name "
-        "them, rising from 0 to 4, in config.json as eagle_config.eagle_aux_hidden_state_layer_ids",
+        f"drafter {tmp_path} reads the inputs of layers [3, 9] of a target with 4 layers: set "
+        "eagle_config.eagle_aux_hidden_state_layer_ids in config.json to increasing numbers "
+        "between 0 and 4",
         f"drafter {tmp_path} was made for a target of hidden_size 32, this one has 64: use one "
         "that was made for this target",
         "dtype of d2t: F32 in the file, an integer dtype in the model",
@@ -255,7 +256,8 @@ def test_lanes_are_no_more_than_the_tokens_that_a_head_knows(model: Path, tmp_pa
     folder = write_eagle3_head(tmp_path, model)
     config = replace(engine_config(model, folder), speculative_eagle_topk=61)
     assert EagleThreeSource(config, read_model_config(model)).problems() == [
-        f"--speculative-eagle-topk 61: drafter {folder} knows 60 tokens; set it to 60 at most"
+        f"--speculative-eagle-topk 61: drafter {folder} has a vocabulary of 60 tokens; "
+        "set it to 60 at most"
     ]
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from peer_models import PEERS, VOCAB, make_peer
 
+from mamba_eagle.bench.batch import BatchEngine, Generation
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import Generation, InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +44,7 @@ def generated(folder: Path, temperature: float, **settings: object) -> Generatio
         )
     )
     sampling = SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True, seed=4)
-    return InProcessDriver(ModelRunner(config), config).generate(PROMPTS, sampling)
+    return BatchEngine(config, ModelRunner(config)).generate(PROMPTS, sampling)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

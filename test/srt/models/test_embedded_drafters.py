@@ -9,12 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from mamba_eagle.bench.batch import BatchEngine, Generation, sized_for
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import ASSETS, EMBEDDED_DRAFTERS
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import Generation, InProcessDriver, sized_for
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def generate() -> Generate:
-    drivers: dict[str, InProcessDriver] = {}
+    drivers: dict[str, BatchEngine] = {}
 
     def run(algorithm: str, temperature: float) -> Generation:
         if algorithm not in drivers:
@@ -48,7 +48,7 @@ def generate() -> Generate:
                 )
             )
             config = sized_for(config, PROBLEMS, 100 + MAX_TOKENS)
-            drivers[algorithm] = InProcessDriver(ModelRunner(config), config)
+            drivers[algorithm] = BatchEngine(config, ModelRunner(config))
         sampling = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=temperature, seed=1)
         return drivers[algorithm].generate(prompts(), sampling)
 

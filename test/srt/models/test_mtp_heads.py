@@ -213,7 +213,7 @@ def test_modules_draft_no_more_tokens_than_they_are(model: Path, tmp_path: Path)
     write_mtp_head(tmp_path, model, num_nextn_predict_layers=3)
     wrong = problems_of(MtpSource, tmp_path, model)
     assert wrong == [
-        f"--speculative-num-steps 5: drafter {tmp_path} has 3 modules, one for each token ahead; "
+        f"--speculative-num-steps 5: drafter {tmp_path} has 3 modules, one per depth of the tree; "
         "set it to 3 at most"
     ]
 

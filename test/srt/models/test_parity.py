@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from tiny_model import HEAD_CONFIG, load_model
 from torch import nn
 
+from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.loader import created_as, random_weights
 from mamba_eagle.models.registry import parse_config
-from mamba_eagle.runner.driver import InProcessDriver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,7 +123,7 @@ def test_served_text_equals_that_of_transformers(name: str, settings: str, peer)
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_the_driver_gives_the_same_text_for_a_batch(name: str, peer) -> None:
+def test_the_batch_engine_gives_the_same_text(name: str, peer) -> None:
     """Prompts of several lengths side by side: each token at the position of its own request."""
     made = peer(name)
     config = SERVED["tree-deferred"].config(
@@ -133,7 +133,7 @@ def test_the_driver_gives_the_same_text_for_a_batch(name: str, peer) -> None:
         made.folder, made.head, SERVED["tree-deferred"], chunked_prefill_size=20, context_length=160
     )
     prompts = [made.prompt, made.prompt[:9], made.prompt[5:30]]
-    result = InProcessDriver(engine.runner, config).generate(prompts, greedy(8))
+    result = BatchEngine(config, engine.runner).generate(prompts, greedy(8))
     assert result.tokens[0] == made.text[:8]
     with torch.no_grad():
         assert result.tokens[1:] == [peer_text(made.model, p, 8) for p in prompts[1:]]

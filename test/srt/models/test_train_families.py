@@ -10,9 +10,9 @@ import torch
 from peer_models import PEERS, VOCAB, make_peer
 from safetensors.torch import load_file
 
+from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import InProcessDriver, greedy
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train import command
 from mamba_eagle.train.batches import Answer, pad_answers
@@ -60,7 +60,7 @@ def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Pa
         )
     )
     answer = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
-    driver = InProcessDriver(ModelRunner(config), config)
+    driver = BatchEngine(config, ModelRunner(config))
     made = driver.generate([answer["prompt"]], greedy(len(answer["answer"])))
     assert made.tokens == [answer["answer"]]
 

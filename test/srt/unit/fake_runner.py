@@ -1,11 +1,11 @@
-"""A runner without a model: it executes plans on pools that remember what was written in them.
+"""A runner without a model: it executes plans on pools that record what was written to them.
 
-It is the oracle for the scheduler and the cache. A KV slot remembers which token at which position
-was written to it, a state slot which tokens its state stands for; before anything is read,
-it is compared with what the request needs. Its "model" is a hash of the token prefix, so a text
-depends on the prompt and the seed alone; any use of a wrong slot shows as an AssertionError.
+It is the oracle for the scheduler and the cache. A KV slot records which token at which position
+was written to it, and a state slot records the tokens that its state covers. Before a slot is read,
+its record is compared with what the request needs. The "model" is a hash of the token prefix, so a
+text depends only on the prompt and the seed. Any use of a wrong slot raises an AssertionError.
 
-It can also return results that cannot be, for the requests of some seeds (``Fault``).
+It can also return impossible results for requests with certain seeds (``Fault``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def noise(*values: object) -> int:
 
 
 def next_token(prefix: tuple[int, ...], sampling: SamplingParams, num_output: int) -> int:
-    """The model: depends on prefix and seed only. Before min_new_tokens it never stops."""
+    """The model's token, which depends on prefix and seed alone. It is never a stop token before
+    min_new_tokens."""
     token = noise(prefix, sampling.seed) % VOCAB
     stops = sampling.stop_tokens((EOS,))
     while num_output < sampling.min_new_tokens and token in stops:
@@ -52,7 +53,7 @@ def next_token(prefix: tuple[int, ...], sampling: SamplingParams, num_output: in
 
 
 def expected_text(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """What a request gives that is served alone, a token at a time, without any cache."""
+    """The output of a request that is served alone, one token per step, without a cache."""
     tokens: list[int] = list(prompt)
     while len(tokens) - len(prompt) < sampling.max_new_tokens:
         tokens.append(next_token(tuple(tokens), sampling, len(tokens) - len(prompt)))
@@ -68,14 +69,14 @@ class Slot:
     state_slot: int
     sampling: SamplingParams
     output_start: int
-    tokens: list[int]  # known tokens; the last is not run once prefill is over
-    table: list[int] = field(default_factory=list)  # KV slots of run tokens
+    tokens: list[int]  # all tokens; once prefill is finished, the last is not processed
+    table: list[int] = field(default_factory=list)  # KV slots of processed tokens
     folded: int = 0
     decoding: bool = False
     ended: bool = False
     traced: bool = False
-    logprobs: bool = False  # of output tokens
-    tracked: bool = True  # by the drafter
+    logprobs: bool = False  # whether logprobs of output tokens are requested
+    tracked: bool = True  # whether the drafter tracks the request
 
     @property
     def num_output(self) -> int:
@@ -86,14 +87,14 @@ Spoil = Callable[[DecodeResult, Slot], None]
 
 
 class Fault(NamedTuple):
-    """What is wrong with the results of one request, from some moment on."""
+    """A fault in the results of one request, from some step on."""
 
-    after: int  # output tokens that it has by then
+    after: int  # output tokens that the request has before the first wrong result
     spoil: Spoil
 
 
 def no_token(result: DecodeResult, slot: Slot) -> None:
-    """What the runner returns when the logits are not finite, or all tokens are banned."""
+    """The runner's result if the logits are not finite, or all tokens are banned."""
     result.tokens, result.nodes, result.logprobs = [], [], []
 
 
@@ -129,7 +130,7 @@ def goes_on_after_a_stop(result: DecodeResult, slot: Slot) -> None:
 
 
 class FakeRunner:
-    """``rows``: tokens a request can run before its state slot must follow (a fold)."""
+    """``rows``: tokens that a request can process before a fold must update its state slot."""
 
     def __init__(self, kv_slots: int, state_slots: int, requests: int, context: int, rows: int = 9):
         self.ready = RunnerReady(
@@ -142,16 +143,16 @@ class FakeRunner:
             pid=0,
         )
         self.rows = rows
-        self.needs_history = False  # always, as some drafters do
+        self.needs_history = False  # whether all requests need it, as with some drafters
         self.kv: list[tuple[int, int] | None] = [None] * kv_slots  # (token, position)
         self.state_slots: list[tuple[int, ...] | None] = [None] * state_slots
         self.slots: dict[int, Slot] = {}
         self.last_step = 0
         self.prefilled_tokens = 0
-        self.drafts_accepted = True  # some of them
-        self.tracked = 0  # requests
-        self.decode_steps: Counter[str] = Counter()  # by the name of their shape
-        self.faults: dict[int, Fault] = {}  # by the seed of the request
+        self.drafts_accepted = True  # whether some drafts are accepted
+        self.tracked = 0  # number of tracked requests so far
+        self.decode_steps: Counter[str] = Counter()  # by name of the shape
+        self.faults: dict[int, Fault] = {}  # by seed of the request
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
@@ -160,7 +161,7 @@ class FakeRunner:
         self.last_step = plan.step
         assert plan.releases or plan.prefill or plan.decode, "an empty plan"
         for slot in plan.untrack:
-            assert self.slots[slot].tracked, "given up twice"
+            assert self.slots[slot].tracked, "untracked twice"
             self.slots[slot].tracked = False
         for release in plan.releases:
             self._release(release.slot, release.fold_to)
@@ -177,7 +178,7 @@ class FakeRunner:
         assert len(saved) == len(set(saved)), "a state slot has two writers"
         read = {item.load_from for item in plan.prefill if item.is_first}
         assert not read & set(saved), "a state slot is read and written in one step"
-        # A real runner runs all prompts of a step as one pass: none may build on another's.
+        # A real runner processes all prompts of a step in one pass, so none may read another's KV.
         fresh = set(written)
         for item in plan.prefill:
             assert not fresh & set(item.prefix_kv_slots), "prefix KV is written in the same step"
@@ -195,7 +196,7 @@ class FakeRunner:
             self.state_slots[slot.state_slot] = tuple(slot.tokens[:fold_to])
 
     def _check(self, slot: Slot) -> None:
-        """All that the request stands on is still there."""
+        """The request's KV slots and state slot still hold its own tokens."""
         for position, kv in enumerate(slot.table):
             assert self.kv[kv] == (slot.tokens[position], position), (
                 f"KV slot {kv} should hold token {slot.tokens[position]} of position {position}, "
@@ -284,7 +285,7 @@ class FakeRunner:
         slot.ended = is_stop or slot.num_output >= slot.sampling.max_new_tokens
 
     def _spoil(self, slot: Slot, result: DecodeResult, before: int) -> None:
-        """before: output tokens of the request ahead of the step."""
+        """Spoil the result if a fault applies. before: output tokens before this step."""
         fault = self.faults.get(slot.sampling.seed)
         if fault is not None and before >= fault.after:
             fault.spoil(result, slot)
@@ -297,17 +298,17 @@ class FakeRunner:
         ]
 
     def _walk(self, slot: Slot, batch: DecodeBatch, kv_slots: list[int]) -> DecodeResult:
-        """Accepts some path of the tree: which one depends on the prefix alone."""
+        """Accept a path of the tree that depends on the prefix and seed alone."""
         assert slot.decoding and len(kv_slots) == batch.shape.nodes
         for kv in kv_slots:
             self.kv[kv] = None  # rejected drafts are garbage
         self._check(slot)
         if slot.ended:
             return DecodeResult(folded=slot.folded)
-        luck = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
-        drafts = luck.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
+        rng = random.Random(noise("accept", slot.tokens, slot.sampling.seed))
+        drafts = rng.randint(0, min(batch.shape.depth, batch.shape.nodes - 1))
         drafts *= self.drafts_accepted
-        path = [0, *sorted(luck.sample(range(1, batch.shape.nodes), drafts))]
+        path = [0, *sorted(rng.sample(range(1, batch.shape.nodes), drafts))]
         root, before = slot.tokens[-1], slot.num_output
         result = DecodeResult()
         for node in path:
@@ -327,7 +328,7 @@ class FakeRunner:
         return result
 
     def _trace(self, root: int, num_nodes: int, walk: DecodeResult) -> StepTrace:
-        """A star of tokens that are none, and the accepted path."""
+        """A star of invalid tokens, with the accepted path."""
         tokens, parents = [root] + [-1] * (num_nodes - 1), [0] * num_nodes
         for parent, node, token in zip(walk.nodes, walk.nodes[1:], walk.tokens):
             tokens[node], parents[node] = token, parent
@@ -336,14 +337,14 @@ class FakeRunner:
 
 
 class Server:
-    """Scheduler and fake runner with results as late as the overlap allows; checks the books
-    after every step."""
+    """Scheduler and fake runner, with results as late as the overlap allows; checks the
+    scheduler's integrity after every step."""
 
-    def __init__(self, config, runner: FakeRunner, luck: random.Random | None = None) -> None:
+    def __init__(self, config, runner: FakeRunner, rng: random.Random | None = None) -> None:
         self.scheduler = Scheduler(config, runner.ready)
         self.runner = runner
         self.runner.needs_history = needs_history(config.speculative_algorithm)
-        self.luck = luck
+        self.rng = rng
         self.plans: deque[Plan] = deque()
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
@@ -367,11 +368,11 @@ class Server:
         self.take(self.scheduler.add(generate))
 
     def step(self) -> None:
-        """Plans all that may be planned, then takes one result."""
+        """Send as many plans as the scheduler makes, then process one result."""
         while (plan := self.scheduler.plan()) is not None:
             self.plans.append(plan)
             self.scheduler.check_integrity()
-            if self.luck is not None and self.luck.random() < 0.3:
+            if self.rng is not None and self.rng.random() < 0.3:
                 break
         if self.plans:
             result = self.runner.execute(self.plans.popleft())
@@ -379,7 +380,7 @@ class Server:
             self.scheduler.check_integrity()
 
     def finish(self, max_steps: int = 20000) -> None:
-        """Serves until nothing is left to do, then checks that nothing is held."""
+        """Serve until the scheduler is idle, then check that no slot is held."""
         for _ in range(max_steps):
             if self.scheduler.idle:
                 break

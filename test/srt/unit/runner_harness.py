@@ -1,7 +1,7 @@
-"""Serves requests on a ModelRunner through plans alone, as the scheduler would, slot by slot.
+"""Serves requests on a ModelRunner through plans alone, as the scheduler would.
 
-Slots come in random order, and what is freed is overwritten: a runner that still looks at it gives
-another text.
+Slots are assigned in random order, and freed slots are overwritten, so that a runner that still
+reads them produces a different text.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ SETTINGS = {
 
 
 class Prefix(NamedTuple):
-    """What a cache would keep of a request: tokens, their KV slots, the state slot at their end."""
+    """A cached prefix of a request: its tokens, their KV slots, and the state slot at its end."""
 
     tokens: list[int]
     kv_slots: list[int]
@@ -122,7 +122,7 @@ class Proposal(NamedTuple):
 
 @dataclass
 class Live:
-    """A running request and what the runner said about it."""
+    """A running request and the runner's results for it."""
 
     slot: int
     state_slot: int
@@ -130,9 +130,9 @@ class Live:
     prompt_len: int
     sampling: SamplingParams
     hit: Prefix | None
-    kv: list[int]  # slots of the tokens that were run
+    kv: list[int]  # KV slots of the processed tokens
     folded: int = 0
-    asks: dict[str, Any] = field(default_factory=dict)  # return_logprob, …
+    asks: dict[str, Any] = field(default_factory=dict)  # options, such as return_logprob
     steps: list[DecodeResult] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Live:
 
 
 class Engine:
-    """A runner, and the slots nobody uses."""
+    """A runner, and the free slots of its pools."""
 
     def __init__(
         self, model: Path, head: Path | None, settings: Settings = TREE, **others: Any
@@ -166,9 +166,9 @@ class Engine:
         for slots in (self.free_kv, self.free_states, self.free_slots):
             shuffled.shuffle(slots)
         self.steps = 0
-        self.overwrites = True  # what is freed
+        self.overwrites = True  # whether freed slots are filled with garbage
         self.proposed: dict[int, Proposal] = {}
-        if self.runner.backend.device.type == "cpu":  # a graph of the GPU's does not call propose
+        if self.runner.backend.device.type == "cpu":  # graphs on a GPU do not call propose
             self._record_proposals()
         self._overwrite(self.free_kv)
 
@@ -177,8 +177,8 @@ class Engine:
 
         def recording(slots: Tensor, part: Any, noise: Any) -> Any:
             tree = propose(slots, part, noise)
-            rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist())
-            self.proposed = dict(zip(slots.tolist(), (Proposal(*row) for row in rows)))
+            trees = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist())
+            self.proposed = dict(zip(slots.tolist(), (Proposal(*parts) for parts in trees)))
             return tree
 
         self.runner.drafter.propose = recording  # type: ignore[method-assign]
@@ -193,27 +193,27 @@ class Engine:
         shape: TreeShape | None = None,
         untrack: list[Live] | None = None,
     ) -> StepResult:
-        """One plan; the results of ``decode`` go to its requests."""
+        """Execute one plan; the requests in ``decode`` take in its decode results."""
         self.steps += 1
         plan = Plan(step=self.steps, releases=releases or [], prefill=prefill or [])
         plan.untrack = [live.slot for live in untrack or []]
         shape = shape or self.shape
-        slots = [[self.free_kv.pop() for _ in range(shape.nodes)] for _ in decode or []]
+        kv_slots = [[self.free_kv.pop() for _ in range(shape.nodes)] for _ in decode or []]
         if decode:
             plan.decode = DecodeBatch(
-                shape=shape, slots=[live.slot for live in decode], kv_slots=slots
+                shape=shape, slots=[live.slot for live in decode], kv_slots=kv_slots
             )
         with torch_path(not self.fused):
             result = self.runner.execute(plan)
-        for live, kv_slots, made in zip(decode or [], slots, result.decode):
-            live.kv += [kv_slots[node] for node in made.nodes]
-            live.tokens += made.tokens
-            live.logprobs += made.logprobs
-            live.folded = made.folded
-            live.steps.append(made)
+        for live, own, output in zip(decode or [], kv_slots, result.decode):
+            live.kv += [own[node] for node in output.nodes]
+            live.tokens += output.tokens
+            live.logprobs += output.logprobs
+            live.folded = output.folded
+            live.steps.append(output)
             if shape.nodes > 1 and self.proposed:
                 live.proposals.append(self.proposed[live.slot])
-            self.free([slot for node, slot in enumerate(kv_slots) if node not in made.nodes])
+            self.free([slot for node, slot in enumerate(own) if node not in output.nodes])
         return result
 
     def free(self, kv_slots: list[int]) -> None:
@@ -250,7 +250,10 @@ class Engine:
         prompt_len: int | None = None,
         **asks: Any,
     ) -> Live:
-        """Slots for a request; nothing is run. prompt_len: shorter where output is run again."""
+        """Assign slots to a request, without executing a step.
+
+        prompt_len: less than the prompt's length if the prompt ends in output of its own.
+        """
         if hit is not None:
             assert prompt[: len(hit.tokens)] == hit.tokens and len(prompt) > len(hit.tokens)
         return Live(
@@ -265,14 +268,14 @@ class Engine:
         )
 
     def chunk(self, live: Live, end: int, saves: tuple[int, ...] = ()) -> PrefillItem:
-        """The item that runs the prompt up to ``end`` and saves state slots on the way."""
+        """The item that processes the prompt up to ``end`` and saves states at ``saves``."""
         start, total = live.processed, len(live.tokens)
         live.kv += [self.free_kv.pop() for _ in range(start, end)]
-        wanted = []
+        state_saves = []
         for position in saves:
             if start < position <= end:
                 slot = self.free_states.pop()
-                wanted.append(StateSave(position, slot))
+                state_saves.append(StateSave(position, slot))
                 live.saved[position] = Prefix(live.tokens[:position], live.kv[:position], slot)
         item = PrefillItem(
             slot=live.slot,
@@ -280,13 +283,13 @@ class Engine:
             start=start,
             token_ids=live.tokens[start:end],
             kv_slots=live.kv[start:end],
-            saves=wanted,
+            saves=state_saves,
             is_first=start == (len(live.hit.tokens) if live.hit else 0),
             is_last=end == total,
             output_start=live.prompt_len,
             return_logprob=live.asks.get("return_logprob", False),
             top_logprobs=live.asks.get("top_logprobs", 0),
-            track=live.asks.get("follow", True),
+            track=live.asks.get("track", True),
         )
         first = live.asks.get("logprob_start", -1)
         if 0 <= first < end:
@@ -309,7 +312,7 @@ class Engine:
                 live.logprobs.append(result.logprob)
 
     def prefill(self, live: Live, cuts: tuple[int, ...] = (), saves: tuple[int, ...] = ()) -> Live:
-        """The whole prompt, a plan for each part between ``cuts``."""
+        """Process the whole prompt, with one plan for each part between ``cuts``."""
         ends = sorted({cut for cut in cuts if live.processed < cut < len(live.tokens)})
         for end in [*ends, len(live.tokens)]:
             item = self.chunk(live, end, saves)
@@ -334,7 +337,7 @@ class Engine:
             assert all(len(live.tokens) > was for live, was in zip(running, before))
 
     def release(self, live: Live, fold_to: int = -1) -> Prefix | None:
-        """The request leaves; with ``fold_to`` its first tokens are kept as a prefix."""
+        """The request leaves; with ``fold_to`` >= 0, its first tokens are kept as a prefix."""
         self.execute(releases=[Release(live.slot, fold_to)])
         self.free_slots.insert(0, live.slot)
         borrowed = len(live.hit.kv_slots) if live.hit else 0
@@ -348,7 +351,7 @@ class Engine:
     def generate(
         self, prompt: list[int], sampling: SamplingParams, hit: Prefix | None = None, **asks: Any
     ) -> Live:
-        """One request from beginning to end."""
+        """Serve one request from start to release."""
         live = self.start(prompt, sampling, hit, **asks)
         self.finish([live])
         self.release(live)
@@ -356,19 +359,19 @@ class Engine:
 
 
 class PlainModel:
-    """The same weights in full forward passes, from the zero state: what texts must equal."""
+    """The same weights in full forward passes from the zero state: the oracle of all texts."""
 
     def __init__(self, folder: Path) -> None:
         self.model = load_model(folder)
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """[n] -> [n, V]; row i is about token i + 1."""
+        """tokens [n] -> [n, V]; entry i predicts token i + 1."""
         hidden = self.model(torch.tensor(tokens), FullSequenceContext(1, len(tokens)))
         return self.model.compute_logits(hidden)
 
     def choices(self, live: Live) -> list[int]:
-        """The token that the plain model takes at each place of the output, given those before:
-        the whole output if and only if it is the plain model's own."""
+        """The token that the plain model samples at each position of the output, given the tokens
+        before it. Equals the output if and only if the plain model would generate it."""
         first, sampling = live.prompt_len, live.sampling
         logits = self.logits(live.tokens[:-1])[first - 1 :]
         positions = torch.arange(first, first + logits.shape[0])
@@ -376,13 +379,13 @@ class PlainModel:
         return (logits + sampling.temperature * noise).argmax(1).tolist()
 
     def logprobs(self, tokens: list[int]) -> Tensor:
-        """Of tokens[1:], from what comes before each. [n - 1]"""
+        """Log-probabilities of tokens[1:], each given the tokens before it. [n - 1]"""
         logits = self.logits(tokens[:-1]).log_softmax(1)
         return logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
 class Tiny(NamedTuple):
-    """The tiny model on disk, its head, and itself in full forward passes."""
+    """The tiny model and its head on disk, and the model in full forward passes."""
 
     model: Path
     head: Path
@@ -405,7 +408,7 @@ def approximately(proposals: list[Proposal]) -> list[Proposal]:
 
 
 def accepted(lives: list[Live]) -> list[int]:
-    """How many tokens each decode step made."""
+    """The number of tokens from each decode step."""
     return [len(step.tokens) for live in lives for step in live.steps]
 
 

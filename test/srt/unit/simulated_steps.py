@@ -1,7 +1,7 @@
 """Decode steps with given times and acceptance, for policies that choose their shapes.
 
 Time is added up exactly; no clock is read. Whether the draft for a position is accepted is a hash
-of request and position, so every policy meets the same luck.
+of request and position, so all policies have the same drafts accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mamba_eagle.scheduler.speculation import Choice, Outcome, ShapePolicy
 
 
 @functools.lru_cache(None)
-def luck(*key: object) -> float:
+def chance(*key: object) -> float:
     """The same number in [0, 1) for the same key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48
@@ -155,7 +155,7 @@ class Simulation:
         drafts, most = 0, min(shape.depth, shape.nodes - 1)
         lanes = max(1.0, (shape.nodes - 1) / max(shape.depth, 1))
         rate = 1 - (1 - self.rate(number, position)) ** lanes**0.6
-        while drafts < most and luck(self.seed, number, position + drafts) < rate * 0.97**drafts:
+        while drafts < most and chance(self.seed, number, position + drafts) < rate * 0.97**drafts:
             drafts += 1
         tokens = min(drafts + 1, self.length - position)
         self.positions[place] += tokens

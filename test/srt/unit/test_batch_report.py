@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mamba_eagle.eval.batch_report import Speed, StateMemory
-from mamba_eagle.eval.traffic import StepBytes, StepSize, step_bytes, weight_bytes
+from mamba_eagle.bench.report import Speed, StateMemory
+from mamba_eagle.bench.traffic import StepBytes, StepSize, step_bytes, weight_bytes
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import parse_config
 

@@ -1,15 +1,10 @@
-"""What gpu_busy.py makes of a trace."""
+"""How busy a GPU was, from a trace."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark"))
-
-from gpu_busy import busy  # noqa: E402
+from mamba_eagle.bench.gpu_trace import busy
 
 
 def test_work_counts_once_where_it_overlaps() -> None:

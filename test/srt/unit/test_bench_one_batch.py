@@ -1,4 +1,4 @@
-"""The in-process driver and bench_one_batch's lines, with a runner that makes up its tokens."""
+"""Batches in this process and bench_one_batch's lines, with a runner that makes up its tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import NamedTuple
 import pytest
 
 from mamba_eagle import bench_one_batch
+from mamba_eagle.bench import one_batch
+from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
+from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.message import DecodeResult, Plan, PrefillResult, RunnerReady, StepResult
-from mamba_eagle.runner.driver import InProcessDriver, greedy, sized_for
+
+SECONDS = 0.25  # of every step
+VOCABULARY = 10**5
 
 
 class Done(NamedTuple):
@@ -24,7 +29,8 @@ class Done(NamedTuple):
 
 
 class CountingRunner:
-    """Request i's output is 1000 i, 1000 i + 1, …; with a tree, it accepts 1, 2, … nodes in turn.
+    """A request whose prompt begins with token p < 99 outputs 1000 p, 1000 p + 1, …; with a tree,
+    steps accept 1, 2, … nodes in turn.
 
     Checks the protocol: which slots may be written, and that no two requests share one.
     """
@@ -36,7 +42,7 @@ class CountingRunner:
             max_state_slots=config.max_mamba_cache_size,
             max_running_requests=config.max_running_requests,
             context_length=4096,
-            vocab_size=100,
+            vocab_size=VOCABULARY,
             eos_token_ids=[eos],
             pid=0,
             details={
@@ -51,6 +57,7 @@ class CountingRunner:
         self.made: dict[int, int] = {}  # request slot: tokens so far
         self.limit: dict[int, int] = {}
         self.prompt: dict[int, list[int]] = {}
+        self.prompts: list[list[int]] = []  # of released requests
         self.held: dict[int, set[int]] = {}  # request slot: its KV slots
         self.simulated: float | None = None
         self.overlaps = False
@@ -63,13 +70,16 @@ class CountingRunner:
 
     def execute(self, plan: Plan) -> StepResult:
         self.plans.append(plan)
+        assert not (plan.prefill and plan.decode), "steps are of one kind"
         for release in plan.releases:
             assert self.made.pop(release.slot) == self.limit[release.slot]
+            self.prompts.append(self.prompt.pop(release.slot))
             del self.held[release.slot]
         return StepResult(
             step=plan.step,
             prefill=[self.prefill(item) for item in plan.prefill],
             decode=self.decode(plan.decode) if plan.decode else [],
+            seconds=SECONDS,
         )
 
     def take(self, slot: int, kv_slots: list[int]) -> None:
@@ -84,15 +94,18 @@ class CountingRunner:
             self.prompt[item.slot] = []
             self.limit[item.slot] = item.sampling.max_new_tokens
             if not item.sampling.ignore_eos:  # the only other thing that ends a request here
-                self.limit[item.slot] = self.ready.eos_token_ids[0] - 1000 * item.slot + 1
-        assert item.start == len(self.prompt[item.slot])
+                self.limit[item.slot] = self.ready.eos_token_ids[0] - self.first(item) + 1
+        assert item.start == len(self.prompt[item.slot]) and not item.saves
         self.prompt[item.slot] += item.token_ids
         assert len(item.kv_slots) == len(item.token_ids)
         self.take(item.slot, item.kv_slots)
         if not item.is_last:
             return PrefillResult()
         self.made[item.slot] = 1
-        return PrefillResult(token=1000 * item.slot)
+        return PrefillResult(token=self.first(item))
+
+    def first(self, item) -> int:
+        return 1000 * ((self.prompt.get(item.slot) or item.token_ids)[0] % 99)
 
     def decode(self, batch) -> list[DecodeResult]:
         results = []
@@ -105,7 +118,7 @@ class CountingRunner:
             if not accepted:  # it ended in the step before
                 nodes = []
             self.held[slot] -= {kv_slots[n] for n in range(batch.shape.nodes) if n not in nodes}
-            first = 1000 * slot + self.made[slot]
+            first = 1000 * (self.prompt[slot][0] % 99) + self.made[slot]
             self.made[slot] += accepted
             results.append(DecodeResult(tokens=list(range(first, first + accepted)), nodes=nodes))
         return results
@@ -125,31 +138,39 @@ TREE = EngineConfig(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("config", [PLAIN, TREE], ids=["plain", "tree"])
-def test_driver_makes_each_request_its_tokens(config: EngineConfig, overlaps: bool) -> None:
+def test_a_batch_makes_each_request_its_tokens(config: EngineConfig, overlaps: bool) -> None:
     config = sized_for(config, batch_size=3, total_tokens=9 + 20)
     runner = CountingRunner(config)
     runner.overlaps = overlaps
-    driver = InProcessDriver(runner, config)
+    engine = BatchEngine(config, runner)
     prompts = [[1, 2, 3], [4] * 9, [5]]
     for _ in range(2):  # a second batch finds every slot free again
-        made = driver.generate(prompts, greedy(20))
-        assert made.tokens == [[1000 * slot + k for k in range(20)] for slot in range(3)]
-        assert runner.prompt == dict(enumerate(prompts))
+        runner.prompts.clear()
+        made = engine.generate(prompts, greedy(20))
+        assert made.tokens == [[1000 * prompt[0] + k for k in range(20)] for prompt in prompts]
+        assert sorted(runner.prompts) == sorted(prompts)
         assert runner.made == {} and runner.held == {}  # all were released
     assert made.prompt_tokens == 13 and made.output_tokens == 60
     assert sum(made.step_tokens) == 57  # the first token of each comes from prefill
     assert sum(n * count for n, count in made.accept_lengths.items()) == 57
-    assert [plan.step for plan in runner.plans] == list(range(1, len(runner.plans) + 1))
     if config.tree_shape == TreeShape():
         assert made.accept_length == 1.0 and made.step_requests == [3] * 19
     else:
         assert made.accept_length > 2
 
 
-def test_driver_cuts_prompts_into_chunks() -> None:
+def test_times_are_the_runners_own() -> None:
+    config = sized_for(EngineConfig(speculative_algorithm="NONE", chunked_prefill_size=4), 2, 20)
+    made = BatchEngine(config, CountingRunner(config)).generate([[1] * 6, [2] * 5], greedy(3))
+    assert made.prefill_seconds == 3 * SECONDS and made.step_seconds == [SECONDS, SECONDS]
+    assert made.seconds == 5 * SECONDS
+    assert made.median_decode_throughput == 2 / SECONDS
+
+
+def test_prompts_are_cut_into_chunks_and_all_run_before_the_first_decode_step() -> None:
     config = sized_for(EngineConfig(speculative_algorithm="NONE", chunked_prefill_size=4), 2, 20)
     runner = CountingRunner(config)
-    InProcessDriver(runner, config).generate([list(range(6)), list(range(5))], greedy(1))
+    BatchEngine(config, runner).generate([list(range(6)), list(range(5))], greedy(2))
     chunks = [
         [(item.slot, item.start, item.token_ids, item.is_first, item.is_last) for item in p.prefill]
         for p in runner.plans
@@ -158,32 +179,53 @@ def test_driver_cuts_prompts_into_chunks() -> None:
         [(0, 0, [0, 1, 2, 3], True, False)],
         [(0, 4, [4, 5], False, True), (1, 0, [0, 1], True, False)],
         [(1, 2, [2, 3, 4], False, True)],
+        [],  # both decode
         [],  # both are released
     ]
+    assert [plan.decode is not None for plan in runner.plans] == [False, False, False, True, False]
     assert all(item.sampling is None for p in runner.plans for item in p.prefill if item.start)
 
 
-def test_driver_stops_at_stop_tokens() -> None:
+def test_prompts_and_decode_steps_can_be_run_apart() -> None:
+    config = sized_for(PLAIN, batch_size=2, total_tokens=20)
+    runner = CountingRunner(config)
+    run = BatchEngine(config, runner).start([[1], [2]], greedy(4))
+    assert run.made.tokens == [[1000], [2000]] and run.made.step_seconds == []
+    assert len(runner.plans) == 1
+    assert run.finish().tokens == [[1000, 1001, 1002, 1003], [2000, 2001, 2002, 2003]]
+
+
+def test_requests_end_at_stop_tokens() -> None:
     config = sized_for(PLAIN, 1, 30)
-    runner = CountingRunner(config, eos=4)
-    driver = InProcessDriver(runner, config)
+    runner = CountingRunner(config, eos=1004)
+    engine = BatchEngine(config, runner)
     stopping = SamplingParams(max_new_tokens=8, temperature=0.0)
-    assert driver.generate([[1]], stopping).tokens == [[0, 1, 2, 3, 4]]
+    assert engine.generate([[1]], stopping).tokens == [[1000, 1001, 1002, 1003, 1004]]
     assert runner.made == {}
-    assert driver.generate([[1]], greedy(8)).tokens == [list(range(8))]  # ignores it
+    assert engine.generate([[1]], greedy(8)).tokens == [list(range(1000, 1008))]  # ignores it
 
 
-def test_driver_refuses_what_does_not_fit() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     config = sized_for(PLAIN, batch_size=2, total_tokens=10)
-    driver = InProcessDriver(CountingRunner(config), config)
+    engine = BatchEngine(config, CountingRunner(config))
     with pytest.raises(ValueError, match="3 prompts: the runner holds 2"):
-        driver.generate([[1]] * 3, greedy(1))
+        engine.generate([[1]] * 3, greedy(1))
     with pytest.raises(ValueError, match="empty prompt"):
-        driver.generate([[1], []], greedy(1))
-    with pytest.raises(ValueError, match="needs 28 KV slots, the runner has 24"):
-        driver.generate([[1] * 6] * 2, greedy(7))
+        engine.generate([[1], []], greedy(1))
+    with pytest.raises(ValueError, match="needs 30 KV slots, the runner has 24"):
+        engine.generate([[1] * 6] * 2, greedy(7))
     with pytest.raises(ValueError, match="max_new_tokens 0"):
-        driver.generate([[1]], greedy(0))
+        engine.generate([[1]], greedy(0))
+    with pytest.raises(ValueError, match="token ids must be between 0 and 99999"):
+        engine.generate([[VOCABULARY]], greedy(1))
+
+
+def test_a_runner_that_fails_is_told_apart_from_a_batch_that_does_not_fit() -> None:
+    config = sized_for(PLAIN, batch_size=1, total_tokens=10)
+    runner = CountingRunner(config)
+    runner.ready.vocab_size = 1002
+    with pytest.raises(RuntimeError, match="request 0 failed: .*1002"):
+        BatchEngine(config, runner).generate([[1]], greedy(4))
 
 
 @pytest.fixture
@@ -193,12 +235,12 @@ def bench(monkeypatch):
     def run(config: EngineConfig, flags: str) -> list[CountingRunner]:
         runners = []
 
-        def make_driver(sized: EngineConfig) -> InProcessDriver:
+        def make_runner(sized: EngineConfig) -> CountingRunner:
             runners.append(CountingRunner(sized))
-            return InProcessDriver(runners[-1], sized)
+            return runners[-1]
 
-        monkeypatch.setattr(bench_one_batch, "make_driver", make_driver)
-        monkeypatch.setattr(bench_one_batch, "resolve", lambda given: config)
+        monkeypatch.setattr(one_batch, "make_runner", make_runner)
+        monkeypatch.setattr(bench_one_batch, "resolve", lambda asked: config)
         bench_one_batch.main(flags.split())
         return runners
 
@@ -309,7 +351,7 @@ def test_both_verify_modes_are_measured_and_compared(bench, capsys, tmp_path) ->
 
 
 def test_texts_that_part_are_told_with_the_place() -> None:
-    told = bench_one_batch.compared_texts([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]])
+    told = one_batch.compared_texts([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]])
     assert told == (
         "Batch 2: 1 of 2 texts are equal in both modes; request 1 parts at output token 2"
     )
@@ -317,7 +359,7 @@ def test_texts_that_part_are_told_with_the_place() -> None:
 
 def test_prompts_have_the_wanted_length() -> None:
     config = EngineConfig(load_format="dummy")
-    ids = bench_one_batch.synthetic_prompts(config, vocab_size=50, batch_size=3, length=20)
+    ids = synthetic_prompts(config, vocab_size=50, batch_size=3, length=20)
     assert [len(prompt) for prompt in ids] == [20] * 3
     assert all(0 <= token < 50 for prompt in ids for token in prompt)
 

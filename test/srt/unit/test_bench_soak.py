@@ -1,17 +1,16 @@
-"""benchmark/soak.py must notice what it is there to notice."""
+"""A soak must notice what it is there to notice."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import importlib.util
 import json
-from pathlib import Path
 
 import httpx
 import pytest
 
-PATH = Path(__file__).resolve().parents[3] / "benchmark" / "soak.py"
+from mamba_eagle.bench.client import Client
+from mamba_eagle.bench.soak import Load, Soak
+
 IDLE = {
     "num_running_reqs": 0,
     "num_queue_reqs": 0,
@@ -23,17 +22,7 @@ IDLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def soak():
-    spec = importlib.util.spec_from_file_location("soak", PATH)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.IDLE_TIMEOUT = 0.3
-    return module
-
-
-def run_soak(soak, state: dict, text_of=lambda prompt, call: " #### 1"):
+def run_soak(state: dict, text_of=lambda prompt, call: " #### 1") -> Soak:
     """A short soak of a scripted server whose idle state is ``state``."""
     calls = 0
 
@@ -50,28 +39,26 @@ def run_soak(soak, state: dict, text_of=lambda prompt, call: " #### 1"):
         reply = {"text": text_of(body["text"], calls), "meta_info": meta}
         return httpx.Response(200, text=f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n")
 
-    args = argparse.Namespace(
-        seed=0,
-        prompts=4,
+    load = Load(
+        prompts=["a", "b", "c", "d"],
         clients=4,
         seconds=0.2,
         abort_rate=0.3,
         max_new_tokens=8,
-        allow_different_texts=False,
+        stop=["Question"],
     )
 
-    async def run():
-        transport = httpx.MockTransport(answer)
-        async with httpx.AsyncClient(base_url="http://test", transport=transport) as client:
-            load = soak.Soak(args, client)
-            await load.run()
-        return load
+    async def run() -> Soak:
+        async with Client("http://test", transport=httpx.MockTransport(answer)) as client:
+            soak = Soak(load, client, idle_seconds=0.3)
+            await soak.run()
+        return soak
 
     return asyncio.run(run())
 
 
-def test_a_clean_server_passes(soak) -> None:
-    load = run_soak(soak, {})
+def test_a_clean_server_passes() -> None:
+    load = run_soak({})
     assert load.problems == []
     assert load.outcomes["finished"] > 0 and load.outcomes["disconnected"] > 0
 
@@ -85,10 +72,10 @@ def test_a_clean_server_passes(soak) -> None:
         ({"num_cached_checkpoints": 2}, "num_cached_checkpoints 2"),
     ],
 )
-def test_leaks_are_found(soak, state: dict, problem: str) -> None:
-    assert any(problem in text for text in run_soak(soak, state).problems)
+def test_leaks_are_found(state: dict, problem: str) -> None:
+    assert any(problem in text for text in run_soak(state).problems)
 
 
-def test_changing_texts_are_found(soak) -> None:
-    load = run_soak(soak, {}, text_of=lambda prompt, call: f" #### {call}")
+def test_changing_texts_are_found() -> None:
+    load = run_soak({}, text_of=lambda prompt, call: f" #### {call}")
     assert any("differs from the first answer" in text for text in load.problems)

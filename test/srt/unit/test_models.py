@@ -239,6 +239,18 @@ def test_stop_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).eos_token_ids == (11, 12)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("eos", ["</s>", 2.5, [2, None], {"id": 2}, True], ids=repr)
+def test_a_stop_token_of_the_wrong_type_is_named(tmp_path: Path, file: str, eos: object) -> None:
+    write_model(tmp_path)
+    path = tmp_path / file
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, "eos_token_id": eos}))
+    with pytest.raises(UnsupportedModel) as caught:
+        read_model_config(tmp_path)
+    assert f"eos_token_id = {json.dumps(eos)}" in str(caught.value)
+
+
 def test_a_head_is_loaded_from_its_folder(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_head(tmp_path / "head", tmp_path / "model")

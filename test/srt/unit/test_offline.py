@@ -58,6 +58,28 @@ def test_every_request_gets_its_text(overlaps: bool) -> None:
     assert device.most == (2 if overlaps else 1)
 
 
+def test_with_prompts_first_no_step_is_mixed_and_texts_are_the_same() -> None:
+    """Requests come while others decode, and prompts take several steps each."""
+    device = Device(overlaps=True)
+    config = EngineConfig(
+        speculative_algorithm="NONE", chunked_prefill_size=8, disable_radix_cache=True
+    )
+    engine = OfflineEngine(config, device, prompts_first=True)
+    expected, texts, kinds = {}, {}, []
+    for i in range(9):
+        prompt, sampling = [7 + i] * 11, SamplingParams(max_new_tokens=5 + i, ignore_eos=True)
+        engine.add(Generate(rid=str(i), token_ids=prompt, sampling=sampling))
+        expected[str(i)], texts[str(i)] = expected_text(prompt, sampling), []
+    while (step := engine.execute()) is not None:
+        assert not (step.plan.prefill and step.plan.decode)
+        kinds.append("p" if step.plan.prefill else "d" if step.plan.decode else "r")
+        for output in step.outputs:
+            texts[output.rid] += output.token_ids
+    assert texts == expected
+    first_four = "".join(kinds)[:7]
+    assert first_four == "pppppp" + "d", "44 tokens, then all four decode"
+
+
 @pytest.mark.parametrize(
     "prompt, expect",
     [

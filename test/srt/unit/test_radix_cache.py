@@ -215,7 +215,7 @@ def test_states_leave_in_order_of_use_when_equal():
     assert [hit(cache, list(range(base, base + 10))) for base in (100, 200, 300)] == [10, 0, 10]
 
 
-def test_cheap_states_leave_before_dear_ones():
+def test_cheap_states_leave_before_valuable_ones():
     cache = cache_of()
     put(cache, list(range(1000)), 900, 905)
     cache.evict_states(1)
@@ -231,7 +231,7 @@ def test_spare_states_leave_first_unless_hit():
     assert state_slots(cache) == [200, 290]
 
 
-def test_dear_states_that_nobody_uses_leave_in_the_end():
+def test_valuable_states_that_nobody_uses_leave_in_the_end():
     cache = cache_of(state_slots=4)
     put(cache, list(range(300)), 300)
     for i in range(60):

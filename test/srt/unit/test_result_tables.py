@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from mamba_eagle.bench import results, tables
+from mamba_eagle.bench.lines import Lines, Series
+
 BENCHMARK = Path(__file__).parents[3] / "benchmark"
 GPU = {"gpu": "a GPU", "copy_tb_s": 3.0, "torch": "2", "triton": "3", "date": "2026-11-21"}
 COMPARED = {"model": "nemotron-nano-9b-v2", "input_len": 256, **GPU}
-
-
-@pytest.fixture
-def tables(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARK / "plots"))
-    for name in ("tables", "lines"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import tables
-
-    return tables
 
 
 def plain_step(batch: int, value: float, **fields) -> dict:
@@ -28,8 +19,8 @@ def plain_step(batch: int, value: float, **fields) -> dict:
     return {**line, "batch": batch, "value": value, **COMPARED, **fields}
 
 
-def test_the_last_line_of_ours_counts(tables) -> None:
-    lines = tables.Lines(
+def test_the_last_line_of_ours_counts() -> None:
+    lines = Lines(
         [
             plain_step(8, 9.0),
             plain_step(1, 7.0),
@@ -45,8 +36,8 @@ def test_the_last_line_of_ours_counts(tables) -> None:
     assert found.points == {1: 7.0, 8: 6.5}
 
 
-def test_what_misses_its_goal_or_is_behind_is_said_to_be_lost(tables) -> None:
-    lines = tables.Lines(
+def test_what_misses_its_goal_or_is_behind_is_said_to_be_lost() -> None:
+    lines = Lines(
         [
             *(plain_step(batch, ms) for batch, ms in ((1, 6.4), (8, 7.14), (32, 8.0))),
             *(plain_step(batch, 7.0, engine="sglang") for batch in (1, 8, 32)),
@@ -67,20 +58,18 @@ def test_what_misses_its_goal_or_is_behind_is_said_to_be_lost(tables) -> None:
     ]
 
 
-def test_more_tokens_a_second_are_better(tables) -> None:
-    question = tables.Question(
-        "", tables.Series("", {1: 300.0}), tables.Series("", {1: 200.0}), {}, "", True
-    )
+def test_more_tokens_a_second_are_better() -> None:
+    question = tables.Question("", Series("", {1: 300.0}), Series("", {1: 200.0}), {}, "", True)
     assert tables.verdict(question, 1) == tables.Verdict(ratio=1.5, missed=0.0)
 
 
-def test_without_lines_nothing_is_claimed(tables) -> None:
-    assert tables.page(tables.Lines([], "a GPU")).strip() == ""
-    peers = tables.Lines([plain_step(1, 7.0, engine="sglang")], "a GPU")
+def test_without_lines_nothing_is_claimed() -> None:
+    assert tables.page(Lines([], "a GPU")).strip() == ""
+    peers = Lines([plain_step(1, 7.0, engine="sglang")], "a GPU")
     assert tables.page(peers).strip() == ""
 
 
-def test_only_the_marked_block_is_rewritten(tables, tmp_path) -> None:
+def test_only_the_marked_block_is_rewritten(tmp_path) -> None:
     page = tmp_path / "README.md"
     page.write_text("above\n<!-- made by make_plots.py -->\nold\n<!-- end -->\nbelow\n")
     for _ in range(2):
@@ -93,12 +82,11 @@ def test_only_the_marked_block_is_rewritten(tables, tmp_path) -> None:
         tables.rewrite(page, "new")
 
 
-def test_every_kept_line_can_be_read(tables) -> None:
+def test_every_kept_line_can_be_read() -> None:
     for file in BENCHMARK.glob("results/*.jsonl"):
-        for text in file.read_text().splitlines():
-            json.loads(text)
+        assert results.read(file)
     files = [BENCHMARK / "results" / name for name in ("peers.jsonl", "h100.jsonl")]
-    lines = tables.Lines.read(files, "NVIDIA H100 80GB HBM3")
+    lines = Lines.read(files, "NVIDIA H100 80GB HBM3")
     for line in lines.all:
         assert line["name"] and isinstance(line["value"], (int, float))
     # the peer's figures that tables and plots compare with

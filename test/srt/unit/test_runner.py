@@ -26,9 +26,9 @@ from runner_harness import (
 )
 from tiny_model import CHUNK, EOS, write_head, write_model
 
+from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.message import Release
-from mamba_eagle.runner.driver import InProcessDriver
 
 torch.set_num_threads(1)
 
@@ -155,10 +155,10 @@ def test_a_prompt_in_odd_chunks_gives_the_same_text(tiny: Tiny, settings: str) -
         assert live.proposals == approximately(expected.proposals), cuts
 
 
-def test_the_driver_gives_the_plain_models_text(tiny: Tiny) -> None:
+def test_the_batch_engine_gives_the_plain_models_text(tiny: Tiny) -> None:
     config = TREE.config(tiny.model, tiny.head, chunked_prefill_size=7)
     engine = Engine(tiny.model, tiny.head, TREE, chunked_prefill_size=7)
-    made = InProcessDriver(engine.runner, config).generate(PROMPTS, greedy(20))
+    made = BatchEngine(config, engine.runner).generate(PROMPTS, greedy(20))
     expected = texts(tiny.engine(PLAIN), [greedy(20)] * 5)
     assert made.tokens == [live.output for live in expected]
 

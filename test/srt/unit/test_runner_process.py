@@ -15,17 +15,21 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Plan, RunnerReady, Shutdown
 from mamba_eagle.message.channel import Receiver, Sender
 
-# The runner as it is, with a model that has SIGTERM come at a chosen moment.
+# The runner as it is, with a model to which END_SIGNAL comes at a chosen moment.
 CHILD = """
-import os, signal, sys
+import os, signal, sys, types
 import mamba_eagle.runner.model_runner as model_runner
 from mamba_eagle.message import RunnerReady
+from mamba_eagle.message.lifetime import END_SIGNAL
 from mamba_eagle.runner.process import main
 
 def terminate(*_):
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # is ignored
+    os.kill(os.getpid(), END_SIGNAL)
 
 class Runner:
+    backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
+
     def __init__(self, config):
         self.ready = RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,

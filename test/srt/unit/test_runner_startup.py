@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Host
+from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.memory import default_rows, min_rows, row_bytes, state_bytes
 from mamba_eagle.runner.model_runner import ModelRunner
 
@@ -90,7 +90,7 @@ def test_all_that_is_wrong_with_a_drafter_is_said_at_once(tiny: Tiny, tmp_path: 
     [
         ((0, 0, 1), ("num-steps 0", "topk 0", "num-draft-tokens 1: must be between 2 and 64")),
         ((-1, 64, 65), ("num-steps -1", "topk 64: must be between 1 and 63", "tokens 65")),
-        ((3, 1, 5), ("tokens 5: must be at most 4, the root and the candidates of 3 steps",)),
+        ((3, 1, 5), ("tokens 5: must be at most 4, the root and the candidates of 3 levels",)),
         ((2, 3, 14), ("tokens 14: must be at most 13",)),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_model_is_no_eagle_head(tiny: Tiny) -> None:
     with pytest.raises(ConfigError) as refused:
         ModelRunner(TREE.config(tiny.model, tiny.model))
     (problem,) = refused.value.problems
-    assert f"{tiny.model} is a NemotronHForCausalLM, a model and no EAGLE head" in problem
+    assert f"{tiny.model} is a NemotronHForCausalLM, a model rather than an EAGLE head" in problem
 
 
 def test_a_long_list_of_weights_is_cut(tiny: Tiny, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_sizes_that_cannot_serve_one_request_are_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="--mamba-rows 11: must be at least 12 with"):
         ModelRunner(config)
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), max_total_tokens=25)
-    with pytest.raises(ConfigError, match="--max-total-tokens 25: one request needs 26 slots"):
+    with pytest.raises(ConfigError, match="--max-total-tokens 25: one request needs 26 KV slots"):
         ModelRunner(config)
     config = dataclasses.replace(TREE.config(tiny.model, tiny.head), context_length=513)
     with pytest.raises(ConfigError, match="--context-length 513.*512"):
@@ -224,7 +224,7 @@ def test_half_precision_gives_the_text_where_no_two_logits_are_close(dtype: str)
     runner = ModelRunner(dataclasses.replace(config, max_running_requests=2))
     assert runner.kv.k.dtype == getattr(torch, dtype)
     prompt = tokenizer.encode(f"Question: {question}\nAnswer:").ids
-    tokens = InProcessDriver(runner, config).generate([prompt], greedy(28)).tokens[0]
+    tokens = BatchEngine(config, runner).generate([prompt], greedy(28)).tokens[0]
     text = " Then Tom has 3 + 14 = <<3+14=17>>17 apples.\n#### 17"
     assert tokenizer.decode(tokens) == text
 

@@ -10,6 +10,7 @@ from tensor_checks import host_backend
 
 from mamba_eagle.backend.choose import choose_backend
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -47,24 +48,10 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torc
     return noise_torch.hash_bits(seed, position, vocab_size).double() / 2**noise_torch.BITS
 
 
-def splitmix64(state: int) -> int:
-    """The published generator, in Python's unbounded integers."""
-    mask = 2**64 - 1
-    z = (state + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
-
-
 def test_the_hash_is_splitmix64() -> None:
-    assert splitmix64(1234567) == 6457827717110365317  # the published test vector
-    mask = 2**64 - 1
+    assert naive.splitmix64(1234567) == 6457827717110365317  # the published test vector
     for seed, position in [(0, 0), (2**63 - 1, 131_071), (1234567, 1)]:
-        key = splitmix64(splitmix64(seed) ^ position)
-        expected = [
-            splitmix64((key + token * 0x9E3779B97F4A7C15) & mask) >> (64 - noise_torch.BITS)
-            for token in range(5)
-        ]
+        expected = [naive.hash_bits(seed, position, token) for token in range(5)]
         got = noise_torch.hash_bits(torch.tensor([seed]), torch.tensor([position]), 5)
         assert got[0].tolist() == expected
 

@@ -45,13 +45,13 @@ FAULTS = {
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
 def test_one_request_fails_and_the_others_go_on(spoil, after, shape):
-    luck = random.Random(f"{spoil.__name__} {after} {shape}")
+    rng = random.Random(f"{spoil.__name__} {after} {shape}")
     runner = FakeRunner(300, 12, 6, 400)
-    server = Server(EngineConfig(**SHAPES[shape], chunked_prefill_size=32), runner, luck)
-    trunk = [luck.randrange(VOCAB) for _ in range(40)]
+    server = Server(EngineConfig(**SHAPES[shape], chunked_prefill_size=32), runner, rng)
+    trunk = [rng.randrange(VOCAB) for _ in range(40)]
     expected = {}
     for i in range(24):
-        prompt = trunk[: luck.randint(0, 40)] + [i, *range(luck.randint(0, 9))]
+        prompt = trunk[: rng.randint(0, 40)] + [i, *range(rng.randint(0, 9))]
         sampling = SamplingParams(max_new_tokens=40, min_new_tokens=30, seed=i)
         if i % 5 == 2:
             runner.faults[i] = Fault(after, spoil)

@@ -31,6 +31,7 @@ from mamba_eagle.message import (
     StopAt,
 )
 from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.message.lifetime import END_SIGNAL
 
 LONG = SamplingParams(max_new_tokens=300, ignore_eos=True, seed=1)
 
@@ -143,9 +144,10 @@ def test_sleeps_when_there_is_nothing_to_do(rig):
 def test_a_signal_ends_it_quietly_and_the_runner_with_it(rig):
     rig.until(lambda item: isinstance(item, Ready))
     rig.to_scheduler.send(Generate(rid="a", token_ids=[1, 2, 3], sampling=LONG))
-    rig.process.send_signal(signal.SIGINT)  # Ctrl-C is the launcher's business
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server process decides what they mean
+        rig.process.send_signal(number)
     rig.until(lambda item: getattr(item, "completion_tokens", 0) > 20)
-    rig.process.send_signal(signal.SIGTERM)
+    rig.process.send_signal(END_SIGNAL)
     deadline = time.monotonic() + 5
     while not rig.shutdown and time.monotonic() < deadline:
         rig.turn()

@@ -41,26 +41,26 @@ def config(**settings) -> EngineConfig:
     return EngineConfig(**{**defaults, **settings})
 
 
-def prompts(luck: random.Random, count: int) -> list[list[int]]:
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
     """Prompts with common prefixes of every kind, some equal."""
-    trunks = [[luck.randrange(50) for _ in range(40)] for _ in range(2)]
+    trunks = [[rng.randrange(50) for _ in range(40)] for _ in range(2)]
     made = []
     for _ in range(count):
-        prompt = luck.choice(trunks)[: luck.randint(0, 40)]
-        prompt += [luck.randrange(50) for _ in range(luck.randint(1, 25))]
-        made.append(luck.choice(made) if made and luck.random() < 0.15 else prompt)
+        prompt = rng.choice(trunks)[: rng.randint(0, 40)]
+        prompt += [rng.randrange(50) for _ in range(rng.randint(1, 25))]
+        made.append(rng.choice(made) if made and rng.random() < 0.15 else prompt)
     return made
 
 
-def sampling_of(luck: random.Random) -> SamplingParams:
-    most = luck.choice([0, 1, 2, 10, 30])
+def sampling_of(rng: random.Random) -> SamplingParams:
+    most = rng.choice([0, 1, 2, 10, 30])
     return SamplingParams(
         max_new_tokens=most,
-        min_new_tokens=luck.choice([0, min(most, 3)]),
-        ignore_eos=luck.random() < 0.6,
-        stop_token_ids=luck.choice([[], [11]]),
-        seed=luck.randrange(3),
-        presence_penalty=luck.choice([0.0, 0.5]),
+        min_new_tokens=rng.choice([0, min(most, 3)]),
+        ignore_eos=rng.random() < 0.6,
+        stop_token_ids=rng.choice([[], [11]]),
+        seed=rng.randrange(3),
+        presence_penalty=rng.choice([0.0, 0.5]),
     )
 
 
@@ -76,14 +76,14 @@ def test_same_text_cached_or_not_retracted_or_not(shape, pool, mode):
         "lpm": {"schedule_policy": "lpm"},
         "no-spare": {"mamba_checkpoint_interval": 0, "chunked_prefill_size": 7},
     }[mode]
-    luck = random.Random(f"{shape} {pool} {mode}")
-    server = Server(config(**SHAPES[shape], **settings), FakeRunner(*POOLS[pool], 400), luck)
+    rng = random.Random(f"{shape} {pool} {mode}")
+    server = Server(config(**SHAPES[shape], **settings), FakeRunner(*POOLS[pool], 400), rng)
     wanted = {}
-    for i, prompt in enumerate(prompts(luck, 40)):
-        sampling = sampling_of(luck)
+    for i, prompt in enumerate(prompts(rng, 40)):
+        sampling = sampling_of(rng)
         wanted[f"r{i}"] = expected_text(prompt, sampling)
         server.add(f"r{i}", prompt, sampling)
-        for _ in range(luck.choice([0, 0, 1, 6])):
+        for _ in range(rng.choice([0, 0, 1, 6])):
             server.step()
     server.finish()
     assert server.texts == wanted
@@ -95,11 +95,11 @@ def test_same_text_cached_or_not_retracted_or_not(shape, pool, mode):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_retraction_happens_and_changes_no_text(shape):
     """Invariant 4: the tests above do exercise retraction."""
-    luck = random.Random(1)
+    rng = random.Random(1)
     server = Server(config(**SHAPES[shape]), FakeRunner(120, 20, 8, 400))
     wanted = {}
     for i in range(8):
-        prompt = [luck.randrange(50) for _ in range(10)]
+        prompt = [rng.randrange(50) for _ in range(10)]
         sampling = SamplingParams(max_new_tokens=60, ignore_eos=True, seed=i)
         wanted[f"r{i}"] = expected_text(prompt, sampling)
         server.add(f"r{i}", prompt, sampling)
@@ -134,24 +134,24 @@ def test_retracted_requests_abort_and_stop_while_they_wait():
 @pytest.mark.parametrize("seed", range(12))
 def test_aborts_and_stops_at_any_moment_free_all(seed):
     """Invariants 4, 6 and 7: the others' texts do not change."""
-    luck = random.Random(seed)
-    pool = luck.choice(list(POOLS.values()))
-    settings = luck.choice([{}, {"disable_overlap_schedule": True}, {"disable_radix_cache": True}])
-    settings.update(luck.choice(list(SHAPES.values())))
-    server = Server(config(**settings), FakeRunner(*pool, 400), luck)
+    rng = random.Random(seed)
+    pool = rng.choice(list(POOLS.values()))
+    settings = rng.choice([{}, {"disable_overlap_schedule": True}, {"disable_radix_cache": True}])
+    settings.update(rng.choice(list(SHAPES.values())))
+    server = Server(config(**settings), FakeRunner(*pool, 400), rng)
     wanted, stopped = {}, {}
-    for i, prompt in enumerate(prompts(luck, 60)):
-        sampling = sampling_of(luck)
+    for i, prompt in enumerate(prompts(rng, 60)):
+        sampling = sampling_of(rng)
         rid = f"r{i}"
         wanted[rid] = expected_text(prompt, sampling)
         server.add(rid, prompt, sampling)
-        for _ in range(luck.choice([0, 1, 3])):
+        for _ in range(rng.choice([0, 1, 3])):
             server.step()
-        other = f"r{luck.randint(0, i)}"
-        if luck.random() < 0.3:
+        other = f"r{rng.randint(0, i)}"
+        if rng.random() < 0.3:
             server.take(server.scheduler.abort(other))
-        elif luck.random() < 0.4 and server.texts.get(other):
-            kept = luck.randint(0, len(server.texts[other]))
+        elif rng.random() < 0.4 and server.texts.get(other):
+            kept = rng.randint(0, len(server.texts[other]))
             outputs = server.scheduler.stop_at(other, kept, "stop")
             stopped.update({other: kept} if outputs else {})
             server.take(outputs)
@@ -230,40 +230,40 @@ def test_input_logprobs_come_once_and_whole_whatever_is_cached():
 @pytest.mark.parametrize("seed", [197, *range(10)])  # 197: a retraction once went on for ever
 def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
     """Invariants 4, 6 and 7, for pools that just hold the largest request."""
-    luck = random.Random(seed)
-    nodes = luck.choice([1, 2, 6, 8])
+    rng = random.Random(seed)
+    nodes = rng.choice([1, 2, 6, 8])
     shape = {"speculative_algorithm": "NONE"}
     if nodes > 1:
         shape = {
             **TREE,
             "speculative_num_draft_tokens": nodes,
-            "speculative_num_steps": max(1, min(nodes - 1, luck.randint(1, 4))),
-            "speculative_eagle_topk": luck.choice([1, 2, 3]),
+            "speculative_num_steps": max(1, min(nodes - 1, rng.randint(1, 4))),
+            "speculative_eagle_topk": rng.choice([1, 2, 3]),
         }
     settings = config(
         **shape,
-        chunked_prefill_size=luck.choice([1, 5, 16, 32, 200]),
-        mamba_checkpoint_interval=luck.choice([0, 4, 16]),
-        disable_overlap_schedule=luck.random() < 0.3,
-        disable_radix_cache=luck.random() < 0.15,
-        schedule_policy=luck.choice(["fcfs", "lpm"]),
+        chunked_prefill_size=rng.choice([1, 5, 16, 32, 200]),
+        mamba_checkpoint_interval=rng.choice([0, 4, 16]),
+        disable_overlap_schedule=rng.random() < 0.3,
+        disable_radix_cache=rng.random() < 0.15,
+        schedule_policy=rng.choice(["fcfs", "lpm"]),
     )
-    pool = [luck.choice(s) for s in ([115, 130, 160, 300, 2000], [1, 2, 3, 5, 9, 40], [1, 2, 4, 8])]
-    server = Server(settings, FakeRunner(*pool, 400, rows=luck.choice([0, 4, 9, 30])), luck)
+    pool = [rng.choice(s) for s in ([115, 130, 160, 300, 2000], [1, 2, 3, 5, 9, 40], [1, 2, 4, 8])]
+    server = Server(settings, FakeRunner(*pool, 400, rows=rng.choice([0, 4, 9, 30])), rng)
     wanted, stopped = {}, {}
-    for i, prompt in enumerate(prompts(luck, 30)):
-        sampling, rid = sampling_of(luck), f"r{i}"
+    for i, prompt in enumerate(prompts(rng, 30)):
+        sampling, rid = sampling_of(rng), f"r{i}"
         wanted[rid] = expected_text(prompt, sampling)
-        start = luck.choice([-1, -1, luck.randrange(len(prompt))])
+        start = rng.choice([-1, -1, rng.randrange(len(prompt))])
         server.add(rid, prompt, sampling, return_logprob=start >= 0, logprob_start=start)
-        if luck.random() < 0.5:
-            for _ in range(luck.choice([1, 3, 10])):
+        if rng.random() < 0.5:
+            for _ in range(rng.choice([1, 3, 10])):
                 server.step()
-        other = f"r{luck.randint(0, i)}"
-        if luck.random() < 0.1:
+        other = f"r{rng.randint(0, i)}"
+        if rng.random() < 0.1:
             server.take(server.scheduler.abort(other))
-        elif luck.random() < 0.2 and server.texts.get(other):
-            kept = luck.randint(0, len(server.texts[other]))
+        elif rng.random() < 0.2 and server.texts.get(other):
+            kept = rng.randint(0, len(server.texts[other]))
             outputs = server.scheduler.stop_at(other, kept, "stop")
             stopped.update({other: kept} if outputs else {})
             server.take(outputs)
@@ -281,12 +281,12 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_drafter_of_no_use_follows_one_request_of_some(pool):
     """And no text changes, whoever is tracked, retracted or aborted."""
-    luck = random.Random(5)
+    rng = random.Random(5)
     runner = FakeRunner(*POOLS[pool], context=100)
     runner.drafts_accepted = False
-    server = Server(config(**SHAPES["adaptive"]), runner, luck)
+    server = Server(config(**SHAPES["adaptive"]), runner, rng)
     expected = {}
-    for number, prompt in enumerate(prompts(luck, 160)):
+    for number, prompt in enumerate(prompts(rng, 160)):
         how = SamplingParams(max_new_tokens=30, ignore_eos=True, seed=number)
         server.add(f"{number}", prompt, how)
         expected[f"{number}"] = expected_text(prompt, how)

@@ -5,6 +5,7 @@ Times are exact sums of simulated steps; no clock is read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from statistics import mean
 
@@ -69,7 +70,7 @@ def test_no_drafter_makes_it_slower_than_plain(machine, batch, accepted):
 @pytest.mark.parametrize("accepted", [0.6, 0.8, 0.9])
 def test_a_good_drafter_runs_within_3_percent_of_the_best_fixed_shape(machine, batch, accepted):
     """Means of three runs of a few hundred steps, the first trials included: which shape is best
-    at batch 1 is a matter of luck in a single one."""
+    at batch 1 is a matter of chance in a single one."""
     shares = []
     for seed in range(3):
         given = (MACHINES[machine], batch, rate(accepted), {1: 1800, 8: 900, 32: 600}[batch])
@@ -270,6 +271,21 @@ def test_fixed_and_adaptive_are_chosen_by_the_flags():
     assert policy.choose([RequestDrafts()], []).choice == Choice(EngineConfig(**tree).tree_shape)
     policy = shape_policy(EngineConfig(speculative_algorithm="NONE"))
     assert not policy.adaptive and policy.choose([RequestDrafts()], []).choice == Choice(PLAIN)
+
+
+def test_choosing_changes_no_request():
+    """A decision may come to nothing: the plan that it was made for need not be sent."""
+    simulation = Simulation(AdaptiveShape(TREE), GPU, 4, rate(0.0))
+    while not simulation.policy.disabled:
+        simulation.run(1)
+    policy, probe = simulation.policy, RequestDrafts(probe=True)
+    requests = [RequestDrafts(), probe, RequestDrafts(tracked=False), RequestDrafts()]
+    before = [dataclasses.replace(request) for request in requests]
+    for _ in range(20):
+        assert policy.choose(requests, []).untracked == [0, 3]
+        assert requests == before
+    policy.untrack(requests[0])
+    assert policy.choose(requests, []).untracked == [3]
 
 
 def test_state_tells_what_was_chosen():

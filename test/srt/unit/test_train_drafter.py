@@ -21,10 +21,10 @@ from train_rig import (
     read_record,
 )
 
+from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train.batches import pad_answers, split_held_out, usable_answers
 from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
@@ -91,7 +91,7 @@ def test_a_served_chain_is_accepted_as_the_training_has_measured(
     held_out = split_held_out(usable_answers(rig.answered(), 2048), HELD_OUT, 0).held_out
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
     prompts = [answer.tokens[: answer.prompt_len] for answer in held_out]
-    made = InProcessDriver(ModelRunner(config), config).generate(prompts, sampling)
+    made = BatchEngine(config, ModelRunner(config)).generate(prompts, sampling)
     assert made.tokens == [answer.tokens[answer.prompt_len :] for answer in held_out]
     measured = read_record(head(name))["acceptance"]["length"]
     assert made.accept_length == pytest.approx(measured, rel=0.02)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from train_rig import DEPTH, NEW_TOKENS, PROMPTS, Rig, losses, make_rig, read_record, read_weights
 
+from mamba_eagle.bench.batch import BatchEngine
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.driver import InProcessDriver
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train import answers, command, run
 from mamba_eagle.train.trainer import Trainer
@@ -37,7 +37,7 @@ def test_answers_are_those_of_the_target(rig: Rig) -> None:
     done = rig.answered()
     assert [answered.line for answered in done] == list(range(1, PROMPTS + 1))
     config = EngineConfig(model_path=str(rig.target), device="cpu", speculative_algorithm="NONE")
-    driver = InProcessDriver(ModelRunner(resolve(config)), resolve(config))
+    driver = BatchEngine(resolve(config), ModelRunner(resolve(config)))
     prompts = [json.loads(line)["token_ids"] for line in rig.data.read_text().splitlines()]
     sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
     made = driver.generate(prompts[:5], sampling)

@@ -30,13 +30,13 @@ class CpuLanes(LaneAttention):
     def __init__(
         self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
     ) -> None:
-        """max_lanes: how many each request has room for, over all depths."""
+        """max_lanes: spare KV slots per request, for the lanes of all depths."""
         b = len(slots)
         self.keys, self.values = pool.k.numpy(), pool.v.numpy()
         self.sequences = tuple(part.numpy() for part in (slot_table, slots, prefix))
         spare = pool.padding_slot + 1 + np.arange(b * max_lanes)
         self.spare = spare.reshape(b, max_lanes)
-        self.own = self.parents = np.empty((b, 0), np.int64)  # of all lanes so far
+        self.own = self.parents = np.empty((b, 0), np.int64)  # KV slots, parents of lanes so far
 
     def advance(self, above: Tensor) -> None:
         b, topk = above.shape

@@ -27,7 +27,7 @@ from mamba_eagle.tree.tree import Tree
 
 
 class CpuBackend(TorchBackend):
-    """Prompts stay with torch, and so does the recurrence if states are not float32."""
+    """torch processes prompts, and also the recurrence if states are not float32."""
 
     name = "cpu"
 
@@ -64,9 +64,9 @@ class CpuBackend(TorchBackend):
 
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         shape = (log_probs.shape[0], k)
-        found = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
-        best(log_probs.contiguous().numpy(), *(part.numpy() for part in found))
-        return found
+        top = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+        best(log_probs.contiguous().numpy(), *(part.numpy() for part in top))
+        return top
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int

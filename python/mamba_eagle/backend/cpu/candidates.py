@@ -1,4 +1,4 @@
-"""Trees of candidates on a CPU: one call per expansion and one for the choice."""
+"""Trees of candidates on a CPU: one kernel call per expansion and one for the selection."""
 
 from __future__ import annotations
 

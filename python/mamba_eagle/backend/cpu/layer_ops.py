@@ -1,4 +1,4 @@
-"""Layer operations on a CPU in float32: fused norms, and products of a few rows."""
+"""Layer operations on a CPU in float32: fused norms, and products for a few tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mamba_eagle.layers.ops import Normed, Product
 
 
 class FewRowsLinear(OneDnnLinear):
-    """For few rows, a third copy of the weight in bfloat16: half the bytes, and nothing lost if the
-    weight's values are such numbers."""
+    """A product with a third copy of the weight, in bfloat16, which is used for few tokens. It
+    needs half the memory traffic, and loses nothing if all weights are bfloat16 numbers."""
 
     def __init__(self, weight: Tensor, short: Tensor) -> None:
         super().__init__(weight)

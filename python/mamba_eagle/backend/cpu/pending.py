@@ -1,4 +1,4 @@
-"""Entries that wait for a drafter on a CPU: appending them is one loop."""
+"""Pending entries of a drafter on a CPU: one kernel call appends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CpuPendingEntries(PendingEntries):
         features: Tensor,
         entry_features: Callable[[Tensor], Tensor],
     ) -> None:
-        # of all nodes: in a plain step, where it matters, these are the accepted ones
+        # computed for all nodes: in plain steps, where the cost matters, all are accepted
         entries = entry_features(features.flatten(0, 1)).unflatten(0, features.shape[:2])
         new = (slots, accepted.nodes, accepted.tokens, accepted.count, entries)
         waiting = (self.tokens, self.features, self.pending)

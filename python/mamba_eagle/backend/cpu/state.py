@@ -1,6 +1,6 @@
 """Both state schemes on a CPU in float32: one fused call per layer, no gathers.
 
-The buffers are torch tensors; numpy views of them are made once, since the kernels take arrays.
+The buffers are torch tensors; numpy views of them are created once, since kernels take arrays.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mamba_eagle.tree.tree import Tree
 
 
 class CpuScheme(StateScheme):
-    """What both schemes share: the buffers as arrays, and the call per layer. Layouts are
-    TreeLayouts of arrays."""
+    """The common part of both schemes: the buffers as arrays, and the kernel call per layer.
+    Layouts are TreeLayouts of arrays."""
 
     kernel: Callable[..., None]
 
@@ -44,21 +44,21 @@ class CpuScheme(StateScheme):
         self.rows.start(slots, state_slots)
 
     def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
-        known = self._layers.get(layer.index)
-        if known is None:
-            known = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
+        cached = self._layers.get(layer.index)
+        if cached is None:
+            cached = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
         y = torch.empty(xbc.shape[0], self.config.inner_size)
         inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
-        self.kernel(*inputs, layout, *known, y.numpy())
+        self.kernel(*inputs, layout, *cached, y.numpy())
         return y
 
     @abstractmethod
     def _buffers(self, layer: int) -> Any:
-        """The layer's buffers, as the kernel takes them."""
+        """The layer's buffers, in the form that the kernel takes."""
 
 
 class CpuDeferred(CpuScheme):
-    """Rows and folds; the journal is ``path`` and ``journal_len`` and nothing else."""
+    """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone."""
 
     has_journal = True
     kernel = staticmethod(cpu.deferred_verify)
@@ -77,13 +77,13 @@ class CpuDeferred(CpuScheme):
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
         nodes = tree.parents.shape[1]
-        most = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
-        wanted = slots.numpy()
-        crowded = self._journal_len[wanted] > most
+        max_journal = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
+        host_slots = slots.numpy()
+        crowded = self._journal_len[host_slots] > max_journal
         if crowded.any():
-            folded = wanted[crowded]
+            folded = host_slots[crowded]
             self._fold(folded, self._journal_len[folded])
-        return self._layout(wanted, nodes, tree.parents.numpy())
+        return self._layout(host_slots, nodes, tree.parents.numpy())
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         cpu.extend_journals(
@@ -99,15 +99,15 @@ class CpuDeferred(CpuScheme):
         )
 
     def folded(self, slots: Tensor) -> Tensor:
-        used = slots.numpy()
-        return torch.from_numpy(self._processed[used] - self._journal_len[used])
+        index = slots.numpy()
+        return torch.from_numpy(self._processed[index] - self._journal_len[index])
 
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
-        made = self._layout(slots.numpy(), lanes, None)
-        return TreeLayout(*(None if p is None else torch.from_numpy(p) for p in made))
+        layout = self._layout(slots.numpy(), lanes, None)
+        return TreeLayout(*(None if part is None else torch.from_numpy(part) for part in layout))
 
     def lane_layout(self, lanes: TreeLayout) -> TreeLayout:
         return TreeLayout(*(None if part is None else part.contiguous().numpy() for part in lanes))
@@ -142,7 +142,8 @@ class CpuDeferred(CpuScheme):
         return cpu.Buffers(*(part.numpy() for part in (*parts, self.pool.ssm[layer])))
 
     def _fold(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Write the states after the first ``lengths`` [f] journal tokens back to S0; slots [f]."""
+        """Write the states after the first ``lengths`` [f] tokens of the journals to the state
+        slots of the requests in ``slots`` [f], and empty the journals."""
         history, state_slots = self.rows.history, self._state_slot[slots]
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)
@@ -158,7 +159,7 @@ class CpuDeferred(CpuScheme):
 
 
 class CpuSnapshot(CpuScheme):
-    """One full state per node. Node i stands in row i, and between steps the journal is empty."""
+    """One full state per node. Node i uses row i, and between steps the journal is empty."""
 
     kernel = staticmethod(cpu.snapshot_verify)
 
@@ -169,15 +170,15 @@ class CpuSnapshot(CpuScheme):
         self.node_states = make_node_states(self.rows, pool)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """``keep`` is 0: the states already hold every accepted token."""
+        """``keep`` is always 0: the states already include all accepted tokens."""
         self.rows.store_history(slots, state_slots)
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
         b, nodes = tree.parents.shape
-        used, history = slots.numpy(), self.rows.history
+        host_slots, history = slots.numpy(), self.rows.history
         return TreeLayout(
-            slots=used,
-            state_slots=self._state_slot[used],
+            slots=host_slots,
+            state_slots=self._state_slot[host_slots],
             journal=np.empty((b, 0), np.int64),
             journal_len=np.zeros(b, np.int64),
             rows=np.tile(np.arange(nodes), (b, 1)),
@@ -215,7 +216,7 @@ class CpuSnapshot(CpuScheme):
 
 
 def layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
-    """A layer's weights in the form that the kernels read."""
+    """A layer's weights in the form that the kernels take."""
     taps = layer.conv1d.weight.detach()[:, 0].t()  # [K, C]
     bias = layer.conv1d.bias
     last = taps.new_zeros(taps.shape[1]) if bias is None else bias.detach()

@@ -1,4 +1,4 @@
-"""What a verify step leaves in the request table: which tokens stay, and where they are."""
+"""Accepting nodes in torch, and entering them into the request table."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mamba_eagle.tree.tree import Tree
 def accept_tokens(
     table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
 ) -> Truncated:
-    """What each request accepts of its tree, up to its own end. target [b, T]."""
-    walked = accept(tree, target, max_depth)
-    return truncate(walked, table.stop_tokens[slots], table.remaining[slots])
+    """The accepted path of each tree, cut where its request ends; see ``Backend``."""
+    path = accept(tree, target, max_depth)
+    return truncate(path, table.stop_tokens[slots], table.remaining[slots])
 
 
 def commit_tokens(
     table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
 ) -> None:
-    """The accepted nodes become part of the sequence: indices only. kv_slots [b, T], the nodes'."""
+    """Make the accepted nodes part of the sequences; only indices change. See ``Backend``."""
     count = accepted.count
     offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)
     columns = table.processed[slots][:, None] + offsets
@@ -33,7 +33,7 @@ def commit_tokens(
 
 
 def empty_truncated(b: int, max_depth: int, device: torch.device) -> Truncated:
-    """For kernels to write to."""
+    """Uninitialized tensors for b paths of up to max_depth + 1 nodes, for kernels to write to."""
     return Truncated(
         torch.empty(b, max_depth + 1, dtype=torch.int64, device=device),
         torch.empty(b, max_depth + 1, dtype=torch.int64, device=device),

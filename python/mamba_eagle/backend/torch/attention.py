@@ -1,4 +1,4 @@
-"""Attention over slots of a KV pool in torch: keys and values are gathered under a mask."""
+"""Attention over KV slots in torch: keys and values are gathered, and scores are masked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mamba_eagle.layers.attention import Attention
 
 
 class PagedAttention:
-    """Attention of T new tokens of each of b requests over slots of a KV pool.
+    """Attention of T new tokens of each of b requests over KV slots.
 
     Args:
-        write_slots: [b*T] where the new keys and values go.
-        read_slots: [b, S], the slots each request's tokens look at; the new ones among them.
-        mask_bias: [b, T, S], 0 where a token may look, -inf elsewhere.
+        write_slots: [b*T] int64, KV slots of the new tokens.
+        read_slots: [b, S] int64, KV slots that each request's tokens attend to, new ones included.
+        mask_bias: [b, T, S], 0 where a token attends to a KV slot, -inf elsewhere.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PagedAttention:
 
 
 class CausalAttention:
-    """Attention of prompt chunks to what is before them in their requests, one after the other."""
+    """Attention of prompt chunks to themselves and to earlier tokens, one chunk after the other."""
 
     def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
         self.lengths = [span.length for span in spans]
@@ -52,13 +52,14 @@ class CausalAttention:
         return PagedAttention(pool, table[start:end], table[None, :end], mask.triu_(start + 1))
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]; the chunks' tokens in a row."""
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D], with the chunks concatenated."""
         chunks = zip(self.parts, *(part.split(self.lengths) for part in (q, k, v)), strict=True)
         outputs = [part.attend(layer, *inputs) for part, *inputs in chunks]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def tree_attention(pool: KVPool, nodes: TreeNodes) -> PagedAttention:
+    """Attention of tree nodes to the tokens before the root and to their ancestors."""
     longest = int(nodes.prefix.max())
     before = torch.arange(longest, device=nodes.prefix.device) < nodes.prefix[:, None]
     T = nodes.kv_slots.shape[1]
@@ -69,9 +70,10 @@ def tree_attention(pool: KVPool, nodes: TreeNodes) -> PagedAttention:
 
 
 def seen_by_next(seen: Tensor | None, above: Tensor) -> Tensor:
-    """Which lanes the next ones see: those that the lanes ``above`` [b, topk] saw, and themselves.
+    """The lanes that the next ones attend to: those of the lanes ``above`` [b, topk], and
+    themselves. [b, topk, lanes so far + topk] bool.
 
-    seen: [b, topk, lanes so far] bool, by the last lanes; None at first, when there are none.
+    seen: [b, topk, lanes so far] bool, of the previous lanes; None if there are none.
     """
     b, topk = above.shape
     own = torch.eye(topk, dtype=torch.bool, device=above.device).expand(b, -1, -1)
@@ -82,10 +84,11 @@ def seen_by_next(seen: Tensor | None, above: Tensor) -> Tensor:
 
 
 class GatheredLanes(LaneAttention):
-    """Keys and values of prefix and lanes side by side, under a mask."""
+    """Attention of lanes to gathered keys and values of their prefix and of all lanes, masked."""
 
     def __init__(self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor) -> None:
-        """slot_table [R, positions]; slots, prefix [b]: positions of the table that lanes see."""
+        """slot_table: [R, positions]. slots: [b] request slots. prefix: [b], how many positions of
+        its request each lane attends to."""
         longest = int(prefix.max())
         read = slot_table[slots, :longest]
         hidden = torch.arange(longest, device=slots.device) >= prefix[:, None]

@@ -1,4 +1,4 @@
-"""The backend that runs everywhere, and that the others fall back to."""
+"""The backend that runs everywhere; the others fall back to it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from mamba_eagle.tree.tree import Tree
 
 
 class TorchBackend(Backend):
+    """Torch operations on any device and in any dtype."""
+
     name = "torch"
 
     def __init__(self, place: Place, dtype: torch.dtype, layer_ops: LayerOps | None = None) -> None:

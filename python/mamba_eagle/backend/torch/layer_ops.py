@@ -1,4 +1,4 @@
-"""Layer operations that need no kernel of ours: oneDNN's on a CPU, grouped products on a GPU."""
+"""Layer operations without custom kernels: oneDNN's on a CPU, grouped products on a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from mamba_eagle.layers.ops import LayerOps, Product
 
 HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
-MIN_ROWS = 3  # fewer are multiplied as fast by BLAS
+MIN_ROWS = 3  # for fewer tokens, BLAS is as fast
 
 
 def padded_rows(rows: int) -> int:
-    """The next larger number of rows for which oneDNN may compile a kernel.
+    """The number of rows to which oneDNN's inputs are padded.
 
-    oneDNN and the layer below torch keep what they compile for each shape, 1,024 shapes each, and
-    prompts have any number of tokens: the process would grow by a gigabyte in minutes.
+    oneDNN and its integration in torch each cache compiled kernels for 1,024 shapes, and prompts
+    have arbitrary lengths: without padding, the process would grow by a gigabyte in minutes.
     """
     for limit, multiple in ((64, 8), (128, 16), (256, 32)):
         if rows <= limit:
@@ -25,8 +25,8 @@ def padded_rows(rows: int) -> int:
 
 
 class OneDnnLinear:
-    """A product with a second copy of the weight in oneDNN's blocked layout: a dozen rows take half
-    the time of the BLAS product."""
+    """A product with a second copy of the weight in oneDNN's blocked layout, which takes half the
+    time of BLAS for a dozen tokens."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -44,7 +44,7 @@ class OneDnnLinear:
 
 
 class HostOps(LayerOps):
-    """For float32 on a CPU."""
+    """Operations for float32 on a CPU."""
 
     name = "onednn"
 
@@ -53,13 +53,16 @@ class HostOps(LayerOps):
 
 
 class CudaOps(LayerOps):
-    """For any dtype on a GPU."""
+    """Operations for any dtype on a GPU."""
 
     name = "torch"
 
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """In bfloat16 one kernel without a round trip to the host; it takes rows that begin at
-        multiples of 16 bytes, as those of all published models do."""
+        """One kernel without a round trip to the host in bfloat16; else the loop over experts.
+
+        The kernel requires rows that begin at multiples of 16 bytes, as in all published models;
+        others are padded.
+        """
         if x.dtype != torch.bfloat16:
             return super().grouped_linear(x, weight, ends)
         inner, width = (-size % 8 for size in weight.shape[1:])

@@ -15,7 +15,7 @@ from mamba_eagle.message import PrefillItem
 
 
 class TorchPrefillContext(PrefillContext):
-    """The request's own state slot takes the state that the first chunk starts from."""
+    """The state that the first chunk starts from is copied to the request's own state slot."""
 
     def __init__(
         self, parts: list[PrefillPart], pool: StatePool, paged: NewTokenAttention | None
@@ -71,13 +71,13 @@ class TorchPrefillContext(PrefillContext):
 def segments(
     item: PrefillItem, length: int, chunk: int
 ) -> list[tuple[int, int, list[tuple[int, int | None, int]]]]:
-    """Cut a prompt chunk so that each wanted state lies on a boundary that the scan passes.
+    """Cut a prompt chunk so that each state to save lies on a boundary of the scan.
 
-    The scan of a segment has the states at multiples of ``chunk`` from the segment's begin for
-    nothing; any other wanted position ends the segment.
+    The scan of a segment returns the states at multiples of ``chunk`` tokens from the segment's
+    start at no cost; any other position to save ends the segment.
 
-    Returns: [(begin, end, [(offset, boundary or None for the end, state slot)])], offsets from
-        the chunk's first token.
+    Returns: [(start, end, [(offset, boundary index or None for the end, state slot)])], with
+        offsets from the chunk's first token.
     """
     cuts = []
     begin = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, clear_rows, layer_rows, recurrence_rows
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -21,7 +21,7 @@ from mamba_eagle.tree.tree import Tree
 
 
 class LayerConstants(NamedTuple):
-    """What each step reads of a layer's weights, in the form in which it reads them."""
+    """A layer's weights in the form that each step needs."""
 
     conv_weight: Tensor  # [K, conv_dim]
     conv_bias: Tensor | None  # [conv_dim]
@@ -29,7 +29,7 @@ class LayerConstants(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A layer's nodes after the convolution."""
+    """A layer's inputs to the recurrence, for all nodes."""
 
     x: Tensor  # [b, T, H, P]
     B: Tensor  # [b, T, G, N]
@@ -53,7 +53,7 @@ class TorchLayout(NamedTuple):
 
 
 class TorchScheme(StateScheme):
-    """What both schemes share: convolution inputs, paths and rows."""
+    """The common part of both schemes: convolution inputs, paths and rows."""
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -78,10 +78,10 @@ class TorchScheme(StateScheme):
 
     @abstractmethod
     def _recur(self, layer: Mamba2Mixer, layout: TorchLayout, inputs: Inputs) -> Tensor:
-        """-> y [b, T, H, P] float32 without the skip."""
+        """The recurrence -> y [b, T, H, P] float32, without the D skip."""
 
     def _nodes(self, slots: Tensor, rows: Tensor, parents: Tensor) -> TreeLayout:
-        """rows, parents [b, T] -> where the nodes are and what comes before them."""
+        """The layout of nodes with these rows [b, T] and parents [b, T]; slots [b]."""
         own, h = self.rows, self.rows.history
         path, length = own.path[slots], own.journal_len[slots]
         journal = (path[:, h : h + int(length.max())] - h).clamp_(0, self.size.rows - 1)
@@ -90,8 +90,10 @@ class TorchScheme(StateScheme):
         return TreeLayout(slots, state_slots, journal, length, rows, parents, None, tail)
 
     def _windows(self, nodes: TreeLayout) -> Tensor:
-        """The places of each node's K-1 nearest ancestors and its own: tree parents first, then
-        the tail. Never packed order. [b, T, K]"""
+        """Places of each node's K-1 nearest predecessors, oldest first, then its own. [b, T, K]
+
+        Predecessors follow the parents up to the root, then the tail; never the nodes' order.
+        """
         h, (b, T) = self.rows.history, nodes.rows.shape
         places = torch.cat([nodes.tail, nodes.rows + h], dim=1)  # [b, K-1+T]
         # parent of entry j: j-1 in the tail, the tail's end for the root
@@ -114,10 +116,10 @@ class TorchScheme(StateScheme):
         own.journal_len[nodes.slots] += accepted.count
 
     def _constants(self, layer: Mamba2Mixer) -> LayerConstants:
-        known = self.constants.get(layer.index)
-        if known is None:
-            known = self.constants[layer.index] = layer_constants(layer)
-        return known
+        constants = self.constants.get(layer.index)
+        if constants is None:
+            constants = self.constants[layer.index] = layer_constants(layer)
+        return constants
 
 
 def layer_constants(layer: Mamba2Mixer) -> LayerConstants:
@@ -129,7 +131,7 @@ def layer_constants(layer: Mamba2Mixer) -> LayerConstants:
 
 
 class TorchDeferred(TorchScheme):
-    """Rows and folds: the state is read in each step and written only when rows run out."""
+    """Rows and folds: each step reads the state, which is written only when rows run out."""
 
     has_journal = True
 
@@ -138,6 +140,10 @@ class TorchDeferred(TorchScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+
+    def start(self, slots: Tensor, state_slots: Tensor) -> None:
+        super().start(slots, state_slots)
+        clear_rows(self.recurrence, slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
@@ -184,19 +190,19 @@ class TorchDeferred(TorchScheme):
         )
 
     def _free_rows(self, slots: Tensor, count: int) -> Tensor:
-        """The lowest ``count`` rows outside each request's journal. [b, count]"""
+        """The ``count`` lowest rows outside each request's journal. [b, count] int64"""
         own, h, W = self.rows, self.rows.history, self.size.rows
         in_journal = torch.arange(W, device=slots.device) < own.journal_len[slots][:, None]
-        taken = torch.where(in_journal, own.path[slots, h : h + W] - h, W)
-        marks = torch.zeros(len(slots), W + 1, dtype=torch.int8, device=slots.device)
-        marks.scatter_(1, taken, 1)
-        return marks[:, :W].argsort(dim=1, stable=True)[:, :count]
+        used_rows = torch.where(in_journal, own.path[slots, h : h + W] - h, W)
+        is_used = torch.zeros(len(slots), W + 1, dtype=torch.int8, device=slots.device)
+        is_used.scatter_(1, used_rows, 1)
+        return is_used[:, :W].argsort(dim=1, stable=True)[:, :count]
 
     def _fold_crowded(self, slots: Tensor, nodes: int) -> None:
-        # one limit for trees of all sizes: a small one would gain less by folding less often than
-        # it would lose to a longer journal
-        most = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
-        crowded = self.rows.journal_len[slots] > most
+        # the same limit for trees of all sizes: with small trees, rarer folds would gain less than
+        # longer journals would cost
+        max_journal = self.size.rows - max(nodes, self.size.nodes) - self.size.spare
+        crowded = self.rows.journal_len[slots] > max_journal
         if bool(crowded.any()):
             self._fold(slots[crowded])
 
@@ -210,8 +216,8 @@ class TorchDeferred(TorchScheme):
             L = L + decays
         else:
             L = torch.baddbmm(L, layout.ancestors, decays)
-        fed = torch.cat([inputs.x.flatten(2), inputs.B.flatten(2)], dim=2)
-        xB[slots, nodes.rows], dt[slots, nodes.rows] = fed, inputs.dt
+        node_xB = torch.cat([inputs.x.flatten(2), inputs.B.flatten(2)], dim=2)
+        xB[slots, nodes.rows], dt[slots, nodes.rows] = node_xB, inputs.dt
         log_decay[slots, nodes.rows] = L
         at = (slots, layout.packed)
         rows = self._as_rows(xB[at], dt[at], log_decay[at])
@@ -219,7 +225,7 @@ class TorchDeferred(TorchScheme):
         return tree_verify(rows, inputs.C, L, state, layout.mask_bias)
 
     def _journal_decay(self, log_decay: Tensor, nodes: TreeLayout) -> Tensor:
-        """L of each journal's last row, 0 of an empty journal. [b, H]"""
+        """log_decay of each journal's last row, 0 for an empty journal. [b, H] float32"""
         if not nodes.journal.shape[1]:
             return log_decay.new_zeros(len(nodes.slots), log_decay.shape[2])
         last = nodes.journal.gather(1, (nodes.journal_len - 1).clamp(min=0)[:, None])[:, 0]
@@ -236,7 +242,8 @@ class TorchDeferred(TorchScheme):
         )
 
     def _fold(self, slots: Tensor, keep: Tensor | None = None) -> None:
-        """Write the state after the journal, or its first ``keep`` tokens, back to S0."""
+        """Write the states after the journals, or after their first ``keep`` [f] tokens, to the
+        state slots of the requests in ``slots`` [f], and empty the journals."""
         own, h = self.rows, self.rows.history
         length = own.journal_len[slots] if keep is None else keep
         longest = int(length.max())
@@ -260,9 +267,10 @@ class TorchDeferred(TorchScheme):
 
 
 class TorchSnapshot(TorchScheme):
-    """One full state per node; accepting copies the accepted node's state to the request's.
+    """One full state per node; ``accept`` copies the last accepted node's state to the state slot.
 
-    What servers do today; here to be held to the same oracle and measured beside rows.
+    Most servers do this today; it is here to be tested against the same oracle and to be compared
+    with rows and folds.
     """
 
     def __init__(
@@ -272,11 +280,11 @@ class TorchSnapshot(TorchScheme):
         self.node_states = make_node_states(self.rows, pool)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """``keep`` is 0: the states already hold every accepted token."""
+        """``keep`` is always 0: the states already include all accepted tokens."""
         self.rows.store_history(slots, state_slots)
 
     def begin(self, slots: Tensor, tree: Tree) -> TorchLayout:
-        # node i stands in row i
+        # node i uses row i
         rows = torch.arange(tree.tokens.shape[1], device=slots.device).expand(len(slots), -1)
         nodes = self._nodes(slots, rows, tree.parents)
         return TorchLayout(nodes, self._windows(nodes))
@@ -285,7 +293,7 @@ class TorchSnapshot(TorchScheme):
         nodes, own, pool = layout.nodes, self.rows, self.pool
         self._extend(nodes, accepted)
         last = accepted.nodes.gather(1, (accepted.count - 1).clamp(min=0)[:, None])[:, 0]
-        # a request that had ended accepts nothing: its state stays
+        # a request that had ended accepts no node and keeps its state
         alive = accepted.count > 0
         slots, last, state_slots = nodes.slots[alive], last[alive], nodes.state_slots[alive]
         pool.ssm[:, state_slots] = self.node_states[:, slots, last].to(pool.ssm.dtype)
@@ -309,7 +317,7 @@ class TorchSnapshot(TorchScheme):
 
 
 def make_node_states(rows: RequestRows, pool: StatePool) -> Tensor:
-    """[layers, R, W, H, P, N] float32."""
+    """A buffer for the states of all nodes: [layers, R, W, H, P, N] float32."""
     layers, requests = rows.conv_in.shape[:2]
     shape = (layers, requests, rows.size.rows, *pool.ssm.shape[2:])
     return torch.zeros(shape, device=rows.path.device)

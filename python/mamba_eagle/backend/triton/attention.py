@@ -35,11 +35,11 @@ class TritonLanes(LaneAttention):
     def __init__(
         self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
     ) -> None:
-        """max_lanes: how many each request has room for, over all depths."""
+        """max_lanes: spare KV slots per request, for the lanes of all depths."""
         self.pool = pool
         self.sequences = (slot_table, slots.contiguous(), prefix)
         self.max_lanes, self.used = max_lanes, 0
-        self.masks: Tensor | None = None  # what the last lanes see
+        self.masks: Tensor | None = None  # lanes that the previous ones attend to, as bits
 
     def advance(self, above: Tensor) -> None:
         self.nodes = continue_lanes(

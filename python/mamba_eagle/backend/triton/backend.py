@@ -19,7 +19,7 @@ from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.attention import TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
-from mamba_eagle.backend.triton.layer import sizes_known
+from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
@@ -39,8 +39,8 @@ SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
 
 
 class TritonBackend(TorchBackend):
-    """Recurrence and its prompts stay with torch for sizes that the kernels do not know, and so do
-    more than MAX_TOP lanes."""
+    """Falls back to torch for the recurrence if the kernels do not support its sizes, and for more
+    than MAX_TOP lanes."""
 
     name = "triton"
 
@@ -83,12 +83,13 @@ class TritonBackend(TorchBackend):
     ) -> StateScheme:
         if config is None:
             return StatelessScheme(table, pool, pack=pack_paths)
-        if not sizes_known(config):
+        if not sizes_supported(config):
             return super().state_scheme(mode, config, size, table, pool)
         return SCHEMES[mode](config, size, table, pool)
 
     def rows_ahead(self, accepts: int) -> int:
-        """Folds are decided a step ahead: an accepted path and the history must find room."""
+        """Folds are decided before the step's path is known, so the journal needs room for a whole
+        path; and rows of history are not reused."""
         return accepts + MAX_HISTORY
 
     def prefill_context(
@@ -99,7 +100,7 @@ class TritonBackend(TorchBackend):
         slot_table: Tensor,
         mamba: Mamba2Config | None,
     ) -> PrefillContext:
-        if mamba is None or not sizes_known(mamba):
+        if mamba is None or not sizes_supported(mamba):
             return super().prefill_context(parts, pool, kv, slot_table, mamba)
         paged = self.prompt_attention(kv, slot_table, parts)
         return TritonPrefillContext(parts, pool, paged, self.place)

@@ -1,4 +1,4 @@
-"""Trees of candidates on a GPU: one kernel for each expansion and one for the choice."""
+"""Trees of candidates on a GPU: one kernel per expansion and one for the selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mamba_eagle.tree.tree import Tree, single_node_tree
 
 
 class TritonCandidates(Candidates):
-    """In buffers that hold the candidates of ``depth`` expansions."""
+    """Candidates in buffers with room for ``depth`` expansions."""
 
     def __init__(self, roots: Tensor, topk: int, depth: int) -> None:
         self.roots, self.topk = roots.unsqueeze(1), topk

@@ -1,9 +1,9 @@
-"""Rows and folds on a GPU: two kernels per layer, and nothing that waits for the device.
+"""Rows and folds on a GPU: two kernels per layer, without waiting for the device.
 
-Two things differ from the torch scheme. Whether a request folds is a flag on the device, and the
-kernel that verifies also folds: outputs are made from the old state and the whole journal, the
-nodes' L already counts from the new one. And the history is not copied after a fold: ``path`` goes
-on naming the places where the last K-1 tokens stand, and those rows are not given away.
+Two things differ from the torch scheme. First, whether a request folds is a flag on the device, and
+the verify kernel also folds: it computes outputs from the old state and the whole journal, while
+the nodes' log_decay already starts from the new state. Second, the history is not copied after a
+fold: ``path`` still refers to the places of the last K-1 tokens, and their rows are not reused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, clear_rows, layer_rows, recurrence_rows
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
 from mamba_eagle.kernels.causal_conv.triton import tree_conv
@@ -28,9 +28,9 @@ from mamba_eagle.tree.tree import Tree
 
 
 class TritonDeferred(StateScheme):
-    """A journal has ``max_journal`` rows at most, and a step in which it might outgrow them folds:
+    """A journal has at most ``max_journal`` rows; a step that might exceed them folds first.
 
-    W rows = max_journal + K-1 of history + nodes of a tree + spare ones
+    Rows per request: W = max_journal + K-1 rows of history + nodes of a tree + spare rows.
     """
 
     on_device = True
@@ -39,14 +39,14 @@ class TritonDeferred(StateScheme):
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
-        """Raises: ValueError if the tokens accepted in a step find no room."""
+        """Raises: ValueError if there is no room for the tokens that a step may accept."""
         self.size, self.table, self.pool = size, table, pool
         self.rows = RequestRows(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
         self.max_journal = size.rows - self.rows.history - size.nodes - size.spare
         if self.max_journal < size.accepts:
-            least = size.rows - self.max_journal + size.accepts
-            raise ValueError(f"{size.rows} rows per request: this tree needs {least} on a GPU")
+            required = size.rows - self.max_journal + size.accepts
+            raise ValueError(f"{size.rows} rows per request: this tree needs {required} on a GPU")
         self.sizes = sizes_of(config)
         self.paths = Paths(table.state_slot, self.rows.path, self.rows.journal_len)
         self.room = Room(self.rows.history, size.rows, self.max_journal, size.accepts)
@@ -54,16 +54,16 @@ class TritonDeferred(StateScheme):
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
         self.rows.path[slots[:, None], self.rows.offsets] = self.rows.offsets
+        clear_rows(self.recurrence, slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """Nothing of the request but its state slot is in order afterwards."""
+        """Afterwards only the state slot is valid; journal and history are not updated."""
         h, path, pool = self.rows.history, self.rows.path[slots], self.pool
         journal = (path[:, h : h + self.max_journal] - h).contiguous()
         fold_journals(self.recurrence, pool.ssm, slots, state_slots, journal, keep, self.sizes)
         last = journal.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
-        before = pool.feature[state_slots]
-        made = self.rows.feature[slots, last]
-        pool.feature[state_slots] = torch.where((keep > 0)[:, None], made, before)
+        old, new = pool.feature[state_slots], self.rows.feature[slots, last]
+        pool.feature[state_slots] = torch.where((keep > 0)[:, None], new, old)
         history = path.gather(1, keep[:, None] + self.rows.offsets)
         pool.conv[:, state_slots] = self.rows.conv_in[:, slots[:, None], history]
 
@@ -77,7 +77,7 @@ class TritonDeferred(StateScheme):
         return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes)
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
-        """The kernels have written the folded journals to their state slots: indices follow."""
+        """Updates indices and features; the verify kernel has already written folded states."""
         tables = (self.paths, self.room, self.rows.feature, self.pool.feature)
         accept_rows(layout, accepted.nodes, accepted.count, *tables, features)
 
@@ -91,7 +91,7 @@ class TritonDeferred(StateScheme):
         return self.rows.journal_len[slots]
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
-        """Lanes do not fold, since nothing of them stays."""
+        """Lanes do not fold, since they are not kept."""
         h, path, length = self.rows.history, self.rows.path[slots], self.rows.journal_len[slots]
         return TreeLayout(
             slots=slots,

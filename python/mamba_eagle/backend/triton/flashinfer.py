@@ -1,9 +1,9 @@
 """Attention over the paged pool by FlashInfer (https://docs.flashinfer.ai): prompts, and trees.
 
-FlashInfer plans each batch on the host, from the lengths of its sequences. Those of prompts are in
-the plan that the runner executes. Those of running requests are known to the device alone while a
-step is in flight, so trees and plain decoding are left to the Triton kernel; ``FlashInferTrees``
-is what that is measured and tested against.
+FlashInfer plans each batch on the host, from the lengths of its sequences. The lengths of prompts
+are in the plan that the runner executes. The lengths of running requests are known only to the
+device while a step is in flight, so the Triton kernel handles trees and plain decoding;
+``FlashInferTrees`` is the reference that it is tested and measured against.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from mamba_eagle.backend.attention import PromptSpan
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.layers.attention import Attention
 
-HEAD_DIMS = (64, 128, 256)  # for which it has kernels
+HEAD_DIMS = (64, 128, 256)  # head sizes that FlashInfer has kernels for
 WORKSPACE_BYTES = 128 * 2**20  # as its documentation recommends
 # fa3 is faster for long prompts and takes five times as long to compile; no masks
 BACKEND = "fa2"
 
 
 class _Wrappers:
-    """Two of FlashInfer's wrappers in turn, each for one plan.
+    """Two FlashInfer wrappers that take turns, each holding one plan.
 
-    A plan is made in pinned memory, and the device copies it when it gets there: until then it must
-    not be overwritten, and the host may be a step ahead. So before its next plan a wrapper waits
-    for the copy of its last one; as the other one was planned in between, that is long done.
+    A plan is written to pinned memory, from which the device copies it in stream order. It must not
+    be overwritten before, although the host may be a step ahead. So before making its next plan, a
+    wrapper waits for the copy of its previous one. This hardly ever takes time, because the other
+    wrapper was used in between.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class _Wrappers:
         ]
 
     def planned(self, *args: Any, **options: Any) -> BatchPrefillWithPagedKVCacheWrapper:
-        """A wrapper after ``plan`` with these arguments."""
+        """The next wrapper, after calling its ``plan`` with these arguments."""
         self.turns.reverse()
         wrapper, copied = self.turns[0]
         copied.synchronize()
@@ -55,16 +56,16 @@ class _Wrappers:
         return wrapper
 
 
-_wrappers = cache(_Wrappers)  # of a device
+_wrappers = cache(_Wrappers)  # by device
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:
-    """[0, l0, l0 + l1, …] int32, on the host."""
+    """Start of each part and end of the last: [n] lengths -> [n + 1] int32, on the host."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 class FlashInferAttention:
-    """Attention of new tokens of some requests to slots of the pool, planned at the first layer."""
+    """Attention of the new tokens of several requests to KV slots, planned at the first layer."""
 
     def __init__(
         self,
@@ -76,14 +77,16 @@ class FlashInferAttention:
         mask: Tensor | None = None,
     ) -> None:
         """Args:
-        write_slots: [n], where the new tokens' keys and values go.
-        read_slots: [sum of keys], one request after the other, its new tokens last.
-        queries, keys: of each request, how many; the sum of queries is n.
-        mask: [sum of queries × keys] bool, which keys a token sees, one request after the other;
-            None: those up to itself.
+        write_slots: [n] int64, KV slots of the new tokens.
+        read_slots: [sum of keys] int64, KV slots to read, by request, each with its new tokens
+            last.
+        queries, keys: [requests], number of new tokens and of keys per request; queries add up
+            to n.
+        mask: [sum of queries × keys] bool, the keys that each new token attends to, by request;
+            None: all keys up to the token itself.
         """
         self.pool, self.write_slots = pool, write_slots
-        ones = torch.ones(len(keys), dtype=torch.int32)  # tokens in the last page of each
+        ones = torch.ones(len(keys), dtype=torch.int32)  # tokens in each request's last page
         self.pages = (_starts(queries), _starts(keys), read_slots.int(), ones)
         self.mask = mask
         self.wrapper: BatchPrefillWithPagedKVCacheWrapper | None = None
@@ -110,10 +113,10 @@ class FlashInferAttention:
 
 
 class FlashInferPrompts(FlashInferAttention):
-    """Attention of prompt chunks to what is before them in their requests."""
+    """Attention of prompt chunks to themselves and to earlier tokens of their requests."""
 
     def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
-        """slot_table [R, positions], with the KV slots of the spans' tokens."""
+        """slot_table: [R, positions], with the KV slots of the spans' tokens."""
         tables = [slot_table[span.slot, : span.start + span.length] for span in spans]
         new = [table[span.start :] for table, span in zip(tables, spans)]
         queries, keys = [len(part) for part in new], [len(table) for table in tables]
@@ -121,8 +124,8 @@ class FlashInferPrompts(FlashInferAttention):
 
 
 class FlashInferTrees(FlashInferAttention):
-    """Attention of tree nodes to the tokens before the root and to their ancestors, where the host
-    knows how many these are. The mask is as wide as the whole sequence."""
+    """Attention of tree nodes to the tokens before the root and to their ancestors, if the host
+    knows the sequence lengths. The mask covers the whole sequence."""
 
     def __init__(
         self,
@@ -133,14 +136,14 @@ class FlashInferTrees(FlashInferAttention):
         kv_slots: Tensor,
         ancestors: Tensor,
     ) -> None:
-        """slots, prefix: of b requests, on the host; the others as in ``TreeNodes``."""
+        """slots, prefix: [b], on the host; other arguments as in ``TreeNodes``."""
         T = kv_slots.shape[1]
-        read, seen = [], []
+        read, masks = [], []
         for i, (slot, length) in enumerate(zip(slots, prefix)):
             read += [slot_table[slot, :length], kv_slots[i]]
             before = ancestors.new_ones(T, length)
-            seen.append(torch.cat([before, ancestors[i]], dim=1).flatten())
+            masks.append(torch.cat([before, ancestors[i]], dim=1).flatten())
         keys = [length + T for length in prefix]
-        mask = torch.cat(seen) if T > 1 else None
+        mask = torch.cat(masks) if T > 1 else None
         queries = [T] * len(keys)
         super().__init__(pool, kv_slots.reshape(-1), torch.cat(read), queries, keys, mask)

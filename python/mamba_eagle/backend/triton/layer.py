@@ -1,4 +1,4 @@
-"""A Mamba2 layer as the Triton kernels read it."""
+"""Sizes and weights of a Mamba2 layer, in the form that the Triton kernels take."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
 _skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
 
 
-def sizes_known(config: Mamba2Config) -> bool:
-    """Whether the kernels know these sizes; all published models have such."""
+def sizes_supported(config: Mamba2Config) -> bool:
+    """Whether the kernels support these sizes, as they do those of all published models."""
     channels = config.num_heads // config.num_groups * config.head_dim
     power = config.state_size & (config.state_size - 1) == 0
     return config.head_dim >= 16 and channels % 16 == 0 and power and config.state_size >= 16
@@ -27,23 +27,23 @@ def sizes_of(config: Mamba2Config) -> Sizes:
 
 
 def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
-    """What is read before the recurrence; made once per layer."""
-    known = _weights.get(layer)
-    if known is None:
+    """Weights that are used before the recurrence, cached per layer."""
+    weights = _weights.get(layer)
+    if weights is None:
         bias = layer.conv1d.bias
-        known = _weights[layer] = ConvWeights(
+        weights = _weights[layer] = ConvWeights(
             layer.conv1d.weight.detach()[:, 0].t().contiguous(),
             None if bias is None else bias.detach(),
             layer.dt_bias.detach().float(),
             layer.decay_rate(),
             layer.config.time_step_limit,
         )
-    return known
+    return weights
 
 
 def skip_weights(layer: Mamba2Mixer) -> Tensor:
-    """D [H] float32; made once per layer."""
-    known = _skips.get(layer)
-    if known is None:
-        known = _skips[layer] = layer.D.detach().float()
-    return known
+    """D [H] float32, cached per layer."""
+    skip = _skips.get(layer)
+    if skip is None:
+        skip = _skips[layer] = layer.D.detach().float()
+    return skip

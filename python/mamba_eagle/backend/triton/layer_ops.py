@@ -1,4 +1,4 @@
-"""Layer operations on a GPU: FlashInfer's where it is installed, and Triton's for what it lacks."""
+"""Layer operations on a GPU: Triton's, and FlashInfer's for norms and gates if it is installed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TritonOps(CudaOps):
 
 
 class FlashInferOps(TritonOps):
-    """One kernel each, which rounds once."""
+    """One kernel per operation, which rounds once."""
 
     name = "flashinfer"
 
     def __init__(self) -> None:
-        from flashinfer import activation, norm  # an optional package, for GPUs alone
+        from flashinfer import activation, norm  # an optional package for GPUs
 
         self.activation, self.norm = activation, norm
 

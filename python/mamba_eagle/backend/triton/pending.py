@@ -1,4 +1,4 @@
-"""Entries that wait for a drafter on a GPU: one launch each to take and to append them."""
+"""Pending entries of a drafter on a GPU: one kernel takes entries, another appends them."""
 
 from __future__ import annotations
 

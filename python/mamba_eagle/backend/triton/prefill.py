@@ -1,4 +1,4 @@
-"""Prompt chunks on a GPU: two kernels per layer for all of them, and nothing that waits."""
+"""Prompt chunks on a GPU: two kernels per layer for all chunks, without waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 
 
 class TritonPrefillContext(PrefillContext):
-    """The kernels read the state to start from where it is: only the feature is copied."""
+    """The kernels read the initial state from the state slot that holds it; only the feature is
+    copied."""
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class TritonPrefillContext(PrefillContext):
 
 
 def prompt_of(part: PrefillPart) -> Prompt:
-    """The own state slot is the last save, also where one is wanted at the chunk's end."""
+    """The chunk as the kernels take it. The request's own state slot is its last save, even if the
+    plan requests another one at the same position."""
     item = part.item
     saves = [(save.position - item.start, save.state_slot) for save in item.saves]
     saves.append((part.length, item.state_slot))

@@ -1,4 +1,4 @@
-"""One full state per node on a GPU: what servers do today, as well as we can write it."""
+"""One full state per node on a GPU, as in most servers today; written for a fair comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mamba_eagle.tree.tree import Tree
 
 
 class TritonSnapshot(StateScheme):
-    """Node i of a tree stands in row i; between steps only the history is kept."""
+    """Node i of a tree uses row i; between steps only the history is kept."""
 
     on_device = True
 
@@ -38,7 +38,7 @@ class TritonSnapshot(StateScheme):
         def inputs(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(requests, size.rows, width, dtype=dtype, device=like.device)
 
-        # of one layer at a time: layers run one after the other
+        # shared by all layers, which run one after the other
         self.inputs = RowBuffers(
             inputs(width, like.dtype), inputs(config.num_heads), inputs(config.num_heads)
         )
@@ -47,7 +47,7 @@ class TritonSnapshot(StateScheme):
         self.rows.start(slots, state_slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
-        """``keep`` is 0: the states already hold every accepted token."""
+        """``keep`` is always 0: the states already include all accepted tokens."""
         self.rows.store_history(slots, state_slots)
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
@@ -66,19 +66,20 @@ class TritonSnapshot(StateScheme):
     def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, conv_in = layer.index, conv_weights(layer), self.rows.conv_in[layer.index]
         C = tree_conv(xbc, dt, weights, conv_in, self.inputs, layout, self.sizes)
-        state, skip, made = self.pool.ssm[i], skip_weights(layer), self.node_states[i]
-        return snapshot_verify(self.inputs, C, weights.A, skip, state, made, layout, self.sizes)
+        state, skip, node_states = self.pool.ssm[i], skip_weights(layer), self.node_states[i]
+        states = (state, node_states)
+        return snapshot_verify(self.inputs, C, weights.A, skip, *states, layout, self.sizes)
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         count, pool, own = accepted.count, self.pool, self.rows
         last = accepted.nodes.gather(1, (count - 1).clamp(min=0)[:, None])  # [b, 1]
         at = (layout.slots, layout.state_slots, last[:, 0])
         commit_snapshots(self.node_states, pool.ssm, *at, count)
-        # a request that had ended accepts nothing: its state, feature and history stay
-        made = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
-        before = pool.feature[layout.state_slots]
+        # a request that had ended accepts no node and keeps its state, feature and history
+        new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
+        old = pool.feature[layout.state_slots]
         alive = (count > 0)[:, None]
-        pool.feature[layout.state_slots] = torch.where(alive, made.to(before.dtype), before)
+        pool.feature[layout.state_slots] = torch.where(alive, new.to(old.dtype), old)
         rows = layout.rows.gather(1, accepted.nodes) + own.history
         path = torch.cat([own.offsets.expand(len(count), -1), rows], dim=1)
         places = path.gather(1, count[:, None] + own.offsets)

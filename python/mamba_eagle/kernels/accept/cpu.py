@@ -1,5 +1,5 @@
-"""Accepting on a CPU: tree/accept.py and backend/torch/accept.py, whose forty small operations on a
-handful of integers cost more than a layer, as one loop each."""
+"""Accepting on a CPU: tree/accept.py and backend/torch/accept.py as one loop each. In torch it is
+forty small operations on a handful of integers, which cost more than a layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mamba_eagle.kernels.numba_math import kernel
 def accept_and_truncate(
     tree_tokens, parents, target, stop_tokens, remaining, slots, nodes, tokens, count, finished
 ):
-    """As accept, then truncate.
+    """Walk down each tree and cut the walk where the request ends.
 
-    tree_tokens, parents, target [b, T], negative where no token could be sampled;
-    stop_tokens [R, S], remaining [R]; slots [b];
-    out: nodes, tokens [b, D], count [b], finished [b].
+    tree_tokens, parents [b, T]; target [b, T], negative where no token could be sampled; slots [b];
+    by request slot: stop_tokens [R, S], remaining [R]. Out: nodes, tokens [b, D]; count, finished
+    [b].
     """
     b, T = parents.shape
     for r in range(b):
@@ -41,17 +41,17 @@ def accept_and_truncate(
 
 
 @kernel
-def commit(slots, own, nodes, tokens, count, finished, kv_slots, run, last_token, remaining):
+def commit(slots, own, nodes, tokens, count, finished, kv_slots, processed, last_token, remaining):
     """The accepted nodes become part of each request's sequence.
 
-    slots, count, finished [b]; own [b, T], the nodes' KV slots; nodes, tokens [b, D]; by request
-    slot, changed: kv_slots [R, positions], run, last_token, remaining [R].
+    slots, count, finished [b]; own [b, T], the nodes' KV slots; nodes, tokens [b, D]. Changed, by
+    request slot: kv_slots [R, positions]; processed, last_token, remaining [R].
     """
     for r in range(slots.shape[0]):
         slot, kept = slots[r], count[r]
         for step in range(kept):
-            kv_slots[slot, run[slot] + step] = own[r, nodes[r, step]]
-        run[slot] += kept
+            kv_slots[slot, processed[slot] + step] = own[r, nodes[r, step]]
+        processed[slot] += kept
         if kept > 0:
             last_token[slot] = tokens[r, kept - 1]
         remaining[slot] = 0 if finished[r] else remaining[slot] - kept
@@ -59,11 +59,11 @@ def commit(slots, own, nodes, tokens, count, finished, kv_slots, run, last_token
 
 @kernel
 def append_pending(slots, nodes, tokens, count, entries, waiting_tokens, waiting_entries, waiting):
-    """Accepted nodes wait for the drafter.
+    """Accepted nodes join the entries that wait for the drafter.
 
-    slots, count [b]; nodes, tokens [b, D]; entries [b, T, F], of all nodes; by request slot,
-    changed: waiting_tokens [R, E], waiting_entries [R, E, F], waiting [R], where that is not
-    negative.
+    slots, count [b]; nodes, tokens [b, D]; entries [b, T, F], of all nodes. Changed, by request
+    slot: waiting_tokens [R, E], waiting_entries [R, E, F], waiting [R]; nothing where ``waiting``
+    is negative.
     """
     for r in range(slots.shape[0]):
         slot = slots[r]

@@ -1,4 +1,4 @@
-"""Accepting on a GPU: tree/accept.py and backend/torch/accept.py, a program a request."""
+"""Accepting on a GPU: tree/accept.py and backend/torch/accept.py, one program per request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-# other numbers of nodes or stop tokens shall not need other machine code
+# not specialized: other numbers of nodes or stop tokens should not need new machine code
 @triton.jit(do_not_specialize=["T", "S"])
 def _accept_kernel(
     tree_tokens,  # [b, T]
@@ -31,7 +31,7 @@ def _accept_kernel(
     slot = tl.load(slots + request)
     left = tl.load(remaining + slot)
     index = tl.arange(0, TP)
-    is_child = (index > 0) & (index < T)  # the root is no one's
+    is_child = (index > 0) & (index < T)  # the root is nobody's child
     token_of = tl.load(tree_tokens + request * T + index, mask=is_child, other=-1)
     parent_of = tl.load(parents + request * T + index, mask=is_child, other=-1)
     stop = tl.arange(0, SP)
@@ -68,7 +68,7 @@ def accept_and_truncate(
     count: Tensor,
     finished: Tensor,
 ) -> None:
-    """As accept, then truncate.
+    """Walk down each tree and cut the walk where the request ends.
 
     Args:
         tree_tokens, parents, target: [b, T]; stop_tokens: [R, S]; remaining: [R]; slots: [b].
@@ -123,7 +123,7 @@ def _commit_kernel(
     accepted = step < kept
     node = tl.load(nodes + request * D + step, mask=accepted, other=0)
     placed = tl.load(own + request * T + node, mask=accepted, other=0)
-    tl.debug_barrier()  # all is read before anything is written
+    tl.debug_barrier()  # read everything before writing anything
     tl.store(kv_slots + slot * positions + first + step, placed, mask=accepted)
     tl.store(processed + slot, first + kept)
     tl.store(remaining + slot, tl.where(over, 0, left - kept))

@@ -1,5 +1,5 @@
-"""A drafter's pending entries on a GPU (drafting/model_drafter.py): which of them are processed
-and which are added. One program per request."""
+"""Taking and adding a drafter's pending entries (backend/pending.py) on a GPU, one program per
+request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _take_kernel(
     width,
     positions,
     padding_slot,
-    ALL: tl.constexpr,  # that wait are processed, and wait no longer
+    ALL: tl.constexpr,  # take all entries that wait
     EP: tl.constexpr,  # E, padded
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def _take_kernel(
     tl.store(counts_out + request, count)
     tl.store(finished_out + request, (count == 0).to(tl.uint8))
     tl.store(prefix_out + request, prefix)
-    tl.debug_barrier()  # all is read before anything is written
+    tl.debug_barrier()  # read everything before writing anything
     tl.store(processed + slot, prefix + count)
     if ALL:
         tl.store(pending + slot, waiting - count)
@@ -77,15 +77,15 @@ def take_pending(
     own: Tensor,
     positions: Tensor,
 ) -> None:
-    """The first pending entries of each request are about to be run; ``run`` counts them at once.
+    """The first pending entries of each request are about to be run; ``processed`` counts them.
 
     Args:
-        slots: [b]; counts: [b], how many; None: all that wait, of requests that have not ended,
-            and they wait no longer; a negative ``pending`` counts as none.
+        slots: [b]; counts: [b], how many of each. None: all that wait, if the request has not
+            ended, and they are no longer pending; a negative ``pending`` counts as none.
         remaining, processed, pending: [R]; pending_tokens: [R, width]; kv_slots: [R, positions].
-        Out: nodes, tokens: [b, E], E entries at most; count: [b]; finished: [b] bool; prefix: [b],
-            what was run before; own: [b, E], KV slots, ``padding_slot`` where there is no entry;
-            positions: [b, E]. All others are int64.
+        Out: nodes, tokens: [b, E], at most E entries; count: [b]; finished: [b] bool; prefix: [b],
+            entries run before; own: [b, E], KV slots, ``padding_slot`` where there is no entry;
+            positions: [b, E]. All but ``finished`` are int64.
     """
     b, E = nodes.shape
     _take_kernel[(b,)](
@@ -154,12 +154,12 @@ def append_pending(
     pending_features: Tensor,
     pending: Tensor,
 ) -> None:
-    """Accepted tokens wait for the drafter.
+    """Accepted tokens join the entries that wait for the drafter.
 
     Args:
         slots, count: [b]; tokens: [b, D]; entries: [b, D, F], their features, any float dtype.
         Changed, by request slot: pending_tokens [R, width], pending_features [R, width, F],
-            pending [R], where it is not negative.
+            pending [R]; nothing where ``pending`` is negative.
     """
     b, D, F = entries.shape
     _append_kernel[(b,)](

@@ -1,7 +1,7 @@
-"""Depthwise causal convolution of Mamba2, in readable torch.
+"""Mamba2's depthwise causal convolution in torch.
 
 Sums in float32, rounded once to the dtype of the inputs: every token's x and B pass through here,
-and what is lost here is lost in the state.
+and precision lost here is lost in the state.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def causal_conv(
 
 
 def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same for tokens whose predecessors were gathered: nodes of a tree.
+    """The same for tokens whose predecessors were gathered, such as the nodes of a tree.
 
     Args:
-        windows: [n, K, channels], each token's K-1 nearest ancestors, oldest first, and itself.
-        weight: [K, channels], that is, transposed.
+        windows: [n, K, channels]: each token's K-1 nearest ancestors, oldest first, then itself.
+        weight: [K, channels], transposed.
     Returns: [n, channels].
     """
     out = (windows.float() * weight.float()).sum(1)
@@ -53,9 +53,9 @@ def conv_prompts(
     """The convolution over prompts that lie one after the other, from and to state slots.
 
     Args:
-        xbc: [n, channels]; weight: [K, channels], that is, transposed.
-        history: [slots, K-1, channels], the raw inputs before a state slot; written where the
-            prompts say.
+        xbc: [n, channels]; weight: [K, channels], transposed.
+        history: [slots, K-1, channels], the last raw inputs of each state slot; written where the
+            prompts save.
     Returns: [n, channels].
     """
     out = torch.empty_like(xbc, memory_format=torch.contiguous_format)

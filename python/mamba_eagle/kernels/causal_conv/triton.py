@@ -1,8 +1,9 @@
-"""Before the recurrence, for all nodes of all trees: convolution along the path, and step sizes.
+"""What precedes the recurrence, for all nodes of all trees: convolution along each node's path, and
+step sizes.
 
-One pass over in_proj's output. A node's predecessors are its ancestors in the tree and then the
-tail of its request's path; the results go where tree_verify.triton reads them: into the nodes'
-rows, and C, which no later step needs, beside them.
+One pass over in_proj's output. A node's predecessors are its ancestors in the tree, then the tail
+of its request's path. The results go where tree_verify/triton.py reads them: x, B, dt and L into
+the nodes' rows, and C, which no later step needs, into a tensor of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from mamba_eagle.kernels.triton_math import previous_done, silu, step_sizes
 
 
 class ConvWeights(NamedTuple):
-    """Of one layer; K taps over conv_dim = H*P + 2*G*N channels."""
+    """The weights of one layer; K taps over conv_dim = H*P + 2*G*N channels."""
 
-    conv_weight: Tensor  # [K, conv_dim], that is, transposed
+    conv_weight: Tensor  # [K, conv_dim], transposed
     conv_bias: Tensor | None  # [conv_dim]
     dt_bias: Tensor  # [H] float32
     A: Tensor  # [H] float32, negative
-    step_limit: tuple[float, float]  # what dt is clamped to
+    step_limit: tuple[float, float]  # dt is clamped to this range
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _convolve(
     total = tl.zeros([TP, BLOCK], tl.float32)
     if conv_bias is not None:
         total += tl.load(conv_bias + channel, mask=in_block, other=0.0).to(tl.float32)[None, :]
-    # the node itself, its parent, …; below 0 the tail of the path: -1 its last token
+    # the node, its parent, …; below 0 the tail of the path, whose last token is -1
     source = node
     own = tl.load(
         xbc + (request * T + node[:, None]) * xbc_stride + channel[None, :],
@@ -119,7 +120,7 @@ def _step_sizes(
     FOLD: tl.constexpr,
 ):
     """dt and L of HEAD_BLOCK heads of all nodes of a request."""
-    PADDED: tl.constexpr = TP if TP == 1 or TP > 16 else 16  # what tl.dot takes
+    PADDED: tl.constexpr = TP if TP == 1 or TP > 16 else 16  # tl.dot needs 16
     node = tl.arange(0, PADDED)
     valid = node < T
     row = tl.load(rows + request * T + node, mask=valid, other=0).to(tl.int32)
@@ -128,7 +129,7 @@ def _step_sizes(
     inside = valid[:, None] & in_block[None, :]
     length = tl.load(journal_len + request).to(tl.int32)
     last = tl.load(journal + request * M + length - 1, mask=length > 0, other=0).to(tl.int32)
-    started = tl.where(length > 0, H, 0)  # heads that start from the L of the journal's end
+    started = tl.where(length > 0, H, 0)  # heads whose L goes on from the end of the journal
     if FOLD:
         started = tl.where(tl.load(fold + request) != 0, 0, started)
     place = slot * W * H + last * H + head
@@ -222,8 +223,8 @@ def tree_conv(
     """Fill the nodes' rows: x, B, dt and L in ``buffers``, raw inputs in ``conv_in``.
 
     Args:
-        xbc: [b*T, conv_dim] and dt_raw: [b*T, H], views of in_proj's output will do.
-        conv_in: [R, K-1+W, conv_dim]: the history, and the rows.
+        xbc: [b*T, conv_dim]; dt_raw: [b*T, H]; both may be views of in_proj's output.
+        conv_in: [R, K-1+W, conv_dim]: the history, then the rows.
     Returns: C [b, T, G*N], dtype of xbc.
     """
     b, T = step.rows.shape
@@ -238,29 +239,15 @@ def tree_conv(
     head_block = 16 if padded > 16 else 32
     low, high = weights.step_limit
     overlap = launches_overlap(xbc.device)
+    tensors = (xbc, dt_raw, *weights[:4], conv_in, *buffers, C)
+    journal = (step.slots, step.journal, step.journal_len)
+    nodes = (step.rows, step.parents, step.ancestors, step.tail, step.fold)
+    numbers = (T, buffers.xB.shape[1], step.journal.shape[1], xbc.stride(0), dt_raw.stride(0))
     _tree_conv_kernel[(triton.cdiv(conv_dim, block) + triton.cdiv(H, head_block), b)](
-        xbc,
-        dt_raw,
-        weights.conv_weight,
-        weights.conv_bias,
-        weights.dt_bias,
-        weights.A,
-        conv_in,
-        *buffers,
-        C,
-        step.slots,
-        step.journal,
-        step.journal_len,
-        step.rows,
-        step.parents,
-        step.ancestors,
-        step.tail,
-        step.fold,
-        T,
-        buffers.xB.shape[1],
-        step.journal.shape[1],
-        xbc.stride(0),
-        dt_raw.stride(0),
+        *tensors,
+        *journal,
+        *nodes,
+        *numbers,
         float(low),
         float(high),
         H=H,
@@ -299,7 +286,7 @@ def _history_kernel(
         inside = (place < K - 1)[:, None] & (channel < CONV_DIM)[None, :]
         source = tl.load(places + request * (K - 1) + place, mask=place < K - 1, other=0)
         value = tl.load(conv_in + source[:, None] * CONV_DIM + channel[None, :], mask=inside)
-        tl.debug_barrier()  # old and new history may overlap: all is read before any is written
+        tl.debug_barrier()  # old and new history may overlap: read all before writing any
         tl.store(conv_in + place[:, None] * CONV_DIM + channel[None, :], value, mask=inside)
 
 
@@ -310,7 +297,7 @@ def move_history(
 
     Args:
         conv_in: [layers, R, K-1+W, conv_dim], contiguous.
-        slots: [b] and places: [b, K-1], int64; wanted: [b], what is 0 or False moves nothing.
+        slots: [b] and places: [b, K-1], int64; wanted: [b], 0 or False where nothing moves.
     """
     layers, R, num_places, conv_dim = conv_in.shape
     _history_kernel[(triton.cdiv(conv_dim, block), layers, len(slots))](

@@ -1,7 +1,8 @@
-"""Before the scan, for all prompts of a batch: convolution from the histories, and step sizes.
+"""What precedes the scan, for all prompts of a batch: convolution, and step sizes.
 
-One pass over in_proj's output. x, B and C come out as views of one tensor, dt with the tokens of a
-head side by side: as ssd.triton reads them. The histories of saved state slots are written, too.
+One pass over in_proj's output, starting from the saved histories. x, B and C come out as views of
+one tensor, dt with the tokens of a head next to each other, as ssd/triton.py reads them. Where a
+state is saved, its history is written as well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _saved_history(
     CONV_DIM: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The K-1 raw inputs before each segment's end, to the slot that it names."""
+    """Write the last K-1 raw inputs of each segment to the state slot that it names."""
     for s in range(segment, last_segment):
         end = tl.load(segments + s * 3 + 1)
         slot = tl.load(segments + s * 3 + 2).to(tl.int64)
@@ -48,7 +49,7 @@ def _saved_history(
             start = tl.where(token >= first, from_prompt, from_past)
             wanted = (back > 0) & in_block
             value = tl.load(start + channel, mask=wanted & (token >= known), other=0.0)
-            tl.debug_barrier()  # the slot may be the source: all is read before any is written
+            tl.debug_barrier()  # the slot may be the source: read all before writing any
             target = history + slot * history_stride + (K - 1 - back) * CONV_DIM
             tl.store(target + channel, value, mask=wanted)
 
@@ -150,10 +151,10 @@ def _prefill_conv_kernel(
 
 
 class ScanInputs(NamedTuple):
-    """What ssd.triton.scan takes: views of one tensor, and dt with tokens side by side."""
+    """What ssd/triton.py's scan takes: views of one tensor, and dt by heads."""
 
     x: Tensor  # [n, H, P]
-    dt: Tensor  # [n, H] float32
+    dt: Tensor  # [n, H] float32; the tokens of a head are contiguous
     B: Tensor  # [n, G, N]
     C: Tensor  # [n, G, N]
 
@@ -168,10 +169,10 @@ def prefill_conv(
     block: int = 256,
     warps: int = 4,
 ) -> ScanInputs:
-    """torch.py's conv_prompts, split, and step sizes. Does not wait for the device.
+    """torch.py's conv_prompts, split into x, B and C, and step sizes. Nothing waits for the device.
 
     Args:
-        xbc: [n, conv_dim] and dt_raw: [n, H], views of in_proj's output will do.
+        xbc: [n, conv_dim]; dt_raw: [n, H]; both may be views of in_proj's output.
         history: [slots, K-1, conv_dim], the layer's part of the pool, contiguous, dtype of xbc.
     """
     K, conv_dim = weights.conv_weight.shape

@@ -1,6 +1,6 @@
-"""Growing and cutting a draft tree on a CPU: tree/tree.py's Candidates as two loops.
+"""Growing and pruning a draft tree on a CPU: tree/candidates.py as two loops.
 
-Equal scores rank as they do there, the lower number first.
+Of equal scores the lower candidate number ranks first, as there.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from mamba_eagle.kernels.top_log_probs.cpu import insert
 
 @kernel
 def expand(log_probs, lane_scores, lane_numbers, parents, scores, lanes, frontier):
-    """The children of each lane, and the best k of all of them: the next lanes.
+    """The children of each lane; the best k of all of them are the next lanes.
 
     Args:
         log_probs: [b, n, k]; lane_scores, lane_numbers: [b, n].
-        Out: parents, scores [b, n*k]; of the next lanes the parent's lane, lanes [b, k], and
-        frontier [b, k], their place among the new candidates.
+        Out, of the children: parents, scores [b, n*k]. Out, of the next lanes: lanes [b, k], the
+        parent's lane; frontier [b, k], their places among the children.
     """
     b, n, k = log_probs.shape
     best = np.empty(k, np.float32)
     for r in range(b):
-        best[:], frontier[r] = -np.inf, 0
+        filled = 0
         for lane in range(n):
             for child in range(k):
                 at = lane * k + child
                 parents[r, at] = lane_numbers[r, lane]
-                # a rounding above 0 must not lift a child above its parent
+                # rounding may leave a log-probability above 0; no child may score above its parent
                 scores[r, at] = lane_scores[r, lane] + min(log_probs[r, lane, child], ZERO)
-                if scores[r, at] > best[k - 1]:
+                if filled < k:  # whatever its score, which may be -inf
+                    filled += 1
+                    insert(scores[r, at], at, best[:filled], frontier[r, :filled])
+                elif scores[r, at] > best[k - 1]:
                     insert(scores[r, at], at, best, frontier[r])
         for lane in range(k):
             lanes[r, lane] = frontier[r, lane] // k
@@ -40,7 +43,7 @@ def expand(log_probs, lane_scores, lane_numbers, parents, scores, lanes, frontie
 def select(all_tokens, all_parents, all_scores, topk, tokens, parents, depths, ancestors, scores):
     """The root and the best T - 1 candidates, by depth, then by score.
 
-    all_tokens, all_parents, all_scores [b, candidates]; out: a Tree's fields, [b, T] and
+    all_tokens, all_parents, all_scores [b, candidates]. Out: the fields of a Tree, [b, T] and
     ancestors [b, T, T].
     """
     b, C = all_scores.shape
@@ -56,7 +59,7 @@ def select(all_tokens, all_parents, all_scores, topk, tokens, parents, depths, a
                     best = c
             taken[best] = True
             chosen[i] = best
-            # numbers are dense: 1 root, k of depth 1, then k² a depth
+            # numbers are dense: the root, k of depth 1, then k² per depth
             deeper = (best - topk - 1) // (topk * topk) + 2
             depth_of[i] = 0 if best == 0 else 1 if best <= topk else deeper
         node, depth = 0, 0

@@ -1,7 +1,8 @@
-"""Growing and cutting a draft tree on a GPU: tree/tree.py's Candidates, a launch for each step.
+"""Growing and pruning a draft tree on a GPU: tree/candidates.py, one launch per depth and
+one to prune.
 
-A program has one request. Scores are ranked by keys that differ (top_log_probs/triton.py), equal
-ones by number, as they rank there. Nothing here waits for the device.
+One program per request. Scores are ranked by distinct keys (top_log_probs/triton.py), which put the
+lower candidate number first among equals. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mamba_eagle.kernels.top_log_probs.triton import NO_KEY, key_number, key_val
 
 
 class Grown(NamedTuple):
-    """All candidates, in the order of their numbers; C is room for all that there will be."""
+    """All candidates by number; there is room for C of them."""
 
     tokens: Tensor  # [b, C] int64
     parents: Tensor  # [b, C] int64, numbers
@@ -25,10 +26,10 @@ class Grown(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """The best of the newest candidates."""
+    """The best of the newest candidates, to draft from next."""
 
     tokens: Tensor  # [b, k] int64
-    lanes: Tensor  # [b, k] int64: the parent's, among the lanes before
+    lanes: Tensor  # [b, k] int64: the parent's, among the previous lanes
     numbers: Tensor  # [b, k] int64
     scores: Tensor  # [b, k] float32
 
@@ -60,7 +61,7 @@ def _expand_kernel(
     given = request * (LANES * K) + child
     token = tl.load(tokens + given, mask=valid, other=0)
     score = tl.load(log_probs + given, mask=valid, other=0.0)
-    score = tl.where(score > 0.0, 0.0, score)  # no child above its parent
+    score = tl.where(score > 0.0, 0.0, score)  # no child may score above its parent
     at = request * C + seen + child
     if FIRST:
         tl.store(all_tokens + request * C, tl.load(roots + request))
@@ -95,7 +96,7 @@ def expand(
     Args:
         log_probs, tokens: [b, n, k], of n lanes; roots: [b, 1].
         above: the n lanes; None: the roots.
-        seen: how many candidates there are already, the root among them.
+        seen: how many candidates there are already, including the root.
     """
     b, n, k = tokens.shape
     integers = (tokens.new_empty(b, k) for _ in range(3))
@@ -125,7 +126,7 @@ def _select_kernel(
     all_tokens,  # [b, C]
     all_parents,  # [b, C]
     all_scores,  # [b, C]
-    chosen,  # [b, T], numbers by rank: for this kernel alone
+    chosen,  # [b, T], numbers by rank: scratch
     tokens,  # [b, T]
     parents,  # [b, T]
     depths,  # [b, T]
@@ -138,7 +139,7 @@ def _select_kernel(
     MAX_DEPTH: tl.constexpr,
     CP: tl.constexpr,  # candidates, padded
     TP: tl.constexpr,  # nodes, padded
-    CHUNK: tl.constexpr,  # candidates that all others are compared with at once
+    CHUNK: tl.constexpr,  # candidates to compare all others with at once
 ):
     request = tl.program_id(0).to(tl.int64)
     all_tokens += request * C
@@ -162,7 +163,7 @@ def _select_kernel(
     by_rank = tl.arange(0, TP)
     exists = by_rank < T
     picked = tl.load(chosen + first_node + by_rank, mask=exists, other=-1)
-    # numbers are dense: 1 root, k of depth 1, then k² a depth
+    # numbers are dense: the root, k of depth 1, then k² per depth
     depth = tl.where(picked > TOPK, (picked - TOPK - 1) // (TOPK * TOPK) + 2, 1)
     depth = tl.where(picked == 0, 0, depth)
     order = tl.where(exists, depth * TP + by_rank, MAX_DEPTH * TP + TP)
@@ -201,7 +202,7 @@ def select(
 ) -> None:
     """The root and the best T - 1 of ``seen`` candidates, by depth, then by score.
 
-    max_depth: of the candidates. Out: a Tree's fields, [b, T], but ancestors [b, T, T] bool.
+    max_depth: of the candidates. Out: the fields of a Tree, [b, T] and ancestors [b, T, T] bool.
     """
     b, T = tokens.shape
     padded = triton.next_power_of_2(seen)

@@ -1,4 +1,4 @@
-"""layers.norm.GatedGroupRMSNorm in one pass."""
+"""The gated RMSNorm in one pass."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def _gated_norm_kernel(
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
-    """``weight * rmsnorm_group(y * silu(gate))``: y, gate [n, size], weight [size] -> [n, size].
+    """``weight · rms_norm(y · silu(gate))``, a norm for each group of channels.
 
-    The last dimensions must be contiguous; gate may be a view of in_proj's output.
+    y, gate: [n, size]; weight: [size] -> [n, size], gate's dtype. The last dimensions must be
+    contiguous; gate may be a view of in_proj's output.
     """
     n, size = y.shape
     out = torch.empty(n, size, dtype=gate.dtype, device=y.device)

@@ -1,9 +1,10 @@
-"""Matrix products of few rows on a CPU, one thread, with bfloat16 weights and float32 sums.
+"""Matrix products of few rows on a CPU: one thread, bfloat16 weights, float32 sums.
 
-A row is bound by how fast the weight streams in. Checkpoints are published in bfloat16, so keeping
-their 16 bits and widening them in registers changes no value and halves the traffic. All products
-of the embedded model take 0.17, 0.31, 0.55 and 0.92 ms for 1, 4, 8 and 12 rows, against 1.3, 1.4,
-1.6 and 2.1 ms with oneDNN's packed float32 weights (one core of an EPYC 9005, measured).
+With few rows, the time is that of reading the weights. Checkpoints are published in bfloat16, so
+keeping their 16 bits and widening them in registers changes no value and halves what is read.
+Measured on one core of an EPYC 9005, all products of the embedded model take 0.17, 0.31, 0.55 and
+0.92 ms for 1, 4, 8 and 12 rows, against 1.3, 1.4, 1.6 and 2.1 ms with oneDNN's packed float32
+weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, kernel
 
-MAX_ROWS = 16  # above, oneDNN's blocked product is faster
+MAX_ROWS = 16  # for more rows oneDNN's blocked product is faster
 _SHIFT = np.uint32(16)
 
 
@@ -26,7 +27,7 @@ def _widen(bits):
 def few_rows(x, weight, y):
     """y = x Wᵀ. x [n, in] float32; weight [out, in], bfloat16 as uint16; y [n, out] float32.
 
-    Blocks of two outputs by four rows: six loads for eight products. Larger blocks run out of
+    In blocks of two outputs by four rows: six loads for eight products. Larger blocks run out of
     vector registers, smaller ones wait for loads.
     """
     n, size = x.shape

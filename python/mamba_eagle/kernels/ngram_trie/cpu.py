@@ -1,13 +1,13 @@
 """A trie of n-grams in two arrays, and the draft trees that it predicts (``naive.py``).
 
-A node is one n-gram: a row of ``nodes`` [capacity + 1, 8] int32, of which row 0 stands for none.
+A node is one n-gram: an entry of ``nodes`` [capacity + 1, 8] int32, whose entry 0 means "none".
 ``buckets`` [power of two] int32 finds a node by its parent and token; ``state`` [2] int64 holds how
-many rows were ever used and the hand of the clock. Children are listed with the most recently
-seen first.
+many entries were ever used and the position of the clock's hand. A node's children are listed with
+the most recently seen first.
 
-When all rows are taken, the clock (second chance) picks the one to be used again: the hand goes
-round over the rows, passes each that has children, and gives one more round to each that was seen
-again since it last came by. A root in use (PINNED) is passed until it is released.
+When all entries are taken, the clock algorithm (second chance) picks one to be reused: the hand
+moves round the entries, skips those with children, and gives another round to those that were seen
+again since it last passed. A root in use (PINNED) is skipped until it is released.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 
 from mamba_eagle.kernels.numba_math import kernel
 
-# What naive.py explains; here, because compiled code is kept until its own file changes.
+# Explained in naive.py; defined here because compiled code is cached until its own file changes.
 ESCAPE = 3
-MAX_CHILDREN = 32  # continuations of one context that are looked at, the most recent first
-MAX_TOKENS = 64  # candidates of one node
-ENOUGH = 0.1  # of the mass is left: shorter contexts can change little
-UNKNOWN = -20.0  # log-probability of a token that only fills the tree
+MAX_CHILDREN = 32  # continuations considered per context, the most recent first
+MAX_TOKENS = 64  # candidates per node
+ENOUGH = 0.1  # once this little mass is left, shorter contexts change hardly anything
+UNKNOWN = -20.0  # log-probability of a token that merely fills up the tree
 
 FIELDS = 8
-TOKEN, PARENT, COUNT, CHILD, NEXT, PREVIOUS, CHAIN, USED = range(FIELDS)
+TOKEN, PARENT, COUNT, CHILD, NEXT, PREVIOUS, SAME_BUCKET, USED = range(FIELDS)
 AGAIN, PINNED = 1, 2  # values of USED
 
 
@@ -38,23 +38,23 @@ def _bucket(buckets, parent, token):
 
 @kernel
 def find(nodes, buckets, parent, token):
-    """The child of ``parent`` for ``token``; 0: there is none."""
+    """The child of ``parent`` for ``token``, or 0 if there is none."""
     at = buckets[_bucket(buckets, int(parent), int(token))]
     while at and (nodes[at, PARENT] != parent or nodes[at, TOKEN] != token):
-        at = nodes[at, CHAIN]
+        at = nodes[at, SAME_BUCKET]
     return at
 
 
 @kernel
 def _unlist(nodes, at):
-    """Take ``at`` out of its parent's list of children."""
-    before, behind = nodes[at, PREVIOUS], nodes[at, NEXT]
+    """Remove ``at`` from its parent's list of children."""
+    before, after = nodes[at, PREVIOUS], nodes[at, NEXT]
     if before:
-        nodes[before, NEXT] = behind
+        nodes[before, NEXT] = after
     else:
-        nodes[nodes[at, PARENT], CHILD] = behind
-    if behind:
-        nodes[behind, PREVIOUS] = before
+        nodes[nodes[at, PARENT], CHILD] = after
+    if after:
+        nodes[after, PREVIOUS] = before
 
 
 @kernel
@@ -69,23 +69,23 @@ def _list_first(nodes, at):
 
 @kernel
 def _forget(nodes, buckets, at):
-    """A node without children leaves the trie."""
+    """Remove a node without children from the trie."""
     if nodes[at, PARENT] == 0:  # a root
         return
     _unlist(nodes, at)
     bucket = _bucket(buckets, int(nodes[at, PARENT]), int(nodes[at, TOKEN]))
     if buckets[bucket] == at:
-        buckets[bucket] = nodes[at, CHAIN]
+        buckets[bucket] = nodes[at, SAME_BUCKET]
         return
     before = buckets[bucket]
-    while nodes[before, CHAIN] != at:
-        before = nodes[before, CHAIN]
-    nodes[before, CHAIN] = nodes[at, CHAIN]
+    while nodes[before, SAME_BUCKET] != at:
+        before = nodes[before, SAME_BUCKET]
+    nodes[before, SAME_BUCKET] = nodes[at, SAME_BUCKET]
 
 
 @kernel
-def _free_row(nodes, buckets, state, keep):
-    """A row to write a new node to; never ``keep``, which is to be its parent."""
+def _free_entry(nodes, buckets, state, keep):
+    """An entry for a new node; never ``keep``, which will be its parent."""
     last = nodes.shape[0] - 1
     if state[0] < last:
         state[0] += 1
@@ -104,7 +104,7 @@ def _free_row(nodes, buckets, state, keep):
 
 @kernel
 def new_root(nodes, buckets, state):
-    at = _free_row(nodes, buckets, state, 0)
+    at = _free_entry(nodes, buckets, state, 0)
     nodes[at] = 0
     nodes[at, TOKEN], nodes[at, USED] = -1, PINNED
     return at
@@ -116,11 +116,11 @@ def _find_or_make(nodes, buckets, state, parent, token):
     if at:
         nodes[at, USED] = AGAIN
         return at
-    at = _free_row(nodes, buckets, state, parent)
+    at = _free_entry(nodes, buckets, state, parent)
     nodes[at] = 0
     nodes[at, TOKEN], nodes[at, PARENT] = token, parent
     bucket = _bucket(buckets, int(parent), int(token))
-    nodes[at, CHAIN], buckets[bucket] = buckets[bucket], at
+    nodes[at, SAME_BUCKET], buckets[bucket] = buckets[bucket], at
     _list_first(nodes, at)
     return at
 
@@ -129,8 +129,8 @@ def _find_or_make(nodes, buckets, state, parent, token):
 def count(nodes, buckets, state, root, text, first, end, depth):
     """Count, below ``root``, all n-grams of up to ``depth`` tokens that end in text[first:end].
 
-    text [≥ end]. Each start of an n-gram is one walk down; what it meets in front of ``first`` was
-    counted before, and is made again if it was forgotten since.
+    text [≥ end]. There is one walk down for each start of an n-gram. Nodes on it that end before
+    ``first`` were counted earlier; if they were forgotten since, they are made again.
     """
     for start in range(max(0, first - depth + 1), end):
         at = root
@@ -145,7 +145,7 @@ def count(nodes, buckets, state, root, text, first, end, depth):
 
 @kernel
 def _predict(nodes, contexts, topk, tokens, mass):
-    """Candidates behind ``contexts`` [orders, 2], the nodes of the last 0, 1, … tokens in the
+    """Candidates to follow ``contexts`` [orders, 2]: the nodes of the last 0, 1, … tokens in the
     request's own text and in the finished ones. Out: tokens, mass [MAX_TOKENS]. Returns how many.
     """
     found, left = 0, 1.0
@@ -189,12 +189,12 @@ def _match(nodes, buckets, root, text, end, contexts, source):
 
 
 @kernel
-def _fill(picked, scores, children, filled, topk, steps):
-    """Add nodes that nothing speaks for, until the tree is full: below the first node with room,
-    the lowest token that it does not have yet. picked [T, 3]: token, parent, depth."""
+def _fill(picked, scores, children, filled, topk, max_depth):
+    """Fill up the tree with arbitrary nodes: below the first node that has room, the lowest token
+    that it does not have yet. picked [T, 3]: token, parent, depth."""
     at = 0
     while filled < picked.shape[0]:
-        while picked[at, 2] >= steps or children[at] >= topk:
+        while picked[at, 2] >= max_depth or children[at] >= topk:
             at += 1
         token, child = 0, 1
         while child < filled:
@@ -209,9 +209,9 @@ def _fill(picked, scores, children, filled, topk, steps):
 
 
 @kernel
-def _grow(nodes, buckets, contexts, topk, steps, picked, scores, children):
-    """Pick the most probable nodes, best first. contexts [T, orders, 2]: those of the root stand
-    in row 0. picked [T, 3]: token, parent, depth; the root's is there. Returns how many."""
+def _grow(nodes, buckets, contexts, topk, max_depth, picked, scores, children):
+    """Pick the most probable nodes, best first. contexts [T, orders, 2], by node; the root's are
+    given. picked [T, 3]: token, parent, depth; the root's are given. Returns how many."""
     T, orders = contexts.shape[0], contexts.shape[1]
     tokens, mass = np.empty(MAX_TOKENS, np.int64), np.empty(MAX_TOKENS, np.float64)
     waiting = np.empty((T * topk, 2), np.int64)  # token and parent; parent -1: picked
@@ -219,7 +219,7 @@ def _grow(nodes, buckets, contexts, topk, steps, picked, scores, children):
     filled, num_waiting = 1, 0
     while filled < T:
         last = filled - 1
-        if picked[last, 2] < steps:
+        if picked[last, 2] < max_depth:
             found = _predict(nodes, contexts[last], topk, tokens, mass)
             for _ in range(min(topk, found)):
                 best = 0
@@ -267,7 +267,7 @@ def draft(
     slots,
     depth,
     topk,
-    steps,
+    max_depth,
     out_tokens,
     out_parents,
     out_depths,
@@ -276,9 +276,9 @@ def draft(
 ):
     """A tree for each request of ``slots`` [b] int64.
 
-    finished: the root of finished requests' n-grams; roots, lengths, counted [R] int64, texts
-    [R, positions] int32. What of a text was not counted before, is counted first.
-    Out: a Tree's fields, [b, T] and ancestors [b, T, T].
+    finished: the root of the n-grams of finished requests; roots, lengths, counted [R] int64, texts
+    [R, positions] int32. The part of each text that was not counted yet is counted first.
+    Out: the fields of a Tree, [b, T] and ancestors [b, T, T].
     """
     b, T = out_tokens.shape
     contexts = np.empty((T, depth, 2), np.int64)
@@ -294,8 +294,8 @@ def draft(
         picked[0, 0], picked[0, 1], picked[0, 2] = text[end - 1], 0, 0
         scores[0] = 0.0
         children[:] = 0
-        filled = _grow(nodes, buckets, contexts, topk, steps, picked, scores, children)
-        _fill(picked, scores, children, filled, topk, steps)
+        filled = _grow(nodes, buckets, contexts, topk, max_depth, picked, scores, children)
+        _fill(picked, scores, children, filled, topk, max_depth)
         node, level = 0, 0
         while node < T:
             for i in range(T):

@@ -1,7 +1,8 @@
-"""What an n-gram trie predicts, counted anew from the texts: the truth that ``cpu.py`` is held to.
+"""What an n-gram trie predicts, counted from the texts themselves.
 
-Prediction by partial matching (Cleary and Witten, IEEE Trans. Comm. 32, 1984), with the escapes of
-method C (Moffat, IEEE Trans. Comm. 38, 1990) times ESCAPE: more is left to shorter contexts.
+Prediction by partial matching (Cleary and Witten, IEEE Trans. Comm. 32, 1984), with the escape
+probabilities of method C (Moffat, IEEE Trans. Comm. 38, 1990) times ESCAPE, which leaves more to
+shorter contexts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Node(NamedTuple):
 
 
 def continuations(texts: Texts, context: Sequence[int]) -> dict[int, int]:
-    """How often each token came behind ``context``, the most recent first."""
+    """How often each token followed ``context``, the most recent token first."""
     n, counts = len(context), dict[int, int]()
     for text in texts:
         for end in range(n, len(text)):
@@ -37,14 +38,16 @@ def continuations(texts: Texts, context: Sequence[int]) -> dict[int, int]:
 def predict(
     own: Sequence[int], finished: Texts, path: Sequence[int], depth: int, topk: int
 ) -> dict[int, float]:
-    """Probability of each candidate behind ``own`` and the drafted ``path``.
+    """Probability of each candidate to follow ``own`` and the drafted ``path``.
 
-    Contexts of n < ``depth`` tokens, longest first, the request's own text before the finished
-    ones. With continuations c_t of d kinds, N = Σ c_t, a context gives token t
+    Contexts of n < ``depth`` tokens are used, longest first, and the request's own text before the
+    finished ones. If a context was followed by d different tokens, by token t c_t times, and
+    N = Σ c_t, it gives token t
 
         left · c_t / (N + ESCAPE d)
 
-    where ``left`` is what longer contexts gave away: each leaves ESCAPE d / (N + ESCAPE d) of it.
+    where ``left`` is the mass that longer contexts have left over: each leaves the fraction
+    ESCAPE d / (N + ESCAPE d) of it.
     """
     text = [*own, *path]
     mass, left = dict[int, float](), 1.0
@@ -64,15 +67,15 @@ def predict(
 
 
 def draft(
-    own: Sequence[int], finished: Texts, depth: int, topk: int, steps: int, nodes: int
+    own: Sequence[int], finished: Texts, depth: int, topk: int, max_depth: int, nodes: int
 ) -> list[Node]:
-    """The root and the ``nodes - 1`` most probable nodes of at most ``topk`` children each and
-    ``steps`` deep, best first; behind them, where too little is known, tokens that fill up."""
+    """The root and the ``nodes - 1`` most probable nodes, best first, in a tree of at most ``topk``
+    children per node and at most ``max_depth`` deep. Fillers make up for missing candidates."""
     tree, waiting = [Node(own[-1], 0, 0, 0.0)], list[Node]()
     paths: list[list[int]] = [[]]
     while len(tree) < nodes:
         last = len(tree) - 1
-        if tree[last].depth < steps:
+        if tree[last].depth < max_depth:
             mass = predict(own, finished, paths[last], depth, topk)
             best = sorted(mass, key=lambda token: -mass[token])[:topk]
             for token in best:
@@ -85,15 +88,17 @@ def draft(
         tree.append(chosen)
         paths.append([*paths[chosen.parent], chosen.token])
     while len(tree) < nodes:
-        tree.append(_filler(tree, topk, steps))
+        tree.append(_filler(tree, topk, max_depth))
     return tree
 
 
-def _filler(tree: list[Node], topk: int, steps: int) -> Node:
+def _filler(tree: list[Node], topk: int, max_depth: int) -> Node:
     """Below the first node with room, the lowest token that it does not have yet."""
     for at, node in enumerate(tree):
         taken = {child.token for child in tree[1:] if child.parent == at}
-        if node.depth < steps and len(taken) < topk:
+        if node.depth < max_depth and len(taken) < topk:
             token = next(token for token in range(topk) if token not in taken)
             return Node(token, at, node.depth + 1, node.score + UNKNOWN)
-    raise ValueError(f"no tree of {steps} steps with top-k {topk} has more than {len(tree)} nodes")
+    raise ValueError(
+        f"no tree of depth {max_depth} with top-k {topk} has more than {len(tree)} nodes"
+    )

@@ -1,4 +1,4 @@
-"""relu(x)² in one pass over the input's own memory."""
+"""relu(x)² in one pass, in place."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def _relu_squared_kernel(
 
 
 def relu_squared_(x: Tensor) -> Tensor:
-    """In place, and returned; x contiguous, bfloat16, float16 or float32. Rounded once, as torch's
-    square of a relu is."""
+    """Overwrite x with ``relu(x)²`` and return it. x: contiguous; bfloat16, float16 or float32.
+
+    Rounded once, as torch.py's is.
+    """
     size = x.numel()
     _relu_squared_kernel[(triton.cdiv(size, BLOCK),)](x, size, BLOCK=BLOCK, num_warps=4)
     return x

@@ -1,4 +1,4 @@
-"""layers.rotary.rotate in place, in one launch."""
+"""Rotary position encoding in place, in one launch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def _rotate_kernel(
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channel i < half turns with channel i + half, those behind stay; in place, and returned.
+    """Turn channels i < half with channels i + half, in place, and return x; channels from 2 * half
+    on stay as they are.
 
-    x [n, heads, D], D contiguous, rows and heads any distance apart; cos, sin [n, 1, half]
-    float32, contiguous; 2 * half <= D.
+    x [n, heads, D], D contiguous, rows and heads with any strides; cos, sin [n, 1, half] float32,
+    contiguous; 2 * half <= D.
     """
     n, heads, _ = x.shape
     half = cos.shape[-1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BITS = 31  # the highest of each hash; the largest noise is about 22
+BITS = 31  # of each hash the highest; they limit the noise to about 22
 
 
 def _signed(unsigned: int) -> int:

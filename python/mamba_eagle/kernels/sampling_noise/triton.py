@@ -1,4 +1,4 @@
-"""The noise of torch.py in one pass: one kernel writes [n, V] and reads two integers a row."""
+"""torch.py's noise in one pass: a kernel that reads two integers per row and writes [n, V]."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _gumbel_kernel(
     else:
         complement = (bits.to(tl.float32) + 0.5) * SCALE  # 1 - u
         complement = tl.minimum(complement, LARGEST)
-        # -log(1 - c) loses a small c in the subtraction: its series there
+        # -log(1 - c) is imprecise for small c: there, its series
         tail = 1.0 / 3 + complement * 0.25
         series = complement * (1.0 + complement * (0.5 + complement * tail))
         exponential = tl.where(complement < 0.03, series, -tl.log(1.0 - complement))

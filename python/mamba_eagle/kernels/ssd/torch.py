@@ -31,10 +31,10 @@ def ssd_chunked(
     chunk: int,
     initial_state: Tensor | None = None,
 ) -> ScanResult:
-    """The chunked scan (SSD, arXiv 2405.21060 section 6); differentiable, sums in float32.
+    """The chunked scan (arXiv 2405.21060, section 6); differentiable, sums in float32.
 
     Within a chunk the dual form, ``y_i += Σ_{j<=i} exp(L_i - L_j) dt_j (C_i·B_j) x_j`` with L the
-    running sum of dt·A; between chunks the state is carried.
+    running sum of dt·A; from chunk to chunk the state is carried.
 
     Args:
         x: [b, l, H, P]; dt: [b, l, H] after softplus, float32; A, D: [H];
@@ -42,7 +42,7 @@ def ssd_chunked(
     """
     b, length, heads, _ = x.shape
     groups = B.shape[2]
-    pad = -length % chunk  # dt = 0 there: such a token neither decays nor adds
+    pad = -length % chunk  # padding has dt = 0: it neither decays the state nor adds to it
     xf, Bf, Cf = (
         torch.nn.functional.pad(t.float(), (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, chunk))
         for t in (x, B, C)
@@ -53,7 +53,7 @@ def ssd_chunked(
     log_decay = (dtf * A.float()).cumsum(2).transpose(2, 3)
     dtx = (dtf[..., None] * xf).permute(0, 1, 3, 2, 4)  # [b, c, H, q, P]
 
-    # within chunks. Masked before exp: above the diagonal the difference grows without bound
+    # within chunks; masked before exp, since above the diagonal the difference is unbounded
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
     gap = log_decay[..., :, None] - log_decay[..., None, :]
     decay = gap.masked_fill(~causal, float("-inf")).exp()  # [b, c, H, i, j]
@@ -94,7 +94,7 @@ def scan_prompts(
 
     Args:
         x: [n, H, P]; dt: [n, H] after softplus, float32; A, D: [H]; B, C: [n, G, N].
-        state: [slots, H, P, N], a layer's state slots; written where the prompts say.
+        state: [slots, H, P, N], a layer's state slots; written where the prompts save.
     Returns: y [n, H, P], dtype of x.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

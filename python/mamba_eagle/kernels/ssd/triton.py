@@ -1,18 +1,18 @@
 """The chunked scan over prompts of several requests, from and to state slots, in one kernel.
 
-A program owns a tile of the channels of one head of one request, with all N states of each: they
-stay in registers while the program walks over the request's tokens, a chunk at a time. Within a
-chunk the dual form is used (SSD, arXiv 2405.21060 section 6), as tree_verify.triton does for a
-chain: all outputs, and the state after the chunk. So nothing but inputs, outputs and wanted states
-touches memory, and a state is saved after any token by ending a chunk there.
+A program owns a tile of channels of one head of one request, with the N numbers of each channel's
+state. They stay in registers while the program walks over the request's tokens chunk by chunk.
+Within a chunk it uses the dual form (arXiv 2405.21060, section 6), as tree_verify/triton.py does
+for a chain that folds: it gives all outputs, and the state after the chunk. So only inputs, outputs
+and the states to be saved touch memory, and ending a chunk early saves the state after any token.
 
-Tiles are powers of two and P need not be: what is left of a head is a narrower tile, with a program
+Tiles are powers of two; P need not be one. What remains of a head is a narrower tile with a program
 of its own (80 = 64 + 16).
 
-Precision: what goes into an output that is rounded to 16 bits is rounded to 16 bits. What goes into
-a state is not: beside rows of 16 bits, exact operands, it is split into two such numbers. With
-float32 rows every product is made of three tf32 ones. Sums are float32, and running sums of dt·A
-start again with each chunk.
+Precision: factors of an output with 16 bits are rounded to 16 bits. Factors of a state are not:
+16-bit inputs are exact, and what multiplies them is split into two 16-bit numbers. With float32
+inputs every product consists of three tf32 products. Sums are float32, and the running sum of dt·A
+starts again in each chunk.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
 
 
 class Config(NamedTuple):
-    """How the work is cut; the result does not depend on it but for rounding."""
+    """How the work is divided; the result depends on it by rounding only."""
 
-    tile: int  # channels of a program: a power of two, at least 16
-    chunk: int  # tokens: a power of two, at least 16
+    tile: int  # channels per program: a power of two, at least 16
+    chunk: int  # tokens per chunk: a power of two, at least 16
     warps: int
-    stages: int  # chunks on their way, at least 2: with 1, some kernels read beyond their chunks
+    stages: int  # chunks in flight, at least 2: with 1 some kernels read outside their chunks
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _walk(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Through the tokens of a request with TILE channels of a head."""
+    """Walk over the tokens of a request with TILE channels of one head."""
     request = tl.program_id(1)
     group = head // (H // G)
     channel = first + tl.arange(0, TILE)
@@ -93,13 +93,13 @@ def _walk(
         start = state + source * state_stride + in_state
         before = tl.load(start, mask=in_head, other=0.0).to(tl.float32)
 
-    # what is kept from one round to the next costs more registers than it saves work
+    # hoisting values out of these loops would cost more registers than it saves work
     for s in tl.range(segment, last_segment, disable_licm=True):
         begin = tl.load(segments + s * 3).to(tl.int64)
         end = tl.load(segments + s * 3 + 1).to(tl.int64)
         slot = tl.load(segments + s * 3 + 2).to(tl.int64)
         for at in tl.range(begin, end, CHUNK, num_stages=STAGES, disable_licm=True):
-            # nothing is loaded past the end: dt = 0 there, which neither decays nor adds
+            # tokens past the end have dt = 0: they neither decay the state nor add to it
             valid = token < end - at
             inside = valid[:, None] & in_head
             x_rows = x + at * x_stride + (token * x_stride)[:, None]
@@ -114,7 +114,7 @@ def _walk(
             next_step = tl.load(steps + dt_token, mask=later, other=0.0)
 
             log = tl.cumsum(step * rate)
-            # masked before exp2: above the diagonal the difference grows without bound
+            # masked before exp2: above the diagonal the difference is unbounded
             gap = tl.where(visible, log[:, None] - log[None, :], float("-inf"))
             scores = tl.zeros([CHUNK, CHUNK], tl.float32)
             scores = exact_dot(C_chunk, tl.trans(B_chunk), scores, PRECISION)
@@ -125,7 +125,7 @@ def _walk(
             y_rows = y + at * (H * P) + (token * (H * P))[:, None]
             tl.store(y_rows + channel[None, :], out, mask=inside)
 
-            # summed from the end: the last tokens' gaps to it are small, and exact
+            # summed from the end, so that the decays of the last tokens are exact
             share = tl.exp2(tl.cumsum(next_step * rate, reverse=True)) * step
             dtx = x_chunk.to(tl.float32) * share[:, None]
             before *= tl.exp2(tl.sum(step * rate))
@@ -162,7 +162,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    TILES: tl.constexpr = P // TILE  # whole ones
+    TILES: tl.constexpr = P // TILE  # whole tiles per head
     program = tl.program_id(0)
     if program < H * TILES:
         _walk(
@@ -179,10 +179,10 @@ def _scan_kernel(
 
 
 def choose_config(head_dim: int, state_size: int, dtype: torch.dtype) -> Config:
-    """Measured on an H100 for bfloat16, P = 80, N = 128; elsewhere what fits by analogy."""
+    """Measured on an H100 for bfloat16, P = 80, N = 128; other sizes by analogy."""
     if head_dim < 16:
         raise ValueError(f"heads of {head_dim} channels: must have at least 16")
-    if dtype == torch.float32:  # two warps: no products of warp groups; four where those spill
+    if dtype == torch.float32:  # two warps: no warp-group products; four where two would spill
         return Config(16, 16, 4 if state_size > 128 else 2, 2)
     tile = min(64, 2 ** (head_dim.bit_length() - 1))
     return Config(tile, 64, 8 if state_size > 128 else 4, 2)
@@ -199,11 +199,11 @@ def scan(
     plan: PrefillPlan,
     config: Config | None = None,
 ) -> Tensor:
-    """torch.py's scan_prompts. Does not wait for the device.
+    """torch.py's scan_prompts. Nothing waits for the device.
 
     Args:
-        x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows will do.
-        dt: [n, H] float32, any strides, best with tokens side by side; A, D: [H] float32.
+        x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows are fine.
+        dt: [n, H] float32, any strides, fastest with a head's tokens contiguous; A, D: [H] float32.
         state: [slots, H, P, N], the layer's part of the pool, contiguous; float32 or bfloat16.
     Returns: y [n, H*P], dtype of x.
     """

@@ -1,4 +1,4 @@
-"""The best of rows that nothing is known of, in one pass: torch's topk would sort."""
+"""The k best of each row in one pass: k is small, and torch's topk would sort."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from mamba_eagle.kernels.numba_math import kernel
 
 @kernel
 def insert(score, number, scores, numbers):
-    """Into the best so far, falling [k]; of equals the one that came first stays ahead."""
+    """Put a score among the best so far, which fall, in place of the last one.
+
+    scores, numbers [k]. Of equal scores the one that came first stays ahead.
+    """
     at = scores.shape[0] - 1
     while at > 0 and scores[at - 1] < score:
         scores[at], numbers[at] = scores[at - 1], numbers[at - 1]
@@ -24,6 +27,8 @@ def best(rows, values, tokens):
     for r in range(rows.shape[0]):
         row, best, best_tokens = rows[r], values[r], tokens[r]
         best[:], best_tokens[:] = -np.inf, 0
-        for token in range(rows.shape[1]):
+        for token in range(min(k, row.shape[0])):  # whatever their logits, which may be -inf
+            insert(row[token], token, best[: token + 1], best_tokens[: token + 1])
+        for token in range(k, row.shape[0]):
             if row[token] > best[k - 1]:
                 insert(row[token], token, best, best_tokens)

@@ -1,4 +1,4 @@
-"""The best tokens of each row of logits, and how probable they are."""
+"""The best tokens of each row of logits and their log-probabilities, in torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MAX_TOP = 16  # tokens of a row that a GPU's kernels choose; torch takes over beyond
+MAX_TOP = 16  # tokens per row that the GPU kernels can choose; beyond that torch does
 
 
 class TopTokens(NamedTuple):

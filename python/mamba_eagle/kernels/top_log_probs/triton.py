@@ -1,9 +1,9 @@
-"""top_log_probs of torch.py in two launches: blocks of the vocabulary, then what they found.
+"""top_log_probs in two launches: first blocks of the vocabulary, then their results.
 
-A block knows its largest logit, its sum of exponentials relative to that, and its k best tokens:
-in each of k rounds the largest key below the last one. A key has the logit in its high half, as an
-integer that orders as floats do, and in its low half what ranks the lower token id first; so no two
-are equal. The logits are read once, and in the dtype they have.
+For each block the first launch finds the largest logit, the sum of exponentials relative to it, and
+the k best tokens, by k times taking out the largest key. The high half of a key is the logit, as an
+integer that orders like the float; its low half ranks lower token ids first, so that no two keys
+are equal. Logits are read once, in the dtype they have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_KEY = tl.constexpr(-(2**63))
 
 @triton.jit
 def ranking_key(x, number):
-    """int64 that fall as float32 x falls and, of equals, as ``number`` (< 2**31) rises."""
+    """int64 keys that order by float32 x and then by falling ``number`` (< 2**31)."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (rising.to(tl.int64) << 32) | (number.to(tl.int64) ^ LOW_HALF)

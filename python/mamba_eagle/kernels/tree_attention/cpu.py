@@ -1,7 +1,7 @@
-"""torch.py's attention of tree nodes straight from the paged pool on a CPU, float32, one thread.
+"""Attention of tree nodes, straight from the paged pool, on a CPU: float32, one thread.
 
-No keys are gathered and no mask is made: a node looks at its request's prefix, by the slot table,
-and at its ancestors, by parent indices.
+No keys are gathered and no mask is made: a node reads its request's prefix through the slot table,
+and its ancestors through parent indices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mamba_eagle.kernels.numba_math import ZERO, exp, kernel
 
 @kernel
 def _scores(queries, key, scale, out, j):
-    """out[m, j] = scale · queries[m] · key; queries [M, D], key [D]; four share a read of key."""
+    """out[m, j] = scale · queries[m] · key; queries [M, D], key [D]; read once per four queries."""
     M, D = queries.shape
     m = 0
     while m + 4 <= M:
@@ -42,13 +42,13 @@ def paged_tree_attention(
 ):
     """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
 
-    b trees, or forests, of E nodes, the last T of which are new: the others are in the pool.
+    b trees (or forests) of E nodes. The last T nodes are new; the others are already in the pool.
 
     Args:
         q, out: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; pool_k, pool_v: [KV slots, kv_heads, D].
-        slot_table: [R, positions], KV slots of each request slot; slots [b], request slots.
+        slot_table: [R, positions], the KV slots of each request slot; slots [b], request slots.
         prefix: [b], how many positions of the table a tree's nodes see.
-        own: [b, E], the nodes' KV slots; parents: [b, E], a node above or, for a root, itself.
+        own: [b, E], the nodes' KV slots; parents: [b, E], a root is its own parent.
     """
     b, E = own.shape
     T = q.shape[0] // b
@@ -85,7 +85,7 @@ def paged_tree_attention(
             result[:] = ZERO
             j = 0
             while j < seen + E:
-                # four keys a pass; past the end, the last key again with a weight of zero
+                # four keys at a time; past the end, the last key again with a weight of zero
                 count = min(4, seen + E - j)
                 v0 = pool_v[table[j], kv_head]
                 v1 = pool_v[table[j + min(1, count - 1)], kv_head]

@@ -1,4 +1,4 @@
-"""Attention of tree nodes and of prompt chunks over gathered keys and values."""
+"""Attention of tree nodes and of prompt chunks over gathered keys and values, in torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Softmax attention where ``mask`` says which keys a query sees.
+    """Softmax attention in which ``mask`` says which keys a query sees.
 
-    Args: q [b, T, heads, D]; k, v [b, S, kv_heads, D]; mask [b, T, S], additive, float of q's
-        dtype, or bool.
+    Args: q [b, T, heads, D]; k, v [b, S, kv_heads, D]; mask [b, T, S]: bool, or additive and of q's
+        dtype.
     Returns: [b, T, heads, D]. Query head h reads key head ``h // (heads / kv_heads)``.
     """
     b, T, heads, D = q.shape
     kv_heads = k.shape[2]
     if T * heads <= 64 and mask.is_floating_point() and q.dtype == k.dtype and heads != kv_heads:
-        # few queries: group the query heads that share a key head into one small product
+        # few queries: one small product for all query heads that share a key head
         group = heads // kv_heads
         grouped = q.view(b, T, kv_heads, group, D).permute(0, 2, 3, 1, 4)  # [b, kv, g, T, D]
         scores = grouped.reshape(b, kv_heads, group * T, D) @ k.permute(0, 2, 3, 1)

@@ -1,13 +1,13 @@
-"""torch.py's attention of tree nodes straight from the paged pool on a GPU, in one or two launches.
+"""Attention of tree nodes, straight from the paged pool, on a GPU: one or two launches.
 
-All query heads of a key head, times the nodes, are the rows of one matrix product with a block of
-keys. The prefix of a request is cut into shares, as many as there is room for; a program takes one
-share, and that of the last share the tree as well, so it also writes the new keys and values to
-the pool. A second kernel joins the shares of a row by their log-sum-exp (flash decoding,
-https://pytorch.org/blog/flash-decoding/).
+The rows of one matrix product with a block of keys are all query heads of a key head, times the
+nodes. The prefix of a request is divided into shares, as many as the grid has room for. A program
+takes one share; the program of the last share also takes the tree, and so writes the new keys and
+values to the pool. A second kernel joins the shares of each row by their log-sum-exp (flash
+decoding, https://pytorch.org/blog/flash-decoding/).
 
-Nothing here waits for the device. The grid depends on shapes alone, as a captured graph needs it:
-how many shares a prefix has is found out on the device, and programs without a share end at once.
+Nothing here waits for the device. The grid depends on shapes alone, as a captured graph requires:
+the device determines how many shares a prefix has, and programs without a share end at once.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ LOWEST = tl.constexpr(-1e30)  # below all scores; unlike -inf it can be subtract
 
 
 class Config(NamedTuple):
-    """How the work is cut; the result depends on it by rounding alone."""
+    """How the work is divided; the result depends on it by rounding only."""
 
-    rows: int  # nodes × query heads of a key head, a program: a power of two, at least 16
-    keys: int  # in one step of a program: a power of two, at least 16
-    splits: int  # most shares of a prefix: a power of two
-    least: int  # keys of a share but the last: a multiple of ``keys``
+    rows: int  # nodes × query heads of a key head, per program: a power of two, at least 16
+    keys: int  # per iteration of a program: a power of two, at least 16
+    splits: int  # shares of a prefix at most: a power of two
+    least: int  # keys of a share at least, except the last: a multiple of ``keys``
     warps: int
-    stages: int  # blocks of keys on their way
+    stages: int  # blocks of keys in flight
 
 
 @triton.jit
 def _attend(q, key, value, visible, scale, largest, total, acc, PRECISION: tl.constexpr):
-    """One step of the online softmax, in base 2: q [M, D], key and value [N, D], visible [M, N].
+    """One step of the online softmax, in base 2: q [M, D]; key, value [N, D]; visible [M, N].
 
-    largest, total: [M], of the scores so far, and the sum of weights relative to it; acc [M, D].
+    largest, total: [M], the largest score so far and the sum of weights relative to it; acc [M, D].
     """
     scores = tl.zeros([q.shape[0], key.shape[0]], tl.float32)
     scores = exact_dot(q, tl.trans(key), scores, PRECISION) * scale
@@ -57,12 +57,12 @@ def _attend(q, key, value, visible, scale, largest, total, acc, PRECISION: tl.co
 
 @triton.jit
 def _share(length, splits, least, KEYS: tl.constexpr):
-    """Keys of a share of a prefix, and how many shares there are: one of nothing at least."""
+    """Keys per share of a prefix, and the number of shares: at least one, even if it is empty."""
     size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, least)
     return size, tl.maximum(tl.cdiv(length, size), 1)
 
 
-# other numbers of lanes or requests shall not need other machine code
+# not specialized: other numbers of lanes or requests should not need new machine code
 @triton.jit(do_not_specialize=["E", "splits", "least"])
 def _tree_attention_kernel(
     q,  # [b*T, heads, D], rows q_stride apart
@@ -93,7 +93,7 @@ def _tree_attention_kernel(
     DP: tl.constexpr,  # D, padded
     NODES: tl.constexpr,  # of a word of the masks, padded
     WORDS: tl.constexpr,
-    HAS_OLD: tl.constexpr,  # some nodes are in the pool already
+    HAS_OLD: tl.constexpr,  # some nodes are already in the pool
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -198,7 +198,7 @@ def _join_kernel(
     SPLITS: tl.constexpr,  # splits, padded
     OVERLAP: tl.constexpr,
 ):
-    """out = the mean of the shares' outputs, weighed by their sums of weights."""
+    """out = the mean of the shares' outputs, weighted by their sums of weights."""
     previous_done(OVERLAP)
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(prefix + request).to(tl.int32)
@@ -220,33 +220,33 @@ def _join_kernel(
     tl.store(outputs, joined, mask=is_row[:, None] & (d < D)[None, :])
 
 
-PROGRAMS = 256  # about two on each of a Hopper GPU's 132 multiprocessors
+PROGRAMS = 256  # about two for each of a Hopper GPU's 132 multiprocessors
 MAX_SPLITS = 32
-JOINED = 1024  # numbers that a program of _join_kernel adds up
+JOINED = 1024  # numbers added up by a program of _join_kernel
 
 
 def choose_config(
     batch: int, nodes: int, heads: int, kv_heads: int, head_dim: int, positions: int, itemsize: int
 ) -> Config:
-    """For Hopper; positions: of the slot table, so the longest prefix there can be.
+    """For Hopper. positions: of the slot table, which limits the length of a prefix.
 
-    Rows of one tile where they fit, since each tile reads all keys; then as many shares as give
-    every multiprocessor two programs, or one with 8 warps. Measured by
-    benchmark/kernels/bench_tree_attention.py, see docs/design/kernels.md.
+    One tile of rows where they fit, since each tile reads all keys; then as many shares as give
+    every multiprocessor two programs, or one of 8 warps. Measured with
+    benchmark/kernels/bench_tree_attention.py; see docs/design/kernels.md.
     """
     wide = max(1, triton.next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
     needed = triton.next_power_of_2(nodes * heads // kv_heads)
     rows = min(max(16, needed), max(16, 128 // wide))
     if itemsize > 2:
-        # 64 rows are multiplied by wgmma, and there ptxas 12.8 makes code that reads outside of
-        # shared memory; float32 is not what speed is asked of
+        # from 64 rows on, products use wgmma, for which ptxas 12.8 generates code that reads
+        # outside of shared memory; float32 does not have to be fast
         rows = min(rows, 32)
     tiles = triton.cdiv(nodes * heads // kv_heads, rows)
     programs = PROGRAMS if rows <= 64 else PROGRAMS // 2
     splits = 1
     while splits * 2 * batch * kv_heads * tiles <= programs and splits < MAX_SPLITS:
         splits *= 2
-    # joining shares costs more than it saves on a short prefix, unless the device is nearly empty
+    # on a short prefix, joining shares costs more than it saves unless the device is nearly idle
     least = max(64, rows) if splits > 8 else 256
     most = triton.next_power_of_2(triton.cdiv(positions, least))
     warps = 8 if rows > 64 else 4
@@ -271,55 +271,33 @@ def paged_tree_attention(
 ) -> Tensor:
     """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
 
-    b trees, or forests, of E nodes, the last T of which are new: the others are in the pool. Rows
-    that pad a batch have their own slot in a bin and may have a prefix of 0.
+    b trees (or forests) of E nodes. The last T nodes are new; the others are already in the pool.
+    The nodes of requests that pad a batch share a KV slot that nobody reads; their prefix may be 0.
 
     Args:
         q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.
         pool_k, pool_v: [KV slots, kv_heads, D], contiguous; they set the precision: bfloat16,
             float16 or float32. Softmax and sums are float32.
-        slot_table: [R, positions] integer, contiguous: KV slots of each request slot.
+        slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
-        masks: [b, T, words] int64, contiguous: which nodes each new one sees, as bits
-            (``pack_ancestors`` in tree_verify/layout.py).
+        masks: [b, T, words] int64, contiguous: which nodes each new one sees (``pack_ancestors``).
     Returns: [b*T, heads, D], dtype of q.
     """
-    b, E = own.shape
-    T, words = masks.shape[1:]
-    heads, D = q.shape[1:]
-    kv_heads, positions = k.shape[1], slot_table.shape[1]
+    (b, T, words), E = masks.shape, own.shape[1]
+    (_, heads, D), kv_heads, positions = q.shape, k.shape[1], slot_table.shape[1]
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
-    overlap = launches_overlap(q.device)
     config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
+    overlap = launches_overlap(q.device)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
-    splits = config.splits
-    kept = b if splits > 1 else 0  # one share writes its result at once
-    parts = torch.empty(kept, splits, T * heads, D, dtype=torch.float32, device=q.device)
-    sizes = torch.empty(kept, splits, T * heads, dtype=torch.float32, device=q.device)
+    shares = _empty_shares(b, config.splits, T * heads, D, q.device)
+    tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
+    numbers = (scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
-    _tree_attention_kernel[(tiles * kv_heads, splits, b)](
-        q,
-        k,
-        v,
-        pool_k,
-        pool_v,
-        slot_table,
-        slots,
-        prefix,
-        own,
-        masks,
-        out,
-        parts,
-        sizes,
-        scale,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        positions,
-        T,
-        E,
-        splits,
+    _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
+        *tensors,
+        *numbers,
+        config.splits,
         config.least,
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
@@ -336,24 +314,43 @@ def paged_tree_attention(
         num_warps=config.warps,
         launch_pdl=overlap,
     )
-    if splits > 1:
-        padded = triton.next_power_of_2(D)
-        rows = max(1, JOINED // (splits * padded))
-        _join_kernel[(triton.cdiv(T * heads, rows), b)](
-            parts,
-            sizes,
-            prefix,
-            out,
-            T * heads,
-            splits,
-            config.least,
-            D=D,
-            DP=padded,
-            ROWS=rows,
-            KEYS=config.keys,
-            SPLITS=splits,
-            OVERLAP=overlap,
-            num_warps=4,
-            launch_pdl=overlap,
-        )
+    return _join(shares, prefix, out, config, overlap)
+
+
+class _Shares(NamedTuple):
+    """What the shares of the prefixes leave to be joined; n is T times the heads."""
+
+    outputs: Tensor  # [b, splits, n, D] float32
+    sizes: Tensor  # [b, splits, n] float32: log2 of their sums of weights
+
+
+def _empty_shares(b: int, splits: int, n: int, D: int, device: torch.device) -> _Shares:
+    kept = b if splits > 1 else 0  # the only share of a prefix writes its result at once
+    shapes = ((kept, splits, n, D), (kept, splits, n))
+    return _Shares(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
+
+
+def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, overlap: bool) -> Tensor:
+    """``out`` [b*T, heads, D], joined from shares where prefixes have several."""
+    b, splits, n, D = shares.outputs.shape
+    if splits == 1:
+        return out
+    padded = triton.next_power_of_2(D)
+    rows = max(1, JOINED // (splits * padded))
+    _join_kernel[(triton.cdiv(n, rows), b)](
+        *shares,
+        prefix,
+        out,
+        n,
+        splits,
+        config.least,
+        D=D,
+        DP=padded,
+        ROWS=rows,
+        KEYS=config.keys,
+        SPLITS=splits,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
     return out

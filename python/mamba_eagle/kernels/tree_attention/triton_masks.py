@@ -92,18 +92,20 @@ class LaneNodes(NamedTuple):
     """The newest lanes, as paged_tree_attention takes them."""
 
     own: Tensor  # [b, lanes so far] int64: KV slots
-    masks: Tensor  # [b, k, words] int64: of the newest
+    masks: Tensor  # [b, k, words] int64: what the newest lanes see
 
 
 def continue_lanes(
     above: Tensor, seen: Tensor | None, old: int, first_slot: int, lanes: int
 ) -> LaneNodes:
-    """The next lanes see what the lanes that they continue saw, and themselves.
+    """The next lanes see themselves and what the lanes that they continue saw.
 
     Args:
-        above: [b, k] int64, the lane that each continues; seen: [b, k, words] int64, what those
-            see of the ``old`` lanes so far; None at first, when there are none.
-        first_slot: from which each request has ``lanes`` KV slots for its lanes, in all steps.
+        above: [b, k] int64, the lane that each one continues.
+        seen: [b, k, words] int64, which of the ``old`` lanes so far those see; None for the first
+            lanes.
+        first_slot: of b times ``lanes`` KV slots: each request has ``lanes`` of them for its lanes
+            of all depths.
     """
     b, k = above.shape
     words = triton.cdiv(old + k, 64)

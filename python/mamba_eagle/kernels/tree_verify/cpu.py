@@ -1,14 +1,14 @@
 """torch.py's tree verification as one pass per layer on a CPU: float32, one thread.
 
-A call does all of a Mamba2 layer but its matrix products: convolution through each node's
-ancestors, SiLU, step size, decay, and the dual form. Rows and state slots are read in place, S0
-once; what the nodes feed into the recurrence is written straight into their rows, which are free
-until the nodes are accepted.
+One call does all of a Mamba2 layer except its matrix products: convolution along each node's path,
+SiLU, step size, decay, and the dual form. Rows and states are read in place, S0 once. What the
+nodes feed into the recurrence is written straight into their rows, which count as free until the
+nodes are accepted.
 
-Requests are worked off one after the other, each in an order of its own: a request's outputs do
-not depend on its batch.
+Requests are processed one after the other, in an order of operations that depends on nothing but
+the request: its outputs do not depend on the batch.
 
-b requests of R slots, T tree nodes, W rows a request, H heads of P channels, G groups, N state
+b of R request slots, T tree nodes, W rows per request, H heads of P channels, G groups, N state
 size, K convolution width, C = H*P + 2*G*N convolution channels.
 """
 
@@ -22,11 +22,11 @@ from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, silu, softplus
 
 
 class LayerWeights(NamedTuple):
-    """What a layer's pass reads of its weights."""
+    """The weights that a layer's pass reads."""
 
     conv: np.ndarray  # [K + 1, C]: the taps, the token itself last, then the bias
     heads: np.ndarray  # [3, H]: A, bias of the step size, D
-    low: np.float32  # limits of the step size
+    low: np.float32  # the step size is clamped to low … high
     high: np.float32
 
 
@@ -50,7 +50,7 @@ def _dot(a, b):
 
 @kernel
 def _convolve(out, conv, inputs, rows, parents, tail, node):
-    """out [C] = silu(bias + Σ taps · the node's K-1 nearest ancestors and itself).
+    """out [C] = silu(bias + Σ taps · (the node's K-1 nearest ancestors and itself)).
 
     inputs [K-1 + W, C]; rows, parents [T]; tail [K-1], places of the tokens before the tree. Tree
     parents come first, then the tail from its end.
@@ -77,7 +77,7 @@ def _convolve(out, conv, inputs, rows, parents, tail, node):
 
 @kernel
 def _read_state(out, state, C, decay):
-    """out[i, h*P + p] += decay[i, h] · (state[h, p] · C[i, group of h]), nodes four at a time.
+    """out[i, h*P + p] += decay[i, h] · (state[h, p] · C[i, group of h]), four nodes at a time.
 
     out [T, H*P]; state [H, P, N]; C [T, G, N]; decay [T, H].
     """
@@ -112,7 +112,7 @@ def _read_state(out, state, C, decay):
 
 @kernel
 def _read_row(out, C, L, xB, dt, row_L, scores, weights):
-    """One row seen by one node: ``out += exp(L - L_row) dt_row (B_row·C) x_row``.
+    """What a row adds to a node that sees it: ``out += exp(L - L_row) dt_row (B_row·C) x_row``.
 
     out [H*P]; C [G, N]; L, dt, row_L [H]; xB [H*P + G*N]; scores, weights [H]: scratch.
     """
@@ -133,11 +133,12 @@ def _read_row(out, C, L, xB, dt, row_L, scores, weights):
 
 @kernel
 def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """All nodes of b trees in one layer: causal_conv_windows, torch.py's tree_verify, then D x.
+    """All nodes of b trees in one layer: convolution, torch.py's tree_verify, and D x.
 
     Args:
-        xbc [b*T, C] before the convolution; dt_raw [b*T, H]; nodes: TreeLayout of arrays; weights:
-        LayerWeights; buffers: Buffers, in which the nodes' rows are written; y [b*T, H*P] out.
+        xbc: [b*T, C], before the convolution; dt_raw: [b*T, H]; nodes: TreeLayout of arrays;
+            weights: LayerWeights; buffers: Buffers, in which the nodes' rows are written.
+        Out: y [b*T, H*P].
     """
     slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
     journal, journal_len, tail = nodes.journal, nodes.journal_len, nodes.tail
@@ -189,7 +190,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
                 for p in range(h * P, (h + 1) * P):
                     out[p] = D[h] * x[p]
             seen, node = length, i
-            while True:  # behind the journal the node itself, then up to the root
+            while True:  # after the journal the node itself, then up to the root
                 visible[seen] = slot_rows[node]
                 seen += 1
                 if node == 0:
@@ -207,7 +208,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
 def fold(slots, lengths, path, state_slots, history, buffers):
     """torch.py's fold of one layer, in place: S0 becomes the state after ``lengths[f]`` rows.
 
-    slots, lengths, state slots [f]; path [R, …].
+    slots, lengths, state_slots [f]; path [R, …].
     """
     _, xB, dt, log_decay, state = buffers
     H, P, N = state.shape[1:]
@@ -257,9 +258,9 @@ def fold(slots, lengths, path, state_slots, history, buffers):
 
 @kernel
 def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """The recurrence node by node, as causal_conv_windows, torch.py's snapshot_verify, then D x.
+    """The recurrence node by node: convolution, torch.py's snapshot_verify, and D x.
 
-    As deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
+    Arguments as for deferred_verify, but buffers: SnapshotBuffers, whose node states are written.
     """
     slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
     tail = nodes.tail
@@ -307,7 +308,7 @@ class SnapshotBuffers(NamedTuple):
     state: np.ndarray  # [state slots, H, P, N]: where the root starts
 
 
-# ── bookkeeping between the layers' passes: indices, and the rows of all layers at once ──
+# ── between the layers' passes: indices, and the rows of all layers at once ──
 
 
 @kernel
@@ -340,7 +341,7 @@ def begin(slots, state_slot, path, lengths, state_slots, journal, journal_len, r
 
 @kernel
 def extend_journals(slots, rows, nodes, count, hidden, history, path, journal_len, feature):
-    """The first count[r] of nodes[r] join the journal of slots[r]; their features are kept.
+    """The first count[r] of nodes[r] join the journal of slots[r], and their features are kept.
 
     rows [b, T]; nodes [b, D]; hidden [b*T, hidden_size]; feature [R, W, hidden_size].
     """
@@ -359,7 +360,8 @@ def extend_journals(slots, rows, nodes, count, hidden, history, path, journal_le
 def move_history(slots, lengths, path, history, conv_in):
     """The history becomes that of the token ``lengths[f]`` tokens along the path, in all layers.
 
-    conv_in [layers, R, K-1 + W, C]. A source is never below its target, so rising order is safe.
+    conv_in [layers, R, K-1 + W, C]. No source is below its target, so copying in rising order is
+    safe.
     """
     for layer in range(conv_in.shape[0]):
         for f in range(slots.shape[0]):

@@ -1,8 +1,9 @@
-"""Verifying tree nodes on a Mamba2 layer, in readable torch: the dual form, the fold, snapshots.
+"""Verifying tree nodes on a Mamba2 layer, in torch: the dual form, the fold, snapshots.
 
-b requests, T tree nodes, W rows a request, H heads of P channels, G groups, N state size.
-Rows hold what accepted tokens since the state slot (the journal) and this step's nodes fed into the
-recurrence. ``L`` of a row or node is the sum of ``dt·A`` along its path from the state slot.
+b requests, T tree nodes, W rows per request, H heads of P channels, G groups, N state size.
+A row holds what one token feeds into the recurrence. The rows of a request are its journal (the
+tokens accepted since S0, the state in its state slot, was written) and this step's nodes. ``L`` of
+a row or node is the sum of ``dt·A`` along its path from S0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The index work of rows and folds in torch: triton_rows.py's two launches, step by step."""
+"""The index work of rows and folds, in torch: what triton_rows.py does in two launches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout, pack
 
 
 def free_rows(path: Tensor, length: Tensor, history: int, rows: int, count: int) -> Tensor:
-    """The lowest ``count`` rows that are neither the journal's nor serve as history.
+    """The lowest ``count`` rows that neither belong to the journal nor serve as history.
 
-    path: [b, K-1 + rows or more] and length: [b], of each request -> [b, count] int64.
+    path: [b, K-1 + rows or more]; length: [b], of the journal -> [b, count] int64.
     """
     path = path[:, : history + rows]
     used = torch.arange(history + rows, device=path.device) < (history + length)[:, None]
-    # history places below K-1 are no rows
+    # places below K-1 are history, not rows
     taken = torch.where(used & (path >= history), path - history, rows)
     marks = torch.zeros(len(path), rows + 1, dtype=torch.int8, device=path.device)
     marks.scatter_(1, taken, 1)
@@ -51,10 +51,10 @@ def accept_rows(
     saved: Tensor,
     features: Tensor,
 ) -> None:
-    """As triton_rows.accept_rows; what it leaves behind the accepted entries means nothing."""
+    """As triton_rows.accept_rows. Path entries past the accepted ones are meaningless."""
     assert step.fold is not None
     h, slots, fold = room.history, step.slots, step.fold[:, None]
-    # a journal's last row; of an empty journal any, whose feature is not taken
+    # the journal's last row; of an empty journal any row, whose feature is not used
     last = step.journal.gather(1, (step.journal_len - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
     moved = fold & (step.journal_len > 0)[:, None]
     made, before = feature[slots, last], saved[step.state_slots]

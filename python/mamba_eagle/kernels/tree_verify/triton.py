@@ -1,15 +1,15 @@
-"""tree_verify and fold of torch.py in one pass over the state, rows and state read in place.
+"""tree_verify and fold of torch.py in one pass over the state; rows and states are read in place.
 
-A program owns some tiles of a group of one request: TILE of the H*P channels, all N states. The
-heads of a group share B and C, so it forms B·Cᵀ once; then it streams tile after tile through the
-tensor cores while the next are on their way. Tiles are powers of two and P need not be: a tile may
-lie in two heads (80 channels: 4 heads are 5 tiles of 64), and then takes the weights of both. Plain
-decoding, a tree of one node, has a kernel of its own. In a step in which requests may fold those
-that do are left to a second launch, whose programs end at once where there are none.
+A program owns some tiles of one group of one request; a tile is TILE of the H*P channels with all N
+numbers of each. The heads of a group share B and C, so B·Cᵀ is formed once; then tile after tile
+goes through the tensor cores while the next ones are loaded. Tiles are powers of two; P need not be
+one, so a tile may lie in two heads (of 80 channels, 4 heads are 5 tiles of 64) and then uses the
+weights of both. Plain decoding, a tree of one node, has a kernel of its own. In a step in which
+requests may fold, those that do are left to a second launch, whose other programs end at once.
 
-Precision: rows of 16 bits are exact operands, what multiplies them is split into two such numbers
-(to 2**-16), and S0·C takes S0 in tf32. With float32 rows every product is made of three
-tf32 ones. Sums are float32.
+Precision: rows of 16 bits are exact factors, what multiplies them is split into two 16-bit numbers
+(to 2**-16), and S0·C takes S0 in tf32. With float32 rows every product consists of three tf32
+products. Sums are float32.
 
 Nothing here waits for the device, and the grid depends on the batch alone.
 """
@@ -36,20 +36,20 @@ from mamba_eagle.kernels.triton_math import (
 
 
 class Config(NamedTuple):
-    """How the work is cut; the result does not depend on it."""
+    """How the work is divided; the result does not depend on it."""
 
     tile: int  # channels: a power of two, at least 16, at most P; divides those of a group
-    tiles: int  # a program
+    tiles: int  # per program
     warps: int
-    stages: int  # tiles on their way
-    bulk: bool = False  # state by the bulk copy engine (TMA)
-    vector: bool = False  # for one node and no fold: without the tensor cores
-    early: bool = False  # reads the state before the kernel ahead has ended
+    stages: int  # tiles in flight
+    bulk: bool = False  # load states with the bulk copy engine (TMA)
+    vector: bool = False  # for one node and no fold: no tensor cores
+    early: bool = False  # read the state before the previous kernel has ended
 
 
 @triton.jit
 def _is_mine(fold, request, length, FOLDING: tl.constexpr):
-    """Whether this launch takes the request: those that fold have a launch of their own."""
+    """Whether this launch handles the request: those that fold have a launch of their own."""
     mine = True
     if fold is not None:
         folding = (tl.load(fold + request) != 0) & (length > 0)
@@ -65,8 +65,8 @@ def _tree_verify_kernel(
     C,  # [b, T, G*N]
     D,  # [H]
     state,  # [slots, H, P, N]
-    after_journal,  # the same: as one pointer, its addresses would fill registers for all stages
-    state_rows,  # descriptor of the same as [slots*H*P, N], if BULK
+    after_journal,  # state again: with one pointer, addresses would take registers in all stages
+    state_rows,  # descriptor of state as [slots*H*P, N], if BULK
     y,  # [b, T, H*P]
     slots,
     state_slots,
@@ -86,8 +86,8 @@ def _tree_verify_kernel(
     TP: tl.constexpr,  # nodes, padded
     J: tl.constexpr,  # packed rows [tree ; journal], padded
     TILE: tl.constexpr,  # channels of the flat H*P, at most P: a tile lies in one head or in two
-    TILES: tl.constexpr,  # a program, all of one group
-    FOLDING: tl.constexpr,  # takes the requests that fold, and not the others
+    TILES: tl.constexpr,  # per program, all in one group
+    FOLDING: tl.constexpr,  # handles the requests that fold; otherwise the ones that don't
     BULK: tl.constexpr,
     EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,7 +113,7 @@ def _tree_verify_kernel(
     after_journal += state_slot * state_stride
     n = tl.arange(0, N)
     in_tile = tl.arange(0, TILE)[:, None] * N + n[None, :]
-    if ONE_LOAD:  # the longest wait begins first
+    if ONE_LOAD:  # the load that takes longest is started first
         only = tl.load(state + first_tile * TILE * N + in_tile)
     if EARLY:
         previous_done(OVERLAP)
@@ -240,7 +240,7 @@ def _one_node_kernel(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A tree of one node, of a request that does not fold: products with a vector, in float32."""
+    """A tree of one node, for a request that does not fold: products with a vector, in float32."""
     WIDTH: tl.constexpr = H * P + G * N
     first = tl.program_id(0) * TILE
     request = tl.program_id(1)
@@ -301,7 +301,7 @@ def _one_node_kernel(
 
 
 def channel_tiles(sizes: Sizes) -> list[int]:
-    """Tiles that divide a group's channels and lie in two heads at most, the widest last.
+    """Tile widths that divide a group's channels and span two heads at most, the widest last.
 
     Raises: ValueError where there is none.
     """
@@ -309,7 +309,8 @@ def channel_tiles(sizes: Sizes) -> list[int]:
     fitting = [t for t in (16, 32, 64) if t <= sizes.head_dim and channels % t == 0]
     if not fitting:
         raise ValueError(
-            f"{channels} channels a group, {sizes.head_dim} a head: must be multiples of 16"
+            f"{channels} channels per group, {sizes.head_dim} per head: must be a multiple of 16 "
+            "per group, and at least 16 per head"
         )
     return fitting
 
@@ -317,19 +318,19 @@ def channel_tiles(sizes: Sizes) -> list[int]:
 def choose_config(
     batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, folding: bool = False
 ) -> Config:
-    """The best on an H100 at Nemotron-Nano-9B-v2's sizes, see docs/design/kernels.md.
+    """The best on an H100 at Nemotron-Nano-9B-v2's sizes; see docs/design/kernels.md.
 
-    A small batch has a program for each tile, which asks for it first of all. From about two
-    programs a multiprocessor on, five tiles share what is read for their group, until there are so
-    many programs that more of them at once are worth more. Where shared memory or registers would
-    not do for that, one tile a program.
+    In a small batch each tile has a program, which starts by loading it. From about two programs
+    per multiprocessor on, five tiles share what is read for their group, until there are so many
+    programs that running more of them at once gains more. One tile per program where shared memory
+    or registers would not suffice for more.
     """
     fitting = channel_tiles(sizes)
     tile = fitting[-1]
     channels = sizes.heads // sizes.groups * sizes.head_dim
     programs = batch * sizes.groups * channels // tile
     if nodes == 1 and not folding:
-        # many programs that wait for their turn would only be in the way
+        # with many programs, those that wait early would only occupy multiprocessors
         early = programs < 512
         wide = not early and batch > 16
         return Config(min(64 if wide else 32, tile), 1, 8 if wide else 4, 1, False, True, early)
@@ -353,16 +354,16 @@ def tree_verify(
     sizes: Sizes,
     config: Config | None = None,
 ) -> Tensor:
-    """Outputs of all nodes, ``D x`` included; where ``step.fold`` says so, S0 folds in place.
+    """Outputs of all nodes, ``D x`` included; where ``step.fold`` is set, S0 is folded in place.
 
-    On Hopper it starts before the kernel launched ahead of it has ended. That one may write rows
-    and C, as causal_conv.triton does, but neither the state nor the step's indices.
+    On Hopper it starts before the previous kernel has ended. That kernel may write rows and C, as
+    causal_conv/triton.py does, but neither the state nor the step's indices.
 
     Args:
-        buffers: contiguous; the nodes' rows are already there (see causal_conv.triton).
+        buffers: contiguous; the nodes' rows are already filled (see causal_conv/triton.py).
         C: [b, T, G*N], dtype of the rows; D: [H] float32.
         state: [slots, H, P, N], the layer's part of the pool, contiguous.
-        config: for all launches; None chooses.
+        config: for all launches; None: ``choose_config``.
     Returns: [b*T, H*P], dtype of the rows.
     """
     b, T = step.rows.shape
@@ -370,8 +371,8 @@ def tree_verify(
     if T > 64:
         raise ValueError(f"a tree of {T} nodes: at most 64 are supported")
     y = torch.empty(b * T, H * P, dtype=buffers.xB.dtype, device=C.device)
-    # two launches, not a branch: what folding needs takes registers from the other side, and ptxas
-    # 12.8 mixes up the shared memory addresses of two sides that both multiply
+    # two launches instead of a branch: folding would take registers from the other side, and ptxas
+    # 12.8 mixes up shared memory addresses where both sides of a branch multiply
     for folding in (False,) if step.fold is None else (False, True):
         chosen = config or choose_config(
             b, T, step.journal.shape[1], sizes, buffers.xB.dtype, folding

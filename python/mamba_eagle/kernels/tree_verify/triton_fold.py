@@ -1,8 +1,8 @@
-"""torch.py's fold for all layers in one launch: what a journal leaves in its state slot, in place.
+"""torch.py's fold, in place, for all layers in one launch.
 
-For a request that ends, or is put aside, while its journal has rows; in a running one tree_verify
-folds. How many rows are folded is read on the device, and a journal of none moves no state.
-Precision is that of triton.py's folds.
+For requests that end or are retracted while their journals have rows; those of running requests are
+folded by tree_verify. The number of rows to fold is read on the device, and a request without any
+moves no state. Precision as in triton.py.
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ def fold_journals(
 ) -> None:
     """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
 
-    ``exp(L_end) S0 + Σ_j exp(L_end - L_j) dt_j x_j B_jᵀ``, L counted from the state slot, L_end of
-    the last row that is folded. Neither rows nor indices change: what is left of the journal counts
-    from the old state slot, so it cannot be gone on with. Nothing waits for the device.
+    ``exp(L_end) S0 + Σ_j exp(L_end - L_j) dt_j x_j B_jᵀ``, with L counted from S0; L_end is that of
+    the last row folded. Neither rows nor indices change. What is left of the journal still counts L
+    from the old S0, so it can't be used any more. Nothing waits for the device.
 
     Args:
-        buffers: of all layers, [layers, R, W, …] each, contiguous.
+        buffers: of all layers, each [layers, R, W, …], contiguous.
         state: [layers, S, H, P, N], contiguous; bfloat16, float16 or float32.
-        slots, state slots: [b] int64, in the row buffers and in ``state``; state slots differ,
-            but for those of requests with length 0.
+        slots, state_slots: [b] int64, request slots in the row buffers and slots in ``state``. No
+            two requests have the same state slot unless their length is 0.
         journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
-        length: [b] int64, at most M; 0 leaves a request's states as they are, and unread.
-    Raises: ValueError when the channels of a group cannot be cut into tiles.
+        length: [b] int64, at most M; 0: the request's states are neither read nor changed.
+    Raises: ValueError when the channels of a group cannot be divided into tiles.
     """
     layers, R, W, _ = buffers.xB.shape
     H, P, G, N = sizes

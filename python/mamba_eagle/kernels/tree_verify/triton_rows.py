@@ -1,7 +1,7 @@
-"""Which rows a step's nodes take, and what of them stays: the index work of rows and folds.
+"""Which rows a step's nodes take, and which of them stay: the index work of rows and folds.
 
-Each request has one program, and one more for each block of its features. layout.py says what
-``path`` is.
+Each request has one program; accepting has one more for each block of its features. layout.py says
+what ``path`` is, and naive_rows.py what is chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 
 
-# other numbers of nodes or rows shall not need other machine code
+# not specialized: other numbers of nodes or rows should not need new machine code
 @triton.jit(do_not_specialize=["T", "W", "M", "accepts"])
 def _begin_kernel(
     slots,  # [b]
@@ -58,7 +58,7 @@ def _begin_kernel(
     place = tl.load(path + length + at, mask=at < HISTORY, other=0)
     tl.store(tail + request * HISTORY + at, place, mask=at < HISTORY)
 
-    # taken: the journal's rows, and those that serve as history (places below HISTORY are no rows)
+    # taken: rows of the journal or of the history (places below HISTORY are not rows)
     row = tl.arange(0, WP)
     taken = tl.zeros([WP], tl.int32)
     for first in tl.range(0, HISTORY + length.to(tl.int32), 16):
@@ -66,7 +66,7 @@ def _begin_kernel(
         used = tl.load(path + column, mask=column < HISTORY + length, other=0) - HISTORY
         taken += tl.sum((row[:, None] == used[None, :]).to(tl.int32), 1)
     free = ((taken == 0) & (row < W)).to(tl.int32)
-    # the free ones first, the lowest first
+    # free rows come first, in rising order
     behind = tl.where(row < W, 1 - free, 0)
     order = tl.where(free > 0, tl.cumsum(free, 0), tl.sum(free, 0) + tl.cumsum(behind, 0)) - 1
     chosen = (row < W) & (order < T)
@@ -83,8 +83,9 @@ def _begin_kernel(
 def begin_rows(
     slots: Tensor, parents: Tensor, ancestors: Tensor, paths: Paths, room: Room
 ) -> TreeLayout:
-    """A free row for each node, and what all layers read of a step. A request whose journal might
-    outgrow ``max_journal`` in this step folds.
+    """Choose a free row for each node, and look up what all layers need to know of the step.
+
+    A request whose journal might outgrow ``max_journal`` in this step folds.
 
     slots: [b] int64; parents: [b, T] int64; ancestors: [b, T, T] bool; T at most 64.
     """
@@ -206,12 +207,12 @@ def accept_rows(
     saved: Tensor,
     features: Tensor,
 ) -> None:
-    """The rows of the accepted nodes join the paths; the journals that were folded are emptied.
+    """The rows of the accepted nodes join the paths; journals that were folded are emptied.
 
     Args:
-        step: as ``begin_rows`` made it; nodes: [b, D] int64; count: [b] int64.
-        feature: [R, W, F], of the rows; saved: [state slots, F]: there goes that of the last row
-            of a folded journal; features: [b, T, F], of the nodes, any float dtype.
+        step: from ``begin_rows``; nodes: [b, D] int64; count: [b] int64.
+        feature: [R, W, F], of the rows; saved: [state slots, F], which gets the feature of the last
+            row of each folded journal; features: [b, T, F], of the nodes, any float dtype.
     """
     b, D = nodes.shape
     T, F = step.rows.shape[1], feature.shape[2]

@@ -1,13 +1,13 @@
-"""snapshot_verify of torch.py, and the copy on acceptance: what rows and folds are compared with.
+"""snapshot_verify of torch.py, and the copy on acceptance. Rows and folds are measured against it.
 
-A program owns TILE channels of a request, with all N states of each, and goes through the nodes in
-their order. A node that follows its parent finds the state in registers; another one reads its
-parent's from the buffer, where every node's state is written. So a step writes T states and reads
-one, and one more for each branch; accepting reads and writes one again.
+A program owns TILE channels of a request, with the N numbers of each, and walks through the nodes
+in order. A node that comes right after its parent finds the parent's state in registers; any other
+node reads it from the buffer, to which every node's state is written. So a step writes T states
+and reads one, plus one for each branch; accepting reads and writes one more.
 
-Rows as in triton.py, filled by causal_conv.triton.tree_conv: node i stands in row
-``step.rows[:, i]``, and its state in the place of that row. There is no journal. Nothing here waits
-for the device.
+Rows are filled by causal_conv/triton.py's tree_conv, as for triton.py: node i has row
+``step.rows[:, i]``, and its state is stored at the same index. There is no journal. Nothing here
+waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
 
 class SnapshotConfig(NamedTuple):
-    """How the work is cut; the result does not depend on it."""
+    """How the work is divided; the result does not depend on it."""
 
     tile: int  # channels: a power of two that divides those of a group
     warps: int
@@ -75,7 +75,7 @@ def _snapshot_kernel(
         if node > 0:
             parent = tl.load(parents + node)
             if parent != node - 1:
-                tl.debug_barrier()  # other threads may have written it
+                tl.debug_barrier()  # other threads may have written the parent's state
                 place = tl.load(rows + parent) * (H * P * N)
                 now = tl.load(node_states + place + in_tile)
         at = slot * W + row
@@ -103,16 +103,16 @@ def snapshot_verify(
     """Outputs of all nodes, ``D x`` included; the state after each is left in ``node_states``.
 
     Args:
-        buffers: contiguous; the nodes' rows are already there (see causal_conv.triton).
+        buffers: contiguous; the nodes' rows are already filled (see causal_conv/triton.py).
         C: [b, T, G*N], dtype of the rows; A, D: [H] float32.
         state: [slots, H, P, N], the layer's part of the pool, contiguous; only read.
-        node_states: [R, W, H, P, N] float32, contiguous: a state for each row.
+        node_states: [R, W, H, P, N] float32, contiguous: one state per row.
     Returns: [b*T, H*P], dtype of the rows.
     """
     b, T = step.rows.shape
     H, P, G, N = sizes
     channels = H // G * P
-    if config is None:  # 4096 numbers, 32 a thread; not yet tuned by measurement
+    if config is None:  # 4096 numbers, 32 per thread; not tuned by measurement
         tile = max(1, 4096 // N)
         while channels % tile:
             tile //= 2
@@ -182,8 +182,8 @@ def commit_snapshots(
 
     Args:
         node_states: [layers, R, W, H, P, N] float32; state: [layers, slots, H, P, N], the pool.
-        slots, state slots, rows: [b] int64; rows of the last accepted nodes.
-        count: [b] int64, accepted nodes: a request with none keeps its state.
+        slots, state_slots, rows: [b] int64; rows are those of the last accepted nodes.
+        count: [b] int64, accepted nodes; a request with none keeps its state.
     """
     layers, R, W, *shape = node_states.shape
     size = torch.Size(shape).numel()

@@ -1,10 +1,9 @@
-"""One decode step on tensors: draft a tree, verify it, keep what the target agrees with.
+"""One decode step on tensors: draft trees, verify them, commit the nodes that the target accepts.
 
-Between verifying and keeping comes the sampler, which learns from the host what each request asks
-for. Everything else here may be captured in a graph (graphs.py) if nothing of it waits for the
-host.
+The sampler runs between verify and commit, and the host decides which operations it performs. All
+other parts may be captured in graphs (graphs.py) if they never wait for the host.
 
-A step is a value: what the drafter's ``prepare`` and the scheme's ``begin`` return is carried
+A step is a value: the results of the drafter's ``prepare`` and the scheme's ``begin`` are passed
 along, and no object remembers which step it is in.
 """
 
@@ -31,32 +30,34 @@ from mamba_eagle.tree.tree import Tree, single_node_tree
 
 
 class Verified(NamedTuple):
-    """What the target says of a batch's trees."""
+    """The target's outputs for the trees of a batch."""
 
     tree: Tree
-    layout: Any  # the state scheme's
-    positions: Tensor  # [b, T] int64, the nodes' own
+    layout: Any  # as returned by the state scheme's ``begin``
+    positions: Tensor  # [b, T] int64, of the nodes
     features: Tensor  # [b, T, F]
     logits: Tensor  # [b, T, V] float32
 
     def first(self, b: int) -> Verified:
-        """Of the first ``b`` requests; the layout stays that of all."""
+        """The outputs for the first ``b`` requests; the layout still covers all."""
         tree = Tree(*(part[:b] for part in self.tree))
         return Verified(tree, self.layout, *(part[:b] for part in self[2:]))
 
 
 class Outcome(NamedTuple):
-    """What a step leaves."""
+    """The result of a decode step."""
 
     accepted: Truncated
-    folded: Tensor  # [b] int64, positions of the requests' state slots
+    folded: Tensor  # [b] int64, positions of the states in the requests' state slots
 
     def first(self, b: int) -> Outcome:
+        """The outcome for the first ``b`` requests."""
         return Outcome(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
 
 
 class DecodeStep:
-    """The parts of a step. slots [b] and kv_slots [b, T] (the nodes') are int64."""
+    """The operations of a decode step. In all methods, slots [b] int64 are the request slots and
+    kv_slots [b, T] int64 the KV slots of the nodes."""
 
     def __init__(
         self,
@@ -70,11 +71,11 @@ class DecodeStep:
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
-        self.forced_length: float | None = None  # of what is accepted, in a benchmark
+        self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
     def draft(self, slots: Tensor, kv_slots: Tensor, part: StepPart, noisy: bool) -> Tree:
-        """noisy: guess what the sampler will take at temperatures above 0."""
+        """A tree of ``part.shape`` per request. noisy: let the drafter use the sampler's noise."""
         table = self.table
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
@@ -85,7 +86,8 @@ class DecodeStep:
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
     ) -> Verified:
-        """logits [b*T, V] float32: where they go, if not to new memory."""
+        """Run the target on the trees. logits: [b*T, V] float32, written if given; otherwise new
+        memory is used."""
         table, shape = self.table, tree.tokens.shape
         processed = table.processed[slots]
         layout = self.scheme.begin(slots, tree)
@@ -102,8 +104,8 @@ class DecodeStep:
         positions = processed[:, None] + tree.depths
         context = VerifyContext(self.scheme, layout, attention, positions.reshape(-1))
         features = self.model(tree.tokens.reshape(-1), context)
-        made = self.model.compute_logits(features, logits)
-        parts = (features.unflatten(0, shape), made.unflatten(0, shape))
+        logits = self.model.compute_logits(features, logits)
+        parts = (features.unflatten(0, shape), logits.unflatten(0, shape))
         return Verified(tree, layout, positions, *parts)
 
     def commit(
@@ -114,8 +116,10 @@ class DecodeStep:
         target: Tensor,
         part: StepPart,
     ) -> Outcome:
-        """The accepted nodes become part of the sequence: indices only, in every table. target
-        [b, T]: the target's own tokens."""
+        """Make the accepted nodes part of the sequences; only indices change, in all tables.
+
+        target: [b, T] int64, the target's token at each node.
+        """
         accepted = self._accept(slots, verified.tree, target, part.shape.depth)
         self.scheme.accept(verified.layout, accepted, verified.features)
         self.backend.commit_tokens(self.table, slots, kv_slots, accepted)
@@ -127,25 +131,25 @@ class DecodeStep:
         table = self.table
         if self.forced_length is None:
             return self.backend.accept_tokens(table, slots, tree, target, depth)
-        walked = simulated_walk(tree, target, depth, self.forced_length, self.num_forced)
+        path = simulated_walk(tree, target, depth, self.forced_length, self.num_forced)
         self.num_forced += 1
-        return truncate(walked, table.stop_tokens[slots], table.remaining[slots])
+        return truncate(path, table.stop_tokens[slots], table.remaining[slots])
 
     def drafter_commits(self, part: StepPart) -> bool:
-        """Whether the drafter's share of committing a step is the device's work."""
+        """Whether the drafter observes accepted tokens as part of ``commit``, on the device."""
         return self.drafter.on_device and not part.idle
 
     def observe_on_host(
         self, slots: Tensor, verified: Verified, accepted: Truncated, part: StepPart
     ) -> None:
-        """What the host keeps count of."""
+        """Update the token counts, and the drafter if it works on the host."""
         self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
         if not self.drafter.on_device and not part.idle:
             self.drafter.observe_accepted(slots, accepted, verified.features)
 
 
 class EagerRun:
-    """A step of one batch, each operation launched by itself."""
+    """A step of one batch, with each operation launched separately."""
 
     def __init__(self, step: DecodeStep, batch: DecodeBatch, part: StepPart) -> None:
         self.step, self.batch, self.part = step, batch, part
@@ -154,14 +158,14 @@ class EagerRun:
         self.kv_slots = place.to_device(batch.kv_slots)
 
     def verify(self) -> Verified:
-        """Draft, and what the target says of it."""
+        """Draft trees and run the target on them."""
         noisy = self.step.sampling.any_noise(self.batch.slots)
         tree = self.step.draft(self.slots, self.kv_slots, self.part, noisy)
         self.verified = self.step.verify(self.slots, self.kv_slots, tree)
         return self.verified
 
     def commit(self, target: Tensor) -> Outcome:
-        """target [b, T] int64, what the target samples at each node."""
+        """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""
         step, part = self.step, self.part
         outcome = step.commit(self.slots, self.kv_slots, self.verified, target, part)
         step.observe_on_host(self.slots, self.verified, outcome.accepted, part)
@@ -177,7 +181,7 @@ class EagerSteps:
         self.step = step
 
     def prepare(self, batch: DecodeBatch) -> EagerRun:
-        """What comes before the step, and is not part of its time."""
+        """Prepare a step; this is not part of its measured time."""
         drafter = self.step.drafter
         part = drafter.prepare(batch.slots, batch.shape)
         if part.needs_catch_up:

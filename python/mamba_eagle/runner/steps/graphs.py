@@ -1,14 +1,14 @@
-"""Decode steps as CUDA graphs: a step of hundreds of kernels is two launches for the host.
+"""Decode steps as CUDA graphs: the host launches two graphs instead of hundreds of kernels.
 
-A graph repeats the same kernels on the same memory, so there is one for each kind of step: tree
-shape, number of requests (a ladder of them; a batch takes the next larger one), whether drafts use
-the sampler's noise, and whether the drafter has a part in it. What pads a batch stands in a request
-slot, a state slot and a KV slot that nobody owns, and has no tokens left to generate: it changes
-nothing of a request's.
+A graph repeats the same kernels on the same memory, so there is one pair of graphs for each kind of
+step. A kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether
+drafts use the sampler's noise, and whether the drafter observes the accepted tokens. Batches are
+padded with requests that have no tokens left to generate and that use a request slot, a state slot
+and a KV slot which no real request ever gets, so padding does not affect any request.
 
-    inputs → [ draft → verify ] → logits → sampler, launch by launch → [ accept, commit ] → outcome
+    inputs → [ draft → verify ] → logits → sampler, kernel by kernel → [ accept, commit ] → outcome
 
-The two parts of a kind are run one right after the other, so all graphs share one pool of memory.
+The two graphs of a kind run back to back, so all graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ log = logging.getLogger("mamba_eagle.runner")
 
 
 class Kind(NamedTuple):
-    """Steps that are the same work."""
+    """Steps of the same kind consist of the same kernels."""
 
     shape: TreeShape
-    batch: int
+    batch: int  # requests, padding included
     noisy: bool
     drafter_commits: bool
-    stop_tokens: int  # width of their table, which grows
+    stop_tokens: int  # width of the stop token table, which may grow
 
 
-def batch_ladder(most: int) -> list[int]:
-    """Batch sizes that have graphs of their own, falling: the steps are at most a third."""
+def batch_ladder(max_batch: int) -> list[int]:
+    """Batch sizes with graphs of their own, largest first; less than a third of a batch is
+    padding."""
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64]
     sizes += range(80, 161, 16)
-    sizes += range(192, max(most, 192) + 32, 32)
-    return sorted({most, *(size for size in sizes if size < most)}, reverse=True)
+    sizes += range(192, max(max_batch, 192) + 32, 32)
+    return sorted({max_batch, *(size for size in sizes if size < max_batch)}, reverse=True)
 
 
 class GraphedRun:
-    """A step of one batch: its requests are the first of the graph's."""
+    """A step of one batch, whose requests are the first ones of the graph's batch."""
 
     def __init__(self, graph: _Graph, batch: DecodeBatch, part: StepPart) -> None:
         self.graph, self.batch, self.part, self.b = graph, batch, part, len(batch.slots)
@@ -57,12 +58,12 @@ class GraphedRun:
         self.verified = graph.verified.first(self.b)
 
     def verify(self) -> Verified:
-        """Draft, and what the target says of it."""
+        """Draft trees and run the target on them."""
         self.graph.load(self.batch, self.part)
         return self.verified
 
     def commit(self, target: Tensor) -> Outcome:
-        """target [b, T] int64, what the target samples at each node."""
+        """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""
         self.graph.target[: self.b] = target
         self.graph.commit.replay()
         outcome = self.graph.outcome.first(self.b)
@@ -71,10 +72,10 @@ class GraphedRun:
 
 
 class _Graph:
-    """The two graphs of a kind, and the memory where their inputs and outputs are."""
+    """The two graphs of a kind, and the memory of their inputs and outputs."""
 
     def __init__(self, kind: Kind, part: StepPart, graphs: GraphedSteps) -> None:
-        """part: the drafter's in all steps of this kind."""
+        """part: the drafter's part in all steps of this kind."""
         self.kind, self.part, self.step = kind, part, graphs.step
         self.place = graphs.place
         self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
@@ -88,7 +89,7 @@ class _Graph:
         if not self.drafts:
             self.tree = _empty_tree(*self.target.shape, self.place.device)
 
-        for work in (self._verify, self._commit):  # compiles kernels; padding changes nothing
+        for work in (self._verify, self._commit):  # compiles kernels; runs on padding alone
             work()
         self.verify = graphs.record(self._verify)
         self.commit = graphs.record(self._commit)
@@ -107,7 +108,7 @@ class _Graph:
         )
 
     def load(self, batch: DecodeBatch, part: StepPart) -> None:
-        """Draft and verify."""
+        """Copy the inputs to the device, then draft and verify."""
         inputs = [[slot, *nodes] for slot, nodes in zip(batch.slots, batch.kv_slots)]
         inputs += [self.padding] * (self.kind.batch - len(inputs))
         self.inputs.copy_(self.place.host_tensor(inputs), non_blocking=True)
@@ -121,26 +122,27 @@ class _Graph:
 
 
 class _CatchUp:
-    """The drafter's pass over what plain steps added, for ``batch`` requests."""
+    """A graph of the drafter's pass over tokens that plain steps added, for ``batch`` requests."""
 
     def __init__(self, batch: int, graphs: GraphedSteps) -> None:
         self.padding, self.drafter = graphs.padded_slot, graphs.step.drafter
         self.place = graphs.place
         self.slots = self.place.to_device([self.padding] * batch)
-        self._work()  # compiles kernels; padding changes nothing
+        self._work()  # compiles kernels; runs on padding alone
         self.graph = graphs.record(self._work)
 
     def _work(self) -> None:
         self.drafter.catch_up(self.slots)
 
     def run(self, slots: Sequence[int]) -> None:
+        """slots: request slots, at most as many as the graph's batch."""
         padded = [*slots, *[self.padding] * (len(self.slots) - len(slots))]
         self.slots.copy_(self.place.host_tensor(padded), non_blocking=True)
         self.graph.replay()
 
 
 def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
-    """Nodes that all hang on the root."""
+    """b trees in which all other nodes are children of the root."""
     zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
     own = torch.eye(nodes, dtype=torch.bool, device=device).repeat(b, 1, 1)
     own[:, :, 0] = True
@@ -150,10 +152,11 @@ def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
 
 
 class GraphedSteps:
-    """Steps by kind; each is captured when it is first wanted, or by ``warm_up``."""
+    """Graphs by kind of step; each is captured by ``warm_up`` or when it is first needed."""
 
     def __init__(self, step: DecodeStep, padded_slot: int, max_nodes: int, vocab: int) -> None:
-        """padded_slot: a request slot that nobody owns, of which there are so many before it."""
+        """padded_slot: the request slot of padding, which follows all others; so it is also the
+        largest batch size. max_nodes: the largest tree. vocab: the width of the logits."""
         self.step, self.padded_slot, self.place = step, padded_slot, step.backend.place
         self.device = self.place.device
         self.ladder = batch_ladder(padded_slot)
@@ -165,14 +168,14 @@ class GraphedSteps:
         self.num_bytes = self.logits.nbytes
 
     def warm_up(self, shapes: list[TreeShape]) -> None:
-        """Capture the steps of these shapes, for all batch sizes of the ladder, greedy ones."""
+        """Capture the greedy steps of these shapes, for all batch sizes of the ladder."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         for batch in self.ladder:  # the largest first
             for shape in reversed(shapes):
                 self._capture([self.padded_slot] * batch, shape)
             if shapes != [PLAIN] and self.step.drafter.on_device:
                 self._catch_up([self.padded_slot] * batch)
-        # and plain steps of requests that are not tracked
+        # and plain steps of untracked requests
         drafter, padding = self.step.drafter, [self.padded_slot]
         drafter.untrack(padding)
         for batch in self.ladder:
@@ -187,7 +190,7 @@ class GraphedSteps:
         )
 
     def prepare(self, batch: DecodeBatch) -> GraphedRun:
-        """What comes before the step, and is not part of its time: new kinds are captured."""
+        """Prepare a step, capturing its kind if it is new; not part of its measured time."""
         graph, part = self._capture(batch.slots, batch.shape)
         return GraphedRun(graph, batch, part)
 
@@ -219,7 +222,7 @@ class GraphedSteps:
         return min(size for size in self.ladder if size >= len(slots))
 
     def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What ``work`` launches, as a graph; nothing of it is run."""
+        """Capture the kernels that ``work`` launches, without running them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self.stream):

@@ -1,4 +1,4 @@
-"""Steps that the device is working on, and how long they took."""
+"""Steps that were launched: their results on the way to the host, and their times."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class PendingDecode:
             self.tree = Tree(*(place.to_host(part) for part in verified.tree))
 
     def read(self) -> list[DecodeResult]:
-        """In the batch's order."""
+        """Results in the batch's order; call it only once the device is done."""
         results = []
-        for i, (n, folded, *walk) in enumerate(self.numbers.tolist()):
-            tokens, nodes = walk[: self.width], walk[self.width :]
+        for i, (n, folded, *path) in enumerate(self.numbers.tolist()):
+            tokens, nodes = path[: self.width], path[self.width :]
             result = DecodeResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
             if n and i in self.logprobs:
                 result.logprobs = self.logprobs[i].read(n)
@@ -56,7 +56,7 @@ class PendingDecode:
 
 
 def step_trace(tree: Tree, index: int, result: DecodeResult) -> StepTrace:
-    """One of the step's trees and what became of it, for a request that asks to see them."""
+    """The tree of request ``index`` and its accepted path, for requests that ask for a trace."""
     return StepTrace(
         tokens=tree.tokens[index].tolist(),
         parents=tree.parents[index].tolist(),
@@ -67,16 +67,16 @@ def step_trace(tree: Tree, index: int, result: DecodeResult) -> StepTrace:
 
 
 class Times(NamedTuple):
-    """Of a step; ``before``: when the previous one ended."""
+    """Points in time of a step."""
 
-    before: Timestamp
+    previous: Timestamp  # end of the previous step
     began: Timestamp
     decode_began: Timestamp
     ended: Timestamp
 
 
 class Launched:
-    """A step whose work is all given to the device; its result is read when that is done."""
+    """A step whose work has been launched; its result can be read once the device is done."""
 
     def __init__(
         self, number: int, prompts: PendingPrefill | None, trees: PendingDecode | None, times: Times
@@ -85,11 +85,11 @@ class Launched:
 
     @property
     def done(self) -> bool:
-        """Whether ``result`` need not wait."""
+        """Whether ``result`` returns without waiting."""
         return self.times.ended.reached
 
     def result(self) -> StepResult:
-        """Lists are in the plan's order."""
+        """Wait for the device and return the results, in the plan's order. Times in seconds."""
         times = self.times
         times.ended.wait()
         return StepResult(
@@ -98,5 +98,5 @@ class Launched:
             decode=self.trees.read() if self.trees else [],
             seconds=times.began.until(times.ended),
             decode_seconds=times.decode_began.until(times.ended),
-            idle_seconds=times.before.until(times.began),
+            idle_seconds=times.previous.until(times.began),
         )

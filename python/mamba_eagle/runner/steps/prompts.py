@@ -1,4 +1,4 @@
-"""Prompt chunks: one pass over those of a step, and the first token where a prompt is over."""
+"""Prompt chunks: one pass over all chunks of a step, and the first tokens of finished prompts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mamba_eagle.runner.steps.decode_step import DecodeStep
 
 
 class Logprobs:
-    """Of some tokens, on their way to the host."""
+    """Log-probabilities of n tokens, on their way to the host."""
 
     def __init__(self, place: Place, logits: Tensor, tokens: Tensor, top: int) -> None:
-        """logits [n, V], tokens [n]: their logprobs, and the ``top`` best ones each."""
+        """logits [n, V]; tokens [n] int64; top: how many of the best tokens to include."""
         self.tokens = place.to_host(tokens)
-        found = token_logprobs(logits, tokens, top)
-        self.parts = TokenLogprobs(*(place.to_host(part) for part in found))
+        logprobs = token_logprobs(logits, tokens, top)
+        self.parts = TokenLogprobs(*(place.to_host(part) for part in logprobs))
 
     def read(self, count: int | None = None) -> list[TokenLogprob]:
-        """Of the first ``count``."""
+        """The first ``count`` entries, or all."""
         columns = (part[:count].tolist() for part in (self.tokens, *self.parts))
         return [
-            TokenLogprob(token, own, list(zip(best, which, strict=True)))
-            for token, own, best, which in zip(*columns, strict=True)
+            TokenLogprob(token, logprob, list(zip(top_values, top_ids, strict=True)))
+            for token, logprob, top_values, top_ids in zip(*columns, strict=True)
         ]
 
 
@@ -39,14 +39,14 @@ class PendingPrefill:
     """The results of a step's prompt chunks, on their way to the host."""
 
     items: Sequence[PrefillItem]
-    first_tokens: Tensor | None = None  # [prompts that are over]
-    first_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by place among those
-    input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by place among the items
+    first_tokens: Tensor | None = None  # [finished prompts] int64
+    first_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in first_tokens
+    input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in items
 
     def read(self) -> list[PrefillResult]:
-        """In the items' order."""
+        """Results in the items' order; call it only once the device is done."""
         tokens = iter([] if self.first_tokens is None else self.first_tokens.tolist())
-        results, over = [], 0
+        results, finished = [], 0
         for i, item in enumerate(self.items):
             result = PrefillResult()
             if i in self.input_logprobs:
@@ -56,23 +56,25 @@ class PendingPrefill:
                     result.input_logprobs[0] = TokenLogprob(first.token_id, None)
             if item.is_last:
                 result.token = next(tokens)
-                if over in self.first_logprobs:
-                    result.logprob = self.first_logprobs[over].read()[0]
-                over += 1
+                if finished in self.first_logprobs:
+                    result.logprob = self.first_logprobs[finished].read()[0]
+                finished += 1
             results.append(result)
         return results
 
 
 class PromptRunner:
-    """Takes requests in and runs their prompts."""
+    """Admits requests and processes their prompts."""
 
     def __init__(self, step: DecodeStep, pool: StatePool, eos_token_ids: tuple[int, ...]) -> None:
         self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
         self.place = step.backend.place
-        # of output tokens; a retracted request has generated some of them before
+        # by request slot: the position that output must not reach; a retracted request may have
+        # generated some of its output before
         self.budget_end = [0] * step.table.processed.shape[0]
 
     def run(self, items: Sequence[PrefillItem]) -> PendingPrefill:
+        """Process the prompt chunks of a step in one pass."""
         model, table = self.step.model, self.step.table
         for item in items:
             self._admit(item)
@@ -82,7 +84,7 @@ class PromptRunner:
             parts, self.pool, self.step.kv, table.kv_slots, model.config.mamba
         )
         state_slots = self._indices([item.state_slot for item in items])
-        before = self.pool.feature[state_slots]  # copied: they are overwritten below
+        before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
         features = model(tokens, ctx)
         self._keep_features(parts, features)
         table.processed[self._indices([item.slot for item in items])] = self._indices(
@@ -93,36 +95,41 @@ class PromptRunner:
             self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
         start_finished(self.step.scheme, items, self.place)
         self._show_drafter(parts, tokens, features, before)
-        made = PendingPrefill(items)
+        pending = PendingPrefill(items)
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
-                made.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
-        over = [part for part in parts if part.item.is_last]
-        if over:
-            self._first_tokens(over, features, made)
-        return made
+                pending.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
+        finished = [part for part in parts if part.item.is_last]
+        if finished:
+            self._first_tokens(finished, features, pending)
+        return pending
 
     def _show_drafter(
         self, parts: Sequence[PrefillPart], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        """The chunks of tracked requests; before [parts, F]."""
+        """Pass the chunks of tracked requests to the drafter.
+
+        tokens [n], features [n, F] of all parts; before [parts, F]: the feature of the token before
+        each chunk.
+        """
         drafter = self.step.drafter
-        new = [part.item.slot for part in parts if part.item.is_first and not part.item.track]
-        if new:
-            drafter.untrack(new)
-        shown = [i for i, part in enumerate(parts) if part.item.track]
-        if len(shown) < len(parts):
-            ranges = [range(p.first, p.first + p.length) for p in map(parts.__getitem__, shown)]
-            flat = self._indices([index for each in ranges for index in each])
-            tokens, features, before = tokens[flat], features[flat], before[self._indices(shown)]
-        if shown:
-            drafter.observe_prefill([parts[i].item for i in shown], tokens, features, before)
+        untracked = [part.item.slot for part in parts if part.item.is_first and not part.item.track]
+        if untracked:
+            drafter.untrack(untracked)
+        tracked = [i for i, part in enumerate(parts) if part.item.track]
+        if len(tracked) < len(parts):
+            ranges = [range(p.first, p.first + p.length) for p in map(parts.__getitem__, tracked)]
+            flat = self._indices([index for indices in ranges for index in indices])
+            tokens, features, before = tokens[flat], features[flat], before[self._indices(tracked)]
+        if tracked:
+            drafter.observe_prefill([parts[i].item for i in tracked], tokens, features, before)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return self.place.to_device(values)
 
     def _admit(self, item: PrefillItem) -> None:
-        """The request's slot table, and at its first chunk everything else about it."""
+        """Enter the chunk's KV slots into the request table, and at the first chunk everything else
+        about the request."""
         table, slot, start = self.step.table, item.slot, item.start
         kv_slots, first = item.kv_slots, start
         if item.is_first:
@@ -141,7 +148,7 @@ class PromptRunner:
         self.budget_end[slot] = item.output_start + params.max_new_tokens
 
     def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
-        """Those of the tokens at which state slots end."""
+        """Store the features of the tokens after which states are kept. features [n, F]."""
         kept = []
         for part in parts:
             item = part.item
@@ -152,49 +159,52 @@ class PromptRunner:
         self.pool.feature[state_slots] = features[ends].to(self.pool.feature.dtype)
 
     def _first_tokens(
-        self, parts: Sequence[PrefillPart], features: Tensor, made: PendingPrefill
+        self, parts: Sequence[PrefillPart], features: Tensor, pending: PendingPrefill
     ) -> None:
-        """The prompts are over: their first output tokens are sampled.
+        """Sample the first output tokens of finished prompts. features [n, F] of all parts.
 
-        A request ends here if its token is a stop token, or if no token can be sampled: then the
-        result is NO_TOKEN, and the scheduler fails the request.
+        A request ends here if its token is a stop token, or if no token can be sampled. In the
+        latter case the result is NO_TOKEN and the scheduler fails the request.
         """
         table, sampling = self.step.table, self.step.sampling
         slots = [part.item.slot for part in parts]
         ends = [part.item.start + part.length for part in parts]
         left = [max(self.budget_end[slot] - end - 1, 0) for slot, end in zip(slots, ends)]
         last = [part.first + part.length - 1 for part in parts]
-        used, positions, budget, last_tokens = self._indices([slots, ends, left, last])
-        own = features[last_tokens]
-        logits = self.step.model.compute_logits(own)
+        device_slots, positions, budget, last_tokens = self._indices([slots, ends, left, last])
+        last_features = features[last_tokens]
+        logits = self.step.model.compute_logits(last_features)
         sampled = sample(sampling, slots, logits[:, None], positions[:, None], None)[:, 0]
         is_token = sampled != NO_TOKEN
-        tokens = torch.where(is_token, sampled, 0)  # tables are read by every later step
-        sampling.observe_accepted(used, tokens[:, None], is_token.long())
-        table.last_token[used] = tokens
-        is_stop = (table.stop_tokens[used] == tokens[:, None]).any(1)
-        table.remaining[used] = torch.where(is_token & ~is_stop, budget, 0)
-        shown = [i for i, part in enumerate(parts) if part.item.track]
-        if len(shown) == len(parts):
-            self.step.drafter.observe_first_tokens(slots, tokens, own)
-        elif shown:
-            those = self._indices(shown)
+        tokens = torch.where(is_token, sampled, 0)  # later steps need a valid token in the tables
+        sampling.observe_accepted(device_slots, tokens[:, None], is_token.long())
+        table.last_token[device_slots] = tokens
+        is_stop = (table.stop_tokens[device_slots] == tokens[:, None]).any(1)
+        table.remaining[device_slots] = torch.where(is_token & ~is_stop, budget, 0)
+        tracked = [i for i, part in enumerate(parts) if part.item.track]
+        if len(tracked) == len(parts):
+            self.step.drafter.observe_first_tokens(slots, tokens, last_features)
+        elif tracked:
+            index = self._indices(tracked)
             self.step.drafter.observe_first_tokens(
-                [slots[i] for i in shown], tokens[those], own[those]
+                [slots[i] for i in tracked], tokens[index], last_features[index]
             )
-        made.first_tokens = self.place.to_host(sampled)
+        pending.first_tokens = self.place.to_host(sampled)
         for i, part in enumerate(parts):
             if part.item.return_logprob:
                 top = part.item.top_logprobs
-                made.first_logprobs[i] = Logprobs(
+                pending.first_logprobs[i] = Logprobs(
                     self.place, logits[i : i + 1], tokens[i : i + 1], top
                 )
 
     def _input_logprobs(
         self, part: PrefillPart, tokens: Tensor, features: Tensor, before: Tensor
     ) -> Logprobs:
-        """Of the chunk's tokens from position logprob_start on; that of token q comes from the
-        features at q-1 (before [F]: ahead of the chunk), and the very first token has none."""
+        """Logprobs of the chunk's tokens from position logprob_start on.
+
+        The logprob of the token at position q comes from the feature at q - 1; before [F] is the
+        feature before the chunk. The token at position 0 has no logprob; ``read`` removes it.
+        """
         item, span = part.item, slice(part.first, part.first + part.length)
         offset = max(item.logprob_start, item.start) - item.start
         sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]

@@ -1,19 +1,25 @@
-"""The bytes that a decode step cannot do without, and how near to the device's limit it comes.
+"""The bytes that a decode step has to read, and how near to the device's limit it comes.
 
 A step reads every weight once, the recurrent state of each request, and the keys and values of its
-tokens so far. That much any engine moves, so it is the measure for all: states that a scheme
-writes, rows, activations and all that drafting reads are left out, and lower the share.
+tokens so far. Any engine moves that much, so engines can be compared by it. States that a scheme
+writes, rows, activations and everything that drafting reads are left out; they lower the share.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from mamba_eagle.layers.moe import Experts
 from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.loader import created_as
+from mamba_eagle.models.registry import model_class
+from mamba_eagle.runner.memory import kv_slot_bytes, state_bytes
 
 
 class StepBytes(NamedTuple):
-    """Bytes that one step reads at least."""
+    """The least that one step reads."""
 
     weights: float
     states: float
@@ -24,7 +30,7 @@ class StepBytes(NamedTuple):
         return sum(self)
 
     def share(self, seconds: float, copy_tb_s: float) -> float:
-        """The time these bytes take at the device's own copy rate, of ``seconds``."""
+        """Time for these bytes at the device's own copy rate, as a fraction of ``seconds``."""
         return self.total / (copy_tb_s * 1e12) / seconds
 
 
@@ -35,12 +41,8 @@ class StepSize(NamedTuple):
 
 
 def step_bytes(model: ModelConfig, size: StepSize, dtype: str, ssm_dtype: str) -> StepBytes:
-    """weights as ``weight_bytes``; states: batch · (layers · H·P·N and the convolution's history);
+    """weights: as ``weight_bytes``. states: batch · (layers · H·P·N and the convolution's history).
     kv: batch · position · 2 · layers · kv_heads · head_dim. Dtypes by torch's names."""
-    import torch
-
-    from mamba_eagle.runner.memory import kv_slot_bytes, state_bytes
-
     itemsize, ssm_itemsize = (getattr(torch, name).itemsize for name in (dtype, ssm_dtype))
     return StepBytes(
         weight_bytes(model, dtype, size.batch * size.nodes),
@@ -50,14 +52,8 @@ def step_bytes(model: ModelConfig, size: StepSize, dtype: str, ssm_dtype: str) -
 
 
 def weight_bytes(model: ModelConfig, dtype: str, tokens: int) -> float:
-    """All parameters, but for what is looked up: of an embedding that is not the lm_head's matrix,
-    a row a token; of E experts at most ``tokens`` · top_k."""
-    import torch
-
-    from mamba_eagle.layers.moe import Experts
-    from mamba_eagle.models.loader import created_as
-    from mamba_eagle.models.registry import model_class
-
+    """All parameters except those that are only looked up: an embedding that is not also the
+    lm_head counts one row per token, E experts count ``tokens`` · top_k at most."""
     kind = getattr(torch, dtype)
     with created_as(kind, torch.device("meta")):
         made = model_class(model)(model)

@@ -1,4 +1,4 @@
-"""What is said of one measured batch: the lines other tools parse, and result lines."""
+"""What is printed about a measured batch, for other tools to parse, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from mamba_eagle.bench.batch import Generation
+from mamba_eagle.bench.traffic import StepBytes, StepSize, step_bytes
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
-from mamba_eagle.eval.traffic import StepBytes, StepSize, step_bytes
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import read_model_config
-from mamba_eagle.runner.driver import Generation
 
 SHOWN_STEPS = 5
 
@@ -48,14 +48,14 @@ def report_lines(made: Generation) -> list[str]:
 
 @dataclass
 class Speed:
-    """Decode steps of the whole batch, on average: a median would not see the steps that fold."""
+    """Decode steps of the whole batch: means, because a median hides the steps that fold."""
 
     batch: int
     nodes: int
-    seconds: float  # of a step
-    tokens: float  # made in a step, by all requests
+    seconds: float  # per step
+    tokens: float  # per step, of all requests
     least: StepBytes
-    copy_tb_s: float | None  # of the GPU; a CPU's is not measured
+    copy_tb_s: float | None  # of the GPU; not measured on a CPU
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,7 +84,7 @@ class Speed:
 def speed_of(
     made: Generation, config: EngineConfig, ready: RunnerReady, copy_tb_s: float | None
 ) -> Speed:
-    """Of the steps in which no request had finished yet. ``made`` has one at least."""
+    """Of the steps in which no request had finished yet; ``made`` has at least one."""
     steps, batch = made.full_steps, len(made.tokens)
     seconds = sum(made.step_seconds[i] for i in steps) / len(steps)
     tokens = sum(made.step_tokens[i] for i in steps) / len(steps)
@@ -94,23 +94,24 @@ def speed_of(
         position=(made.prompt_tokens + made.output_tokens / 2) / batch,
     )
     model = read_model_config(config.model_path)
-    least = step_bytes(model, size, ready.details["dtype"], config.mamba_ssm_dtype)
+    least = step_bytes(model, size, str(ready.details["dtype"]), config.mamba_ssm_dtype)
     return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
 
 
 @dataclass
 class StateMemory:
-    """Recurrent state of one running request. Bytes."""
+    """Recurrent state of one running request, in bytes."""
 
     checkpoint: float
     beside: float  # rows, or the states of a tree's nodes
 
     @classmethod
     def of(cls, ready: RunnerReady) -> StateMemory:
-        spare = int(str(ready.details["device"]).startswith("cuda"))  # a slot that pads batches
+        # On a GPU there is one more slot, which pads batches.
+        spare = int(str(ready.details["device"]).startswith("cuda"))
         return cls(
-            ready.details["checkpoint_bytes"] / (ready.max_state_slots + spare),
-            ready.details["verify_bytes"] / (ready.max_running_requests + spare),
+            float(ready.details["checkpoint_bytes"]) / (ready.max_state_slots + spare),
+            float(ready.details["verify_bytes"]) / (ready.max_running_requests + spare),
         )
 
     @property
@@ -121,7 +122,7 @@ class StateMemory:
 def result_record(
     made: Generation, args: argparse.Namespace, config: EngineConfig, facts: dict[str, str]
 ) -> dict[str, Any]:
-    """One line of --result-filename: SGLang's keys, then what is ours."""
+    """One line of --result-filename: SGLang's keys first, then our own."""
     requests = len(made.tokens)
     return {
         "run_name": args.run_name,

@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: times of launches, the copy rate beside them, result lines."""
+"""For benchmarks of kernels: times of launches, the copy rate beside them, result lines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import TypeVar
 
 import torch
 
-from mamba_eagle.eval import results
+from mamba_eagle.bench import facts, results
 
 Launch = Callable[[], object]
+Job = TypeVar("Job")
 
-ROTATED_BYTES = 300e6  # of what a launch reads; the L2 cache of an H100 holds 50e6
+ROTATED_BYTES = 300e6  # read by all launches of a round; the L2 cache of an H100 holds 50e6
 
 
 def graph_us(launches: Sequence[Launch], replays: int = 9) -> float:
@@ -38,19 +40,20 @@ def graph_us(launches: Sequence[Launch], replays: int = 9) -> float:
     return float(torch.tensor(times[2:]).median())
 
 
-def compile_all(compile_share: Callable[[list], object], jobs: list) -> None:
-    """``compile_share`` of every core's share of the jobs: fills Triton's cache."""
+def compile_all(compile_share: Callable[[list[Job]], object], jobs: list[Job]) -> None:
+    """Calls ``compile_share`` with an equal share of the jobs in one process per core, to fill
+    Triton's cache."""
     workers = max(1, (os.cpu_count() or 1) - 1)
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         list(pool.map(compile_share, [jobs[i::workers] for i in range(workers)]))
 
 
 class Report:
-    """Prints a row for each measurement and appends it to a file as a JSON line."""
+    """Prints a row for each measurement and appends it to a file as a result line."""
 
     def __init__(self, output: str | None) -> None:
         self.output = output
-        self.common = results.facts("cuda")
+        self.common = facts.facts("cuda")
         self.copy = self.common["copy_tb_s"]
         print(f"{self.common['gpu']}, copy {self.copy:.2f} TB/s, torch {torch.__version__}")
         print(f"{'':26s}{'us':>9s}{'goal':>7s}{'floor':>8s}{'share':>7s}")

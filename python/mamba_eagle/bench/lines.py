@@ -1,13 +1,13 @@
-"""Reads benchmark/results: which line is the figure of a question."""
+"""Which lines of benchmark/results answer a question."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Line = dict[str, Any]
+from mamba_eagle.bench import results
+from mamba_eagle.bench.results import Line
 
 MODEL = "nemotron-nano-9b-v2"
 TREE = "3x5x8"
@@ -22,22 +22,18 @@ class Series(NamedTuple):
 
 
 class Lines:
-    """Result lines of one GPU; of several that answer a question, the last written counts."""
+    """Result lines of one GPU. Of several that answer a question, the last one written counts."""
 
     def __init__(self, lines: Iterable[Line], gpu: str) -> None:
         self.all = [line for line in lines if line.get("gpu") == gpu]
 
     @classmethod
     def read(cls, files: Iterable[Path], gpu: str) -> Lines:
-        lines = []
-        for file in files:
-            lines += [json.loads(text) for text in file.read_text().splitlines() if text.strip()]
-        return cls(lines, gpu)
+        return cls([line for file in files for line in results.read(file)], gpu)
 
     def find(self, name: str, **wanted: Any) -> list[Line]:
-        """Lines of that name whose fields are as wanted, in the order they were written.
-
-        engine: ours unless it is wanted otherwise."""
+        """Lines of that name with the given fields, in the order they were written. Without
+        ``engine`` they are our own."""
         wanted = {"engine": None, **wanted}
         return [
             line
@@ -46,11 +42,11 @@ class Lines:
         ]
 
     def series(self, label: str, by: str, name: str, **wanted: Any) -> Series:
-        """Value against the field ``by``; without such lines, no points."""
+        """Values against the field ``by``; no points without such lines."""
         points = {line[by]: line["value"] for line in self.find(name, **wanted)}
         return Series(label, dict(sorted(points.items())))
 
     def steps(self, label: str, name: str, **wanted: Any) -> Series:
-        """A figure of bench_one_batch or of a peer on the compared geometry, against the batch."""
+        """A figure of bench_one_batch, or of a peer on the same geometry, against the batch."""
         wanted = {"model": MODEL, "input_len": INPUT_LEN, **wanted}
         return self.series(label, "batch", name, **wanted)

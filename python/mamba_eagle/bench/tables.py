@@ -1,4 +1,4 @@
-"""Markdown tables of the result lines, and the marked block of the README that holds them."""
+"""Markdown tables of result lines, and the marked block of a page that holds them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lines import TREE, Lines, Series
+from mamba_eagle.bench.lines import TREE, Lines, Series
 
 BLOCK = re.compile(r"(<!-- made by make_plots\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 BATCHES = (1, 8, 32)
 
 
 class Question(NamedTuple):
-    """A row a batch: our figure, the goal and the peer's."""
+    """One row per batch size: our figure, the goal and the peer's."""
 
     what: str
     ours: Series
@@ -117,7 +117,7 @@ def kernel_questions(lines: Lines) -> list[Question]:
 
 
 def number(value: float | None) -> str:
-    """Three digits, which is what runs agree in; more where they stand before the point."""
+    """Three digits, which is as far as runs agree; all of those before the point."""
     if value is None:
         return "–"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
@@ -125,8 +125,8 @@ def number(value: float | None) -> str:
 
 
 class Verdict(NamedTuple):
-    ratio: float | None  # how many times as good as the peer's; None: there is no figure of it
-    missed: float  # share by which the goal is missed; 0: it is met, or there is none
+    ratio: float | None  # how many times as good as the peer's figure; None: it has none
+    missed: float  # share by which the goal is missed; 0 if it is met, or there is none
 
     @property
     def is_lost(self) -> bool:
@@ -143,7 +143,7 @@ def verdict(question: Question, batch: int) -> Verdict:
 
 
 def table(questions: Sequence[Question]) -> str:
-    """Rows of what was measured; a question without figures of ours has none."""
+    """A question has rows for the batch sizes that we measured."""
     rows = [
         "| | batch | ours | goal | SGLang 0.5.17 | times as good |",
         "|---|---|---|---|---|---|",
@@ -205,7 +205,7 @@ def losses(questions: Sequence[Question]) -> str:
 
 
 def versions(lines: Lines) -> str:
-    """What the figures were made with."""
+    """Of the hardware and software behind the figures."""
     rates: dict[str, list[float]] = {}
     for line in lines.all:
         if "engine" not in line and line.get("copy_tb_s"):
@@ -218,7 +218,7 @@ def versions(lines: Lines) -> str:
 
 
 def page(lines: Lines) -> str:
-    """What stands in the marked block."""
+    """The content of the marked block."""
     steps, kernels = step_questions(lines), kernel_questions(lines)
     parts = [
         ("Decode steps, tokens and prompts", table(steps)),
@@ -231,7 +231,10 @@ def page(lines: Lines) -> str:
 
 
 def rewrite(readme: Path, text: str) -> None:
-    """Raises: ValueError where the file has no marked block."""
+    """Puts ``text`` into the marked block of ``readme``.
+
+    Raises: ValueError if there is not exactly one.
+    """
     before = readme.read_text()
     after, count = BLOCK.subn(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", before)
     if count != 1:

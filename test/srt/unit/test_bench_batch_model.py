@@ -1,4 +1,4 @@
-"""The in-process driver with the real runner on a small random hybrid model."""
+"""Batches in this process with the real runner on a small random hybrid model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.runner.driver import Generation, InProcessDriver, greedy, sized_for
 
 VOCABULARY = 16  # so few tokens that a random draft is right now and then
 TARGET = {
@@ -63,9 +63,7 @@ def generate(
     from mamba_eagle.runner.model_runner import ModelRunner
 
     config = sized_for(config, len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
-    return InProcessDriver(ModelRunner(config), config).generate(
-        prompts, sampling or greedy(OUTPUT)
-    )
+    return BatchEngine(config, ModelRunner(config)).generate(prompts, sampling or greedy(OUTPUT))
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +106,10 @@ def test_a_second_batch_is_not_changed_by_the_first(config, prompts) -> None:
     from mamba_eagle.runner.model_runner import ModelRunner
 
     config = sized_for(config, len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
-    driver = InProcessDriver(ModelRunner(config), config)
-    first = driver.generate(prompts, greedy(OUTPUT)).tokens
-    driver.generate(prompts[::-1], greedy(OUTPUT // 2))
-    assert driver.generate(prompts, greedy(OUTPUT)).tokens == first
+    engine = BatchEngine(config, ModelRunner(config))
+    first = engine.generate(prompts, greedy(OUTPUT)).tokens
+    engine.generate(prompts[::-1], greedy(OUTPUT // 2))
+    assert engine.generate(prompts, greedy(OUTPUT)).tokens == first
 
 
 def test_sampled_tokens_do_not_depend_on_speculation(config, prompts) -> None:
@@ -133,7 +131,7 @@ def test_a_forced_length_is_what_every_step_accepts(config, prompts, mode) -> No
         speculative_num_draft_tokens=4,
     )
     chain = sized_for(chain, len(prompts), max(PROMPT_LENGTHS) + OUTPUT)
-    driver = InProcessDriver(ModelRunner(chain), chain)
-    driver.runner.simulate_accept_length(2.5)
-    made = driver.generate(prompts, greedy(1 + 20))  # the first token is the prompt's
+    engine = BatchEngine(chain, ModelRunner(chain))
+    engine.runner.simulate_accept_length(2.5)
+    made = engine.generate(prompts, greedy(1 + 20))  # the first token is the prompt's
     assert made.accept_lengths == {2: 4 * len(prompts), 3: 4 * len(prompts)}

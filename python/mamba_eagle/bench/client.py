@@ -1,0 +1,170 @@
+"""Clients of a running server. This is the only place that posts to /generate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+TIMEOUT = 600.0  # seconds
+SHOWN_CHARACTERS = 200  # of a reply that is an error
+
+Body = Mapping[str, Any]
+Reply = dict[str, Any]
+
+
+class ServerError(RuntimeError):
+    """The server cannot be reached, or its reply is no answer.
+
+    status: the HTTP status, 0 without a reply. message: the server's own, or why there is none; ""
+    where the reply says nothing that can be read.
+    """
+
+    def __init__(self, text: str, status: int = 0, message: str = "") -> None:
+        super().__init__(text)
+        self.status, self.message = status, message
+
+
+class Client:
+    """Asynchronous; to be entered before use. Every method raises ServerError, and only that."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str = "",
+        timeout: float = TIMEOUT,
+        connections: int | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """timeout: seconds without a byte. connections: at most, None for no limit."""
+        self.base_url = base_url
+        self._settings: dict[str, Any] = {
+            "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+            "timeout": timeout,
+            "limits": httpx.Limits(max_connections=connections),
+            "transport": transport,
+            "trust_env": False,  # a proxy of the environment is not meant for a model server
+        }
+
+    async def __aenter__(self) -> Client:
+        with self._translated():
+            self._http = httpx.AsyncClient(base_url=self.base_url, **self._settings)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+
+    async def generate(self, body: Body) -> Reply:
+        """The whole reply to one request."""
+        with self._translated():
+            response = await self._http.post("/generate", json=body)
+        return self._content(response)
+
+    async def generate_all(self, bodies: Sequence[Body], parallel: int) -> list[Reply]:
+        """Replies in the order of ``bodies``, at most ``parallel`` requests at a time. The first
+        that fails ends them all."""
+        gate = asyncio.Semaphore(parallel)
+
+        async def one(body: Body) -> Reply:
+            async with gate:
+                return await self.generate(body)
+
+        return await asyncio.gather(*map(one, bodies))
+
+    @contextlib.asynccontextmanager
+    async def stream(self, body: Body) -> AsyncIterator[AsyncIterator[Reply]]:
+        """Entered when the server has accepted the request; gives the pieces as they come.
+        Leaving early closes the connection, which ends the request."""
+        with self._translated():
+            content = {**body, "stream": True}
+            async with self._http.stream("POST", "/generate", json=content) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._refusal(response)
+                yield self._pieces(response)
+
+    async def _pieces(self, response: httpx.Response) -> AsyncIterator[Reply]:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            piece: Reply = json.loads(line[len("data: ") :])
+            if "error" in piece:
+                error = piece["error"]
+                raise ServerError(f"{self.base_url} ended a stream: {error}", error.get("code", 0))
+            yield piece
+
+    async def abort(self, rid: str) -> None:
+        """Ends the request with this id, if there is one."""
+        with self._translated():
+            await self._http.post("/abort_request", json={"rid": rid})
+
+    async def server_info(self) -> Reply:
+        with self._translated():
+            response = await self._http.get("/server_info")
+        return self._content(response)
+
+    def _content(self, response: httpx.Response) -> Reply:
+        if response.status_code != 200:
+            raise self._refusal(response)
+        try:
+            content: Reply = response.json()
+        except ValueError:
+            raise ServerError(
+                f"{self.base_url} answered with text that is not JSON: "
+                f"{response.text[:SHOWN_CHARACTERS]}",
+                response.status_code,
+            ) from None
+        return content
+
+    def _refusal(self, response: httpx.Response) -> ServerError:
+        status, text = response.status_code, response.text
+        try:
+            message = str(json.loads(text)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = ""
+        said = message or text[:SHOWN_CHARACTERS]
+        return ServerError(f"{self.base_url} answered {status}: {said}", status, message)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = repr(error)
+            raise ServerError(f"no answer from {self.base_url}: {why}", message=why) from None
+
+
+def generate_all(
+    base_url: str,
+    bodies: Sequence[Body],
+    parallel: int,
+    api_key: str = "",
+    timeout: float = TIMEOUT,
+) -> list[Reply]:
+    """``Client.generate_all`` for callers without an event loop.
+
+    Raises: ServerError
+    """
+
+    async def run() -> list[Reply]:
+        async with Client(base_url, api_key, timeout, connections=parallel) as client:
+            return await client.generate_all(bodies, parallel)
+
+    return asyncio.run(run())
+
+
+def server_info(base_url: str, api_key: str = "", timeout: float = 30.0) -> Reply:
+    """What GET /server_info answers.
+
+    Raises: ServerError
+    """
+
+    async def run() -> Reply:
+        async with Client(base_url, api_key, timeout) as client:
+            return await client.server_info()
+
+    return asyncio.run(run())

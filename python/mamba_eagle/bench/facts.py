@@ -1,0 +1,107 @@
+"""What a measurement was made on and with: kept beside each number."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COPIED_BYTES = 2**31
+
+
+def facts(device: str = "auto") -> dict[str, Any]:
+    """The fields at the end of each line of benchmark/results: gpu (or CPU), copy_tb_s, torch,
+    triton, commit, date.
+
+    Takes 4 GiB of a GPU's memory for a moment, to time its copies. ``device`` as in --device.
+    """
+    name, copied = hardware(device), None
+    if name != cpu_model():
+        copied = round(copy_tb_s(), 3)
+        torch.cuda.empty_cache()  # others need that memory, in this process or not
+    return {
+        "gpu": name,
+        "copy_tb_s": copied,
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "commit": commit(),
+        "date": today(),
+    }
+
+
+# ── the code ─────────────────────────────────────────────────────────────────────────────────
+
+
+def commit() -> str:
+    """Hash of the checkout that this package lies in, followed by ``+`` if it was changed since;
+    "unknown" without one. The environment variable COMMIT names that of a copy without history."""
+    if given := os.environ.get("COMMIT"):
+        return given
+    here = Path(__file__).resolve().parent
+    try:
+        name = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
+        run = subprocess.run(name, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return run.stdout.strip() or "unknown"
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def today() -> str:
+    """The date in UTC, as in 2026-11-21."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
+# ── the machine ──────────────────────────────────────────────────────────────────────────────
+
+
+def cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def hardware(device: str = "auto") -> str:
+    """The GPU's name, or the CPU's; ``device`` as in --device."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return str(torch.cuda.get_device_name())
+    return cpu_model()
+
+
+def device_name(device: str = "auto") -> str:
+    """As ``hardware``, with the number of threads that this process uses of a CPU."""
+    name = hardware(device)
+    return f"{name}, {torch.get_num_threads()} threads" if name == cpu_model() else name
+
+
+def copy_tb_s() -> float:
+    """Rate of the GPU's own copies within its memory, bytes read and bytes written, TB/s."""
+    source = torch.randn(COPIED_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    return bandwidth_tb_s(lambda: target.copy_(source), 2 * source.nbytes)
+
+
+def bandwidth_tb_s(launch: Callable[[], object], num_bytes: int) -> float:
+    """Rate of a launch that moves ``num_bytes``. It is not captured in a graph, where a copy may be
+    given to a slower engine."""
+    import triton  # optional: there is none for every machine
+
+    return float(num_bytes / triton.testing.do_bench(launch, return_mode="median") / 1e9)

@@ -1,0 +1,24 @@
+"""A runner in this process, with what a server's runner process does before it makes its own."""
+
+from __future__ import annotations
+
+import torch
+
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
+
+
+def make_runner(config: EngineConfig) -> ModelRunner:
+    """Load the model that a resolved ``config`` names. --cpu-threads holds for the whole process;
+    without it torch's own number stays.
+
+    Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
+    """
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+    try:
+        return ModelRunner(config)
+    except ConfigError:
+        raise
+    except START_ERRORS as error:
+        raise ConfigError([str(error)]) from error

@@ -1,0 +1,225 @@
+"""Connections: how many there may be, and how long a client may keep one waiting.
+
+uvicorn's own HTTP protocol is extended by what asyncio tells any protocol and by the application
+that it calls, so it does not matter which parser uvicorn has chosen.
+
+    accepted ─▶ headers ─▶ application called ─▶ body ─▶ response ─▶ next headers …
+       │  header_timeout   │                │  body_timeout │ write_timeout
+       └ over the limit: 503               └ 64 KiB each
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from mamba_eagle.server.errors import RequestError
+
+log = logging.getLogger("mamba_eagle.server")
+
+# Seconds in which a connection above the limit must send its headers. Others wait for its place.
+SPARE_HEADER_TIMEOUT = 2.0
+PROBES = ("/health", "/ready")
+# Longer than the idle time of common clients' pools, so that they close first: a request that is
+# sent while the server closes is lost.
+KEEP_ALIVE_SECONDS = 75
+BODY_PIECE = 64 * 1024  # bytes of a body that must arrive within the time-out
+MIN_PATIENCE = 0.01  # seconds; waiting for 0 would not even take what has arrived
+MAX_DISCARDED = 8 * 2**20  # bytes of a refused request's body that are read before the answer
+LOG_SECONDS = 60.0  # between two lines of the same kind
+
+
+class Limits(NamedTuple):
+    connections: int
+    spare_connections: int  # beyond those; they are answered 503, except for probes
+    header_timeout: float  # seconds, as all of these
+    body_timeout: float
+    write_timeout: float
+
+
+class RareWarning:
+    """A line that clients can cause is logged once per minute."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, message: str) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOG_SECONDS
+            log.warning(message)
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """One client's connection. Subclassed by ``connection_class``."""
+
+    limits: Limits
+    warn_full: RareWarning
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        config: uvicorn.Config = keywords["config"]
+        self._application: ASGIApp = config.loaded_app
+        self.app = self._serve
+        self._is_spare = False
+        self._requests = 0  # being served; more than one if the client pipelines
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # ── what asyncio tells ───────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        # Anything that the kernel does not take at once counts as waiting for the client.
+        transport.set_write_buffer_limits(high=0)
+        self._is_spare = len(self.connections) > self.limits.connections
+        if self._is_spare:
+            self.warn_full(
+                f"{self.limits.connections} connections are open (--max-connections, or what "
+                "ulimit -n leaves room for): further ones are answered 503"
+            )
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._requests and self._header_timer is None:
+            self._expect_headers()
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_progress(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._header_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+    # ── time-outs ────────────────────────────────────────────────────────────────────────────
+
+    def _expect_headers(self) -> None:
+        seconds = self.limits.header_timeout
+        if self._is_spare:
+            seconds = min(seconds, SPARE_HEADER_TIMEOUT)
+        self._header_timer = self.loop.call_later(seconds, self._give_up_on_headers)
+
+    def _give_up_on_headers(self) -> None:
+        if self._is_spare:  # the client may be slow because it has opened thousands
+            self.transport.write(_plain_refusal())
+        self.transport.close()
+
+    def _expect_progress(self, unsent: int) -> None:
+        """Looks again after the time-out: a client may read slowly, but it must read."""
+        self._write_timer = self.loop.call_later(
+            self.limits.write_timeout, self._check_progress, unsent
+        )
+
+    def _check_progress(self, unsent_before: int) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent >= unsent_before:
+            self.transport.abort()
+        else:
+            self._expect_progress(unsent)
+
+    # ── around the application ───────────────────────────────────────────────────────────────
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Called when a request's headers are complete."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        body = _TimedBody(receive, self.limits.body_timeout)
+
+        async def send_checked(message: Message) -> None:
+            if message["type"] == "http.response.start" and (self._is_spare or body.is_late):
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                # The request is open until the kernel has all of the answer: a drain waits for it.
+                await self.flow.drain()
+
+        self._requests += 1
+        try:
+            if self._is_spare and scope["path"] not in PROBES:
+                await _refuse(scope, body.receive, send_checked)
+            else:
+                await self._application(scope, body.receive, send_checked)
+        finally:
+            self._requests -= 1
+
+
+class _TimedBody:
+    """A request's ``receive`` that gives up on a body that comes too slowly."""
+
+    def __init__(self, receive: Receive, timeout: float) -> None:
+        self._receive = receive
+        self._timeout = timeout
+        self._complete = False
+        self._patience = timeout  # seconds that may still be spent waiting for this piece
+        self._missing = BODY_PIECE  # bytes of the piece
+        self.is_late = False
+
+    async def receive(self) -> Message:
+        """Raises: RequestError 408."""
+        if self._complete:
+            return await self._receive()
+        began = time.monotonic()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._patience)
+        except asyncio.TimeoutError:
+            self.is_late = True
+            text = (
+                f"the request's body did not arrive: less than {BODY_PIECE // 1024} KiB came in "
+                f"{self._timeout:g} s (--body-timeout)"
+            )
+            raise RequestError(text, 408) from None
+        self._complete = not message.get("more_body", False)
+        self._missing -= len(message.get("body", b""))
+        self._patience = max(MIN_PATIENCE, self._patience - (time.monotonic() - began))
+        if self._missing <= 0:
+            self._missing, self._patience = BODY_PIECE, self._timeout
+        return message
+
+
+def _no_room() -> RequestError:
+    return RequestError("the server has too many open connections: try again later", 503, None, 1)
+
+
+def _plain_refusal() -> bytes:
+    """The whole 503 answer, for a client that has not asked yet."""
+    response = _no_room().response()
+    response.headers["Connection"] = "close"
+    lines = [b"%s: %s\r\n" % pair for pair in response.raw_headers]
+    return b"".join([b"HTTP/1.1 503 Service Unavailable\r\n", *lines, b"\r\n", response.body])
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers 503. The body is read first: closing a connection with unread data makes the
+    kernel reset it, and the answer would be lost."""
+    error = _no_room()
+    length, more = 0, True
+    try:
+        while more and length < MAX_DISCARDED:
+            message = await receive()
+            length += len(message.get("body", b""))
+            more = message.get("more_body", False)
+    except RequestError as late:
+        error = late
+    await error.response()(scope, receive, send)
+
+
+def connection_class(limits: Limits) -> type[asyncio.Protocol]:
+    members = {"limits": limits, "warn_full": RareWarning()}
+    return type("LimitedConnection", (Connection,), members)

@@ -1,0 +1,128 @@
+"""What counts as progress of the runner's main thread."""
+
+from __future__ import annotations
+
+import pprint
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mamba_eagle.message import BEAT_SECONDS
+from mamba_eagle.runner.pulse import Pulse, has_running_children
+
+SAMPLES = 6
+STUCK = (SAMPLES - 1) * BEAT_SECONDS  # the first look has nothing to compare with
+
+
+@contextmanager
+def working(work: Callable[[Pulse, threading.Event], None], on_cpu: bool) -> Iterator[Pulse]:
+    """A thread that plays the main thread; it works until the block ends."""
+    made: list[Pulse] = []
+    ready, stop = threading.Event(), threading.Event()
+
+    def main() -> None:
+        made.append(Pulse("", computes_on_cpu=on_cpu))
+        ready.set()
+        work(made[0], stop)
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    ready.wait()
+    time.sleep(0.02)
+    try:
+        yield made[0]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def stuck_seconds(pulse: Pulse, between: float = BEAT_SECONDS) -> float:
+    """After some looks, as if so many seconds had passed between two."""
+    for _ in range(SAMPLES):
+        beat = pulse.sample(between)
+        time.sleep(0.03)
+    return beat.stuck_seconds
+
+
+def idle(pulse: Pulse, stop: threading.Event) -> None:
+    stop.wait()
+
+
+def hang_in_a_step(pulse: Pulse, stop: threading.Event) -> None:
+    with pulse.launching():
+        stop.wait()
+
+
+def wait_for_the_device(pulse: Pulse, stop: threading.Event) -> None:
+    """As the main loop does: its stack changes all the time."""
+    with pulse.launching():
+        pass
+    while not stop.is_set():
+        time.sleep(1e-4)
+
+
+def compute(pulse: Pulse, stop: threading.Event) -> None:
+    with pulse.launching():
+        while not stop.is_set():
+            pprint.pformat([{"a": [number, [number]]} for number in range(20)])
+
+
+def compute_in_one_call(pulse: Pulse, stop: threading.Event) -> None:
+    """The Python stack stays the same: as in a matrix product that takes minutes."""
+    helper = threading.Thread(target=compute, args=(Pulse("", computes_on_cpu=True), stop))
+    with pulse.launching():
+        helper.start()
+        helper.join()
+
+
+def compile_a_kernel(pulse: Pulse, stop: threading.Event) -> None:
+    with pulse.launching():
+        compiler = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        stop.wait()
+        compiler.communicate(b"\n")
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("work", [hang_in_a_step, wait_for_the_device])
+def test_a_step_that_shows_nothing_is_stuck(work, on_cpu: bool) -> None:
+    with working(work, on_cpu) as pulse:
+        # The first look may still find the change to where it hangs.
+        assert stuck_seconds(pulse) >= STUCK - BEAT_SECONDS
+        pulse.step_ended()
+        assert pulse.sample(BEAT_SECONDS).stuck_seconds == 0
+
+
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("work", [idle, compile_a_kernel, compute])
+def test_work_and_idleness_are_not_stuck(work, on_cpu: bool) -> None:
+    with working(work, on_cpu) as pulse:
+        for _ in range(SAMPLES):
+            time.sleep(0.05)  # so much that a computing thread is seen in another place
+            beat = pulse.sample(BEAT_SECONDS)
+        assert beat.stuck_seconds < STUCK - BEAT_SECONDS
+        assert beat.busy == (work is not idle)
+
+
+def test_cpu_time_is_progress_on_a_cpu_only() -> None:
+    """A GPU's driver spins while it waits for a device that hangs."""
+    moment = 0.001  # so short that the helper thread has used enough of it on a busy machine
+    with working(compute_in_one_call, on_cpu=True) as pulse:
+        assert stuck_seconds(pulse, moment) == 0
+    with working(compute_in_one_call, on_cpu=False) as pulse:
+        assert stuck_seconds(pulse, moment) >= (SAMPLES - 2) * moment
+
+
+def test_an_ended_child_that_nobody_waited_for_does_not_count() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.read()  # until it has ended
+    deadline = time.monotonic() + 10
+    while has_running_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not has_running_children()
+    child.wait()

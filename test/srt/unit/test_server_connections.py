@@ -1,0 +1,140 @@
+"""Connections in one event loop, around a small application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from mamba_eagle.config import ServerConfig
+from mamba_eagle.server.connections import Limits
+from mamba_eagle.server.launch import _bind
+from mamba_eagle.server.listener import HttpServer
+
+LIMITS = Limits(
+    connections=100, spare_connections=4, header_timeout=10, body_timeout=10, write_timeout=10
+)
+BODY = b"x" * 300_000
+
+
+async def large_answer(scope: Scope, receive: Receive, send: Send) -> None:
+    headers = [(b"content-length", str(len(BODY)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": BODY})
+
+
+def listener(port: int = 0) -> socket.socket:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return _bind(ServerConfig(port=port))
+
+
+@contextlib.asynccontextmanager
+async def serving(limits: Limits = LIMITS, send_buffer: int = 0) -> AsyncIterator[HttpServer]:
+    bound = listener()
+    if send_buffer:  # accepted sockets inherit it
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    server = HttpServer(large_answer, bound, limits)
+    task = await server.start()
+    try:
+        yield server
+    finally:
+        server.end(0.1)
+        await task
+
+
+def url(server: HttpServer) -> str:
+    return f"http://127.0.0.1:{server.listener.getsockname()[1]}"
+
+
+def test_replies_leave_at_once() -> None:
+    """Without TCP_NODELAY each reply on a kept connection takes 40 ms more."""
+
+    async def test() -> None:
+        async with serving() as server, httpx.AsyncClient() as client:
+            for _ in range(2):
+                assert (await client.get(url(server))).content == BODY
+            (connection,) = server.server_state.connections
+            accepted = connection.transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    asyncio.run(test())
+
+
+async def bytes_read(server: HttpServer, first_pause: float, pause: float) -> int:
+    """How much of the answer arrives at a client that reads 8 KiB at a time."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, server.listener.getsockname())
+    await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    await asyncio.sleep(first_pause)
+    total = 0
+    with contextlib.closing(client), contextlib.suppress(ConnectionResetError):
+        while piece := await loop.sock_recv(client, 8192):
+            total += len(piece)
+            await asyncio.sleep(pause)
+    return total
+
+
+def test_a_slow_reader_gets_everything_and_one_that_stops_is_cut_off() -> None:
+    limits = LIMITS._replace(write_timeout=1.0)
+
+    async def test() -> None:
+        async with serving(limits, send_buffer=8192) as server:
+            # 37 pieces or more: together they take longer than the time-out.
+            assert await bytes_read(server, first_pause=0, pause=0.04) > len(BODY)
+            assert await bytes_read(server, first_pause=3.0, pause=0) < len(BODY)
+
+    asyncio.run(test())
+
+
+# HttpServer where only eight more descriptors can be opened than it has itself.
+SMALL_SERVER = """
+import asyncio, logging, os, resource, sys
+sys.path.insert(0, UNIT)
+from test_server_connections import LIMITS, HttpServer, large_answer, listener
+
+logging.basicConfig(level="WARNING")
+
+async def main():
+    server = HttpServer(large_answer, listener(), LIMITS)
+    task = await server.start()
+    limit = len(os.listdir("/proc/self/fd")) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    print(server.listener.getsockname()[1], flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+def test_running_out_of_descriptors_is_one_line() -> None:
+    code = SMALL_SERVER.replace("UNIT", repr(str(Path(__file__).parent)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]
+        with pytest.raises(httpx.TimeoutException):
+            httpx.get(f"http://127.0.0.1:{port}", timeout=2.5)  # accepting has been retried twice
+        for client in clients:
+            client.close()
+        assert httpx.get(f"http://127.0.0.1:{port}", timeout=30).content == BODY
+    finally:
+        process.kill()
+        log = process.communicate()[1]
+    assert len(log.splitlines()) == 1
+    assert "no connection can be accepted" in log and "ulimit -n" in log
