@@ -15,54 +15,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import json
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from mamba_eagle.bench.attacks import ATTACKS, MIB
-from mamba_eagle.eval import results
+from mamba_eagle.bench import results
+from mamba_eagle.bench.attacks import ATTACKS, CONTROL, MIB
+from mamba_eagle.bench.facts import facts
+from mamba_eagle.bench.server import PACKAGE_ROOT, ServerProcess, exit_on_sigterm
 
-HERE = Path(__file__).resolve()
-PYTHON = HERE.parents[1] / "python"
 TOKENS = 400  # of one stream's request
 HEALTH_INTERVAL = 0.02  # seconds
-# What the attacking process alone costs on a machine of few cores: it computes and sends nothing.
-CONTROL = "nothing, but a busy process"
-
-
-def attack(name: str, port: int) -> None:
-    """Sends the body again and again until killed; prints a line when it begins, then a status per
-    line."""
-    os.nice(10)  # a client is on another machine: what it computes is not to slow this one
-    path, body = ("", b"") if name == CONTROL else (ATTACKS[name].path, ATTACKS[name].body())
-    print("ready", flush=True)
-    while name == CONTROL:
-        pass
-    while True:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            size = 0
-            while part := response.read(MIB):
-                size += len(part)
-            print(response.status, size, flush=True)
-        except OSError as error:
-            print(type(error).__name__, 0, flush=True)
-            time.sleep(0.05)
-        connection.close()
 
 
 # ── what is measured ─────────────────────────────────────────────────────────────────────────
@@ -184,49 +153,13 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 # ── the run ──────────────────────────────────────────────────────────────────────────────────
 
 
-@contextlib.contextmanager
-def server(source: str, flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], IO[str], int]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mamba_eagle.launch_server", "--port", str(port), *flags]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": source},
-            start_new_session=True,
-        )
-        try:
-            yield process, errors, port
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_ready(process: subprocess.Popen[str], errors: IO[str]) -> list[int]:
-    """The pids of its processes."""
-    pids = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.match(r"\w+ process: pid (\d+)", line):
-            pids.append(int(found[1]))
-        if "ready at" in line:
-            return pids
-    errors.seek(0)
-    sys.exit("the server did not start:\n" + errors.read())
-
-
 async def quiet(streams: Streams, seconds: float) -> Window:
     """A window without an attack, once all streams flow and /health answers at once."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         streams.begin_window()
         await asyncio.sleep(0.5)
-        if len(streams.window.health) > 3 and percentile(streams.end_window().gaps, 1.0) < 0.4:
+        if len(streams.window.health) > 3 and percentile(streams.end_window().gaps, 1.0) < 1:
             break
     streams.begin_window()
     await asyncio.sleep(seconds)
@@ -238,8 +171,10 @@ async def flood(
 ) -> tuple[Window, Counter[str]]:
     """A window with the attack: ``seconds``, and until one request was answered, but no more than a
     minute."""
-    command = [sys.executable, str(HERE), "--attack", name, "--port", str(port)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "mamba_eagle.bench.attacks", str(port), name),
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     answers: Counter[str] = Counter()
 
@@ -261,10 +196,11 @@ async def flood(
     return window, answers
 
 
-async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> list[dict[str, Any]]:
+async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> bool:
+    """Whether the server and all streams came through unharmed."""
     streams = Streams(port, pids)
     running = asyncio.ensure_future(streams.run(args.streams))
-    lines = []
+    made_on = facts("cpu") if args.results else {}
     try:
         await quiet(streams, 3)
         for name in args.only or [CONTROL, *ATTACKS]:
@@ -273,18 +209,18 @@ async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> list[
             after = await quiet(streams, args.seconds)
             line = summary(name, [before, after], during, answers)
             line |= {"label": args.label, "streams": args.streams}
-            lines.append(line)
             print(show(line), flush=True)
+            if args.results:
+                results.append(args.results, [{**line, **made_on}])
             if not all(Path(f"/proc/{pid}").exists() for pid in pids):
                 print("the server died", file=sys.stderr)
-                break
+                return False
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
     print(f"{streams.different} texts differed, {streams.failed} streams failed")
-    args.harmed = streams.different + streams.failed
-    return lines
+    return not streams.different and not streams.failed
 
 
 def summary(
@@ -323,28 +259,21 @@ def show(line: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--source", default=str(PYTHON), help="folder of the package to serve")
+    parser.add_argument(
+        "--source", default=str(PACKAGE_ROOT), help="folder of the package to serve"
+    )
     parser.add_argument("--label", default="", help="goes into each result line")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
     names = [CONTROL, *ATTACKS]
     parser.add_argument("--only", nargs="*", choices=names, help="these attacks alone")
     parser.add_argument("--results", default="", help="append a line per attack to this file")
-    parser.add_argument("--attack", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="for the server, after --")
     args = parser.parse_args()
-    if args.attack:
-        attack(args.attack, args.port)
-    args.harmed = 0
-    with server(args.source, args.flags) as (process, errors, port):
-        lines = asyncio.run(measure(args, port, wait_until_ready(process, errors)))
-        alive = process.poll() is None
-    if args.results:
-        facts = results.facts("cpu")
-        results.append(args.results, [{**line, **facts} for line in lines])
-    if not alive or args.harmed:
-        sys.exit(1)
+    exit_on_sigterm()
+    with ServerProcess(args.flags, environment={"PYTHONPATH": args.source}) as server:
+        unharmed = asyncio.run(measure(args, server.port, list(server.pids().values())))
+    sys.exit(0 if unharmed else 1)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,26 @@
 """Bodies that a hostile client might send; what each of them does to others is to be little.
 
 benchmark/flood.py measures it, and test/srt/chaos/test_floods.py sends them while streams run.
+
+    python -m mamba_eagle.bench.attacks 30000 "a million texts"
+
+sends one of them again and again until it is killed.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
+import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MIB = 2**20
+# What a process that sends them costs by itself on a machine of few cores: it computes and sends
+# nothing.
+CONTROL = "nothing, but a busy process"
 
 
 class Attack(NamedTuple):
@@ -92,3 +103,29 @@ ATTACKS: dict[str, Attack] = {
         (200, 503),
     ),
 }
+
+
+def send_forever(port: int, name: str) -> None:
+    """Prints a line when it begins, then the status and the length of each answer."""
+    os.nice(10)  # a client is on another machine: what it computes is not to slow this one
+    path, body = ("", b"") if name == CONTROL else (ATTACKS[name].path, ATTACKS[name].body())
+    print("ready", flush=True)
+    while name == CONTROL:
+        pass
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            size = 0
+            while part := response.read(MIB):
+                size += len(part)
+            print(response.status, size, flush=True)
+        except OSError as error:
+            print(type(error).__name__, 0, flush=True)
+            time.sleep(0.05)
+        connection.close()
+
+
+if __name__ == "__main__":
+    send_forever(int(sys.argv[1]), sys.argv[2])
