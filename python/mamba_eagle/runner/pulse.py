@@ -8,7 +8,7 @@ has shown none of these signs of progress while it had a plan to execute:
 - its Python stack has changed while it launched a step;
 - on a CPU, the process has used CPU time (a GPU's driver spins while it waits, which proves
   nothing);
-- a compiler runs as a child process.
+- a child process runs that was started since: a compiler.
 
 A thread that waits for the device, by polling or inside a call, shows none of them.
 """
@@ -46,6 +46,8 @@ class Pulse:
         self._stack = 0
         self._cpu_seconds = 0.0
         self._stuck_seconds = 0.0
+        # Children that live as long as the process, such as multiprocessing's resource tracker.
+        self._other_children = running_children()
 
     def start(self) -> None:
         """Starts sending. The thread ends with the process."""
@@ -86,6 +88,8 @@ class Pulse:
             # Of a longer gap this process was suspended for a part, which says nothing.
             self._stuck_seconds += min(seconds, 2 * BEAT_SECONDS)
         self._ended_before = ended
+        if not self._launching:
+            self._other_children = running_children()
         return Heartbeat(role="runner", busy=busy, steps=ended, stuck_seconds=self._stuck_seconds)
 
     def _progressed(self, seconds: float) -> bool:
@@ -95,7 +99,10 @@ class Pulse:
         self._stack, self._cpu_seconds = stack, cpu_seconds
         if not self._launching:
             return False
-        return moved or (computed and self._computes_on_cpu) or has_running_children()
+        return moved or (computed and self._computes_on_cpu) or self._compiles()
+
+    def _compiles(self) -> bool:
+        return not running_children() <= self._other_children
 
 
 def stack_position(thread: int) -> int:
@@ -108,12 +115,14 @@ def stack_position(thread: int) -> int:
     return hash(tuple(position))
 
 
-def has_running_children() -> bool:
-    """Whether this process has child processes, ended ones aside. False where /proc is missing."""
+def running_children() -> set[int]:
+    """The IDs of the child processes, ended ones aside. Empty where /proc is missing."""
+    running = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that has just ended
             for pid in path.read_text().split():
-                state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-                if state != "Z":
-                    return True
-    return False
+                with contextlib.suppress(OSError):  # a child that has just been waited for
+                    state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+                    if state != "Z":
+                        running.add(int(pid))
+    return running

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from mamba_eagle.message import BEAT_SECONDS
-from mamba_eagle.runner.pulse import Pulse, has_running_children
+from mamba_eagle.runner.pulse import Pulse, running_children
 
 SAMPLES = 6
 STUCK = (SAMPLES - 1) * BEAT_SECONDS  # the first look has nothing to compare with
@@ -117,12 +117,22 @@ def test_cpu_time_is_progress_on_a_cpu_only() -> None:
         assert stuck_seconds(pulse, moment) >= (SAMPLES - 2) * moment
 
 
+def test_a_child_that_ran_before_the_step_is_not_its_compiler() -> None:
+    """As multiprocessing's resource tracker, which lives as long as its process."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with working(hang_in_a_step, on_cpu=False) as pulse:
+            assert stuck_seconds(pulse) >= STUCK - BEAT_SECONDS
+    finally:
+        child.communicate(b"\n")
+
+
 def test_an_ended_child_that_nobody_waited_for_does_not_count() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.read()  # until it has ended
     deadline = time.monotonic() + 10
-    while has_running_children() and time.monotonic() < deadline:
+    while child.pid in running_children() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not has_running_children()
+    assert child.pid not in running_children()
     child.wait()
