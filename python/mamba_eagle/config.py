@@ -116,8 +116,12 @@ class EngineConfig:
     schedule_policy: str = setting(
         "fcfs",
         "order of waiting requests; fcfs: first come, first served; lpm: longest cached prefix "
-        "first",
-        ("fcfs", "lpm"),
+        "first; priority: by the field of that name, and running requests step back for higher "
+        "ones",
+        ("fcfs", "lpm", "priority"),
+    )
+    queue_timeout: float = setting(
+        0.0, "seconds that a request may wait to be started; then it gets status 504; 0: any"
     )
     disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
     disable_overlap_schedule: bool = setting(
@@ -256,6 +260,14 @@ class ServerConfig(EngineConfig):
     stream_interval: int = setting(
         1, "minimum number of tokens between two chunks of a stream", minimum=1
     )
+    incremental_streaming_output: bool = setting(
+        False,
+        "let streams of /generate send what is new instead of all so far; a request's "
+        "'incremental' comes first",
+    )
+    request_timeout: float = setting(
+        0.0, "seconds that a request may take; then it gets status 504; 0: any"
+    )
     log_requests: bool = setting(False, "log the metadata of each request, without its prompt")
     log_prompts: bool = setting(False, "with --log-requests, also log prompts and stop strings")
     cors_origins: str = setting(
@@ -273,6 +285,9 @@ class ServerConfig(EngineConfig):
     write_timeout: float = setting(
         30.0, "seconds without progress before a client that does not read is disconnected"
     )
+    sse_keep_alive: float = setting(
+        15.0, "seconds of silence after which a stream gets a comment; 0: never"
+    )
     shutdown_timeout: float = setting(
         30.0, "seconds that open requests have to finish after SIGTERM or Ctrl-C"
     )
@@ -288,8 +303,10 @@ class ServerConfig(EngineConfig):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 wrong.append(f"{flag_of(name)} {seconds:g}: must be more than 0 seconds")
-        if not 0 <= self.shutdown_timeout < math.inf:
-            wrong.append(f"--shutdown-timeout {self.shutdown_timeout:g}: must be 0 seconds or more")
+        for name in ("shutdown_timeout", "sse_keep_alive", "request_timeout", "queue_timeout"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds < math.inf:
+                wrong.append(f"{flag_of(name)} {seconds:g}: must be 0 seconds or more")
         if not (self.watchdog_timeout == 0 or 2 <= self.watchdog_timeout < math.inf):
             wrong.append(
                 f"--watchdog-timeout {self.watchdog_timeout:g}: must be 2 seconds or more, or 0 "

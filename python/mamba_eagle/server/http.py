@@ -24,13 +24,14 @@ from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.origins import guard_origins
+from mamba_eagle.server.request_id import RequestIds
 from mamba_eagle.server.sse import sample_error, unless_gone, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.manager import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
-OPEN_PATHS = ("/", "/health", "/ready")  # without a key: the page asks for it
+OPEN_PATHS = ("/", "/health", "/ready", "/ping")  # without a key: the page asks for it
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -65,6 +66,7 @@ def make_app(state: ServerState) -> FastAPI:
         app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
     guard_origins(app, state.config)
     app.add_middleware(PlainPaths)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -101,7 +103,7 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@get("/ready")
 async def ready(request: Request) -> Response:
     """Readiness: 503 whenever a request would be refused, as while the server shuts down."""
     state = server_state(request)
@@ -109,6 +111,17 @@ async def ready(request: Request) -> Response:
     if problem is not None:
         raise RequestError(problem, 503, retry_after=RETRY_AFTER)
     return Response()
+
+
+@get("/ping")
+async def ping(request: Request) -> Response:
+    """As /ready, under the name that Amazon SageMaker asks for."""
+    return await ready(request)
+
+
+@get("/version")
+async def version() -> Response:
+    return json_response({"version": __version__})
 
 
 @get("/health_generate")
