@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -185,6 +186,7 @@ class EngineConfig:
         ("debug", "info", "warning", "error"),
         group="logging",
     )
+    log_format: str = setting("text", "text, or one JSON object per line", ("text", "json"))
 
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
@@ -241,6 +243,15 @@ class ServerConfig(EngineConfig):
 
     host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
+    root_path: str = setting(
+        "", "path under which a proxy offers this server, such as /llm; with and without it works"
+    )
+    ssl_certfile: str = setting(
+        "", "certificate chain in PEM; makes the server speak HTTPS", may_be_empty=False
+    )
+    ssl_keyfile: str = setting(
+        "", "private key in PEM, if it is not in --ssl-certfile", may_be_empty=False
+    )
     served_model_name: str = setting("", "model name in replies (default: --model-path)")
     api_key: str = setting(
         "",
@@ -297,6 +308,10 @@ class ServerConfig(EngineConfig):
 
     def problems(self) -> list[str]:
         wrong = super().problems()
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            wrong.append(
+                f"--root-path {self.root_path}: must begin with / and not end with it, as in /llm"
+            )
         if not 1 <= self.port <= 65535:
             wrong.append(f"--port {self.port}: must be between 1 and 65535")
         for name in ("header_timeout", "body_timeout", "write_timeout"):

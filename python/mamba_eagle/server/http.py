@@ -43,14 +43,21 @@ def get(path: str) -> Callable[[Handler], Handler]:
 
 
 class PlainPaths:
-    """A trailing slash makes no difference. Plain ASGI: streams pass untouched."""
+    """A trailing slash, or --root-path in front, makes no difference. Plain ASGI: streams pass
+    untouched."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        if scope["type"] == "http":
+            path = scope["path"]
+            if self.root_path and f"{path}/".startswith(f"{self.root_path}/"):
+                path = path[len(self.root_path) :]
+            path = path.rstrip("/") or "/"
+            if path != scope["path"]:
+                scope = {**scope, "path": path}
         await self.app(scope, receive, send)
 
 
@@ -65,7 +72,7 @@ def make_app(state: ServerState) -> FastAPI:
     if state.api_keys:
         app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
     guard_origins(app, state.config)
-    app.add_middleware(PlainPaths)
+    app.add_middleware(PlainPaths, root_path=state.config.root_path)
     app.add_middleware(RequestIds)
     return app
 

@@ -511,6 +511,17 @@ def test_a_trailing_slash_makes_no_difference() -> None:
     run(test())
 
 
+def test_a_root_path_makes_no_difference() -> None:
+    async def test() -> None:
+        async with serving(says("abc"), root_path="/llm", api_key="secret") as server:
+            for path in ("/ready", "/llm/ready", "/llm"):
+                assert (await server.client.get(path)).status_code == 200, path
+            assert (await server.client.get("/llmready")).status_code == 401
+            assert (await server.client.get("/llm/v1/models")).status_code == 401
+
+    run(test())
+
+
 def test_a_flush_ends_with_its_client() -> None:
     async def test() -> None:
         async with serving(silent) as server, listening(server.app) as client:
