@@ -17,7 +17,6 @@ from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train import command
 from mamba_eagle.train.batches import Answer, pad_answers
 from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
-from mamba_eagle.train.loss import draft_loss
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import load_target, run_target
 
@@ -28,6 +27,8 @@ FLAGS = {
     "eagle": [],
     "eagle3": ["--draft-vocab-size", "50"],
     "mtp": ["--mtp-modules", str(DEPTH)],
+    "dflash": ["--draft-layers", "2"],
+    "dspark": ["--draft-layers", "1", "--markov-rank", "8"],
 }
 
 
@@ -82,7 +83,7 @@ def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) ->
     head = TRAINABLE_HEADS[algorithm](settings, model, answers)
     padded = pad_answers(answers, DEPTH, torch.device("cpu"))
     guesses = [sum(answer.num_drafts(d) for answer in answers) for d in range(DEPTH)]
-    draft_loss(head, padded, run_target(model, padded), guesses).backward()
+    head.loss(padded, run_target(model, padded), guesses).backward()
     for name, parameter in head.module.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
