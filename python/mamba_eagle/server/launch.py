@@ -87,6 +87,7 @@ class Launch:
             self.config.served_model_name or self.config.model_path,
             self.config.log_requests,
             self.config.log_prompts,
+            self.config.metrics_prefixes,
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
