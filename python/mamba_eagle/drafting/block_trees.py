@@ -90,28 +90,46 @@ class MarginalTrees(BlockTrees):
 
 class MarkovTrees(BlockTrees):
     """DSpark: a row's distribution depends on the token before it, so each lane's children are
-    drawn from a distribution of its own, at the price of a product of low rank per depth."""
+    drawn from a distribution of its own, at the price of a product of low rank per depth.
+
+    With ``dspark_draft_topk`` M the children are among the M best tokens of the row without that
+    dependence, and only M rows of the product's weight are read.
+    """
 
     def __init__(self, model: BlockDraftModel, lm_head: Linear, backend: Backend) -> None:
         super().__init__(model, lm_head, backend)
         assert model.markov_head is not None
         self.head: MarkovHead = model.markov_head
         self.scale = model.block.logit_scale
+        wanted = model.block.draft_topk
+        self.shortlist = wanted if 0 < wanted < model.block.draft_vocab_size else 0
 
     def grow(self, grown: Candidates, block: Block, noise: KeyedNoise | None) -> None:
         b, depth, _ = block.hidden.shape
         head, k = self.head, grown.topk
         logits = self.model.logits(block.hidden.flatten(0, 1), self.lm_head).view(b, depth, -1)
+        listed = logits.topk(self.shortlist).indices if self.shortlist else None
         tokens = block.anchors[:, None]  # [b, lanes]
         state = block.hidden.new_zeros(b, 1, head.rank)
         for d in range(depth):
             lanes = tokens.shape[1]
             hidden = block.hidden[:, d, None].expand(-1, lanes, -1).flatten(0, 1)
             step = head.step(head.markov_w1(tokens.reshape(-1)), hidden, state.flatten(0, 1))
-            bias = head.markov_w2(step.code).view(b, lanes, -1)
+            ids = None if listed is None else listed[:, d]
+            bias = self._bias(step.code.view(b, lanes, -1), ids)
             biased = logits[:, d, None] + (bias if self.scale == 1.0 else bias * self.scale)
             frontier = grown.expand(self.best(biased, block.first + d, noise, k))
             tokens = frontier.tokens
             if head.has_state:
                 above = frontier.lanes[..., None].expand(-1, -1, head.rank)
                 state = step.state.view(b, lanes, -1).gather(1, above)
+
+    def _bias(self, code: Tensor, ids: Tensor | None) -> Tensor:
+        """What the head adds to logits: code [b, lanes, r] -> [b, lanes, V']; -inf for draft tokens
+        that are not in ``ids`` [b, M], if it is given."""
+        if ids is None:
+            return self.head.markov_w2(code.flatten(0, 1)).unflatten(0, code.shape[:2])
+        rows = self.head.markov_w2.weight[ids]  # [b, M, r]
+        own = (code @ rows.transpose(1, 2)).to(code.dtype)
+        bias = own.new_full((*code.shape[:2], self.model.block.draft_vocab_size), float("-inf"))
+        return bias.scatter_(2, ids[:, None].expand(-1, code.shape[1], -1), own)

@@ -377,3 +377,23 @@ def test_a_token_map_that_leads_astray_is_refused(model: Path, tmp_path: Path) -
     settings = Settings("DSPARK", topk=2, steps=3, nodes=6)
     with pytest.raises(CheckpointError, match=rf"{folder}: d2t maps to token {VOCAB + 3}"):
         Engine(model, folder, settings)
+
+
+def test_a_shortlist_keeps_the_drafts_that_are_in_it(model: Path, tmp_path: Path) -> None:
+    """Of all tokens but one it changes no tree here; of two, a depth has no other tokens."""
+    asked, trees = greedy(8), {}
+    for size in (None, VOCAB - 1, 2):
+        changed = {**DSPARK_CONFIG, "dspark_draft_topk": size}
+        drafter = DRAFTERS["dspark"]._replace(config=changed)
+        engine = make_engine(drafter, tmp_path / str(size), model, TREE._replace(topk=2, nodes=6))
+        live = engine.start(random_prompt(9, 1), asked)
+        engine.finish([live])
+        trees[size] = live.proposals
+    assert [tree.tokens for tree in trees[VOCAB - 1]] == [tree.tokens for tree in trees[None]]
+    for tree in trees[2]:
+        depths = [0]
+        for parent in tree.parents[1:]:
+            depths.append(depths[parent] + 1)
+        for depth in range(1, max(depths) + 1):
+            seen = {token for token, own in zip(tree.tokens, depths) if own == depth}
+            assert len(seen) <= 2, "two tokens for each row"
