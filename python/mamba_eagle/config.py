@@ -135,8 +135,14 @@ class EngineConfig:
     mamba_ssm_dtype: str = setting(
         "float32",
         "dtype of the recurrent states in state slots",
-        ("float32", "bfloat16"),
+        ("float32", "bfloat16", "float16"),
         group="Mamba2 layers",
+    )
+    mamba_ssm_rounding: str = setting(
+        "stochastic",
+        "how a state is rounded to 16 bits when it is written; stochastic: up or down at random, "
+        "by the request's seed and the position, so that the average is right",
+        ("stochastic", "nearest"),
     )
     mamba_verify_mode: str = setting(
         "deferred",

@@ -85,7 +85,9 @@ class ModelDrafter(Drafter):
             parts.state_slots,
             net.mamba,
             network.carry_size,
-            getattr(torch, config.mamba_ssm_dtype),
+            backend.state_rounding(
+                config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), parts.table
+            ),
             backend.dtype,
             backend.device,
         )

@@ -256,7 +256,9 @@ class ModelRunner:
             memory.state_slots + padding,
             model.mamba,
             self.model.feature_size,
-            getattr(torch, config.mamba_ssm_dtype),
+            backend.state_rounding(
+                config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), self.table
+            ),
             backend.dtype,
             backend.device,
         )

@@ -143,6 +143,7 @@ class PromptRunner:
         params = item.sampling
         assert params is not None
         table.state_slot[slot] = item.state_slot
+        table.seed[slot] = params.seed
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids))
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs
