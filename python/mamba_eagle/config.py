@@ -107,6 +107,11 @@ class EngineConfig:
         "memory",
         minimum=1,
     )
+    max_journals: int = setting(
+        -1,
+        "number of saved journals, each with which the prefix cache continues at any of the tokens "
+        "that follow a state; -1: half as many as state slots; 0: none",
+    )
     mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
     chunked_prefill_size: int | None = setting(
         None,
@@ -192,6 +197,11 @@ class EngineConfig:
             and (value := getattr(self, spec.name)) is not None
             and value < minimum
         ]
+        if self.max_journals < -1:
+            wrong.append(
+                f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "
+                "state slots"
+            )
         if self.context_length == 1:
             wrong.append(
                 "--context-length 1: must be 2 or more, one prompt token and one of output; or "
@@ -218,6 +228,20 @@ class EngineConfig:
                     f"{self.model_path}"
                 )
         return wrong
+
+    @property
+    def num_journals(self) -> int | None:
+        """None: to be derived from the number of state slots."""
+        if self.disable_radix_cache:
+            return 0
+        return None if self.max_journals < 0 else self.max_journals
+
+    @property
+    def journal_rows(self) -> int:
+        """Tokens per saved journal: 64 before the end of any output, what three steps may add, and
+        enough room that anchors need not be moved with each step."""
+        accepts = self.tree_shape.depth + 1
+        return max(128, 96 + 3 * accepts)
 
     @property
     def tree_shape(self) -> TreeShape:

@@ -106,6 +106,7 @@ def test_hits_are_counted_by_what_they_hit():
         "spare": 192,
         "branch": 200,
         "asked": 0,
+        "journal": 0,
     }
     assert sum(use.saved_tokens.values()) == state["cached_tokens_total"]
     assert state["num_locked_tokens"] == state["num_used_checkpoints"] == 0
