@@ -14,6 +14,7 @@ from typing import Any
 
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafters import DRAFTERS
+from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
 
 # Of the runner on any machine: tens of thousands would end it while it starts them.
@@ -125,6 +126,13 @@ class EngineConfig:
         ("fcfs", "lpm"),
     )
     disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
+    kv_events_config: str = setting(
+        "",
+        "publishes which blocks of tokens the prefix cache could reuse, in vLLM's format over ZMQ; "
+        'a JSON object, such as {"endpoint": "tcp://127.0.0.1:5557"} (default: none); prompts can '
+        "be read from it",
+        may_be_empty=True,
+    )
     disable_overlap_schedule: bool = setting(
         False, "wait for the result of each step before planning the next"
     )
@@ -197,6 +205,10 @@ class EngineConfig:
             and (value := getattr(self, spec.name)) is not None
             and value < minimum
         ]
+        try:
+            read_events_config(self.kv_events_config)
+        except ValueError as error:
+            wrong += str(error).splitlines()
         if self.max_journals < -1:
             wrong.append(
                 f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "

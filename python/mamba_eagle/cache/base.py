@@ -63,6 +63,7 @@ class Node:
         "locks",
         "parent",
         "pins",
+        "reaching",
         "salt",
         "spare",
         "state_pins",
@@ -90,6 +91,7 @@ class Node:
         self.spare = False  # stored although no request is known to ask for it, and not hit so far
         self.state_used_at = 0  # the cache's clock when it was stored or last hit
         self.journals: list[Journal] = []  # which begin there
+        self.reaching: list[Journal] = []  # whose last token is of this edge
         self.inflation = 0  # the cache's inflation at that time (RadixCache says what it is for)
 
     @property
@@ -113,10 +115,12 @@ class Node:
 class Journal:
     """Rows of the tokens that follow a node's state on some path, in a journal slot."""
 
-    __slots__ = ("node", "slot", "tokens", "used_at")
+    __slots__ = ("bottom", "node", "slot", "tokens", "used_at")
 
-    def __init__(self, node: Node, slot: int, tokens: Tokens, used_at: int) -> None:
-        self.node, self.slot, self.tokens, self.used_at = node, slot, tokens, used_at
+    def __init__(self, node: Node, bottom: Node, slot: int, tokens: Tokens, used_at: int) -> None:
+        """bottom: the node on whose edge its last token is."""
+        self.node, self.bottom, self.slot = node, bottom, slot
+        self.tokens, self.used_at = tokens, used_at
 
     @property
     def end(self) -> int:
@@ -153,6 +157,27 @@ class Inserted(NamedTuple):
 
     taken: int  # the cache now owns the last ``taken`` of them; the others stay the caller's
     node: Node  # ends after the last token inserted
+
+
+class CacheWatcher:
+    """Told of what changes in a RadixCache's tree, each time right after the change."""
+
+    def leaf_added(self, leaf: Node) -> None: ...
+
+    def split(self, upper: Node, lower: Node) -> None: ...
+
+    def leaf_removed(self, leaf: Node) -> None:
+        """Nothing that ends or begins at the leaf is left; ``leaf.parent`` is still set."""
+
+    def state_added(self, node: Node) -> None: ...
+
+    def state_dropped(self, node: Node) -> None: ...
+
+    def journal_added(self, journal: Journal) -> None: ...
+
+    def journal_dropped(self, journal: Journal) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class PrefixCache(ABC):

@@ -21,6 +21,7 @@ import numpy as np
 
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import (
+    CacheWatcher,
     Fold,
     Inserted,
     Journal,
@@ -68,7 +69,7 @@ class RadixCache(PrefixCache):
     shallower state. With its first hit a spare state becomes an ordinary one.
 
     A *journal* hangs on the node of the state that it begins at, its anchor, with tokens of its
-    own: it does not matter how the tree below is cut. It leaves with that state, or before, least
+    own. It is shortened when KV under it is evicted, and leaves with its state, or before, least
     recently used first.
     """
 
@@ -83,6 +84,7 @@ class RadixCache(PrefixCache):
         self.kv = kv
         self.state_slots = state_slots
         self.journal_slots = journal_slots or SlotAllocator(0, "journal slot")
+        self.watcher = CacheWatcher()
         self._reset()
 
     def _reset(self) -> None:
@@ -219,6 +221,7 @@ class RadixCache(PrefixCache):
         self._states.put(node)
         if not spare:
             self._rerank_below(node)
+        self.watcher.state_added(node)
         return True
 
     def attach_journal(self, node: Node, position: int, slot: int, end: int) -> bool:
@@ -238,9 +241,12 @@ class RadixCache(PrefixCache):
             if shared == len(other.tokens):
                 self._drop_journal(other)
         self.clock += 1
-        journal = Journal(anchor, slot, tokens, self.clock)
+        bottom = next(part for part in node.ancestors() if part.start < end)
+        journal = Journal(anchor, bottom, slot, tokens, self.clock)
         anchor.journals.append(journal)
+        bottom.reaching.append(journal)
         self._journals.put(journal)
+        self.watcher.journal_added(journal)
         return True
 
     def _node_at(self, node: Node, position: int) -> Node:
@@ -281,6 +287,7 @@ class RadixCache(PrefixCache):
         self._leaves.put(leaf)
         self.num_kv += len(kv_slots)
         self.evictable_kv += len(kv_slots)
+        self.watcher.leaf_added(leaf)
         return leaf
 
     def _split(self, node: Node, at: int) -> Node:
@@ -295,6 +302,12 @@ class RadixCache(PrefixCache):
         node.tokens = node.tokens[at:]
         node.kv_slots = node.kv_slots[at:]
         upper.children[node.key] = node
+        for journal in list(node.reaching):
+            if journal.end <= upper.end:
+                node.reaching.remove(journal)
+                upper.reaching.append(journal)
+                journal.bottom = upper
+        self.watcher.split(upper, node)
         if node in self._leaves:  # its first slot is another now
             self._leaves.put(node)
         return upper
@@ -403,12 +416,12 @@ class RadixCache(PrefixCache):
 
     def _fold(self, journal: Journal) -> Fold | None:
         """The state that the journal begins at moves to its end, and the journal goes. None if it
-        cannot: others begin there, it is pinned, KV below has gone, or there is a state already."""
+        cannot: others begin there, it is pinned, or there is a state already."""
         anchor = journal.node
         if len(anchor.journals) > 1 or anchor.state_pins:
             return None
-        end = self._descend(anchor, journal.tokens)
-        if end is None or end.state_slot >= 0:
+        end = self._node_at(journal.bottom, journal.end)
+        if end.state_slot >= 0:
             return None
         fold = Fold(journal.slot, anchor.end, end.end, anchor.state_slot)
         self._drop_journal(journal)
@@ -419,22 +432,10 @@ class RadixCache(PrefixCache):
         self._states.put(end)
         if not end.spare:
             self._rerank_below(end)
+        self.watcher.state_dropped(anchor)
+        self.watcher.state_added(end)
         self.evicted_journals += 1
         return fold
-
-    def _descend(self, node: Node, tokens: Tokens) -> Node | None:
-        """The node of the prefix that continues the node's by ``tokens``; None if not all of their
-        KV is cached."""
-        done = 0
-        while done < len(tokens):
-            child = node.children.get(child_key(node.salt, int(tokens[done])))
-            if child is None:
-                return None
-            shared = common_prefix(child.tokens, tokens[done:])
-            if shared < min(len(child.tokens), len(tokens) - done):
-                return None
-            done, node = done + shared, child
-        return self._node_at(node, node.start + shared) if done else node
 
     @staticmethod
     def _journal_rank(journal: Journal) -> Rank:
@@ -444,7 +445,23 @@ class RadixCache(PrefixCache):
     def _drop_journal(self, journal: Journal) -> None:
         self._journals.remove(journal)
         journal.node.journals.remove(journal)
+        journal.bottom.reaching.remove(journal)
         self.journal_slots.free([journal.slot])
+        self.watcher.journal_dropped(journal)
+
+    def _shorten_journals(self, leaf: Node) -> None:
+        """The leaf's KV is about to go: what reaches there reaches to its parent's end."""
+        assert leaf.parent is not None
+        for journal in list(leaf.reaching):
+            if journal.node.end >= leaf.start:
+                self._drop_journal(journal)
+                continue
+            self.watcher.journal_dropped(journal)
+            leaf.reaching.remove(journal)
+            journal.tokens = journal.tokens[: leaf.start - journal.node.end]
+            journal.bottom = leaf.parent
+            leaf.parent.reaching.append(journal)
+            self.watcher.journal_added(journal)
 
     def _drop_state(self, node: Node) -> None:
         for journal in list(node.journals):
@@ -454,6 +471,7 @@ class RadixCache(PrefixCache):
         node.state_slot = -1
         node.spare = False
         self._states.remove(node)
+        self.watcher.state_dropped(node)
         if node in self._leaves:  # without a state it is evicted sooner
             self._leaves.put(node)
 
@@ -462,10 +480,12 @@ class RadixCache(PrefixCache):
         self._leaves.remove(leaf)
         if leaf.state_slot >= 0:
             self._drop_state(leaf)
+        self._shorten_journals(leaf)
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
         del leaf.parent.children[leaf.key]
+        self.watcher.leaf_removed(leaf)
         self._offer_leaf(leaf.parent)
 
     def flush(self) -> None:
@@ -478,6 +498,7 @@ class RadixCache(PrefixCache):
                 self.state_slots.free([node.state_slot])
             self.journal_slots.free(journal.slot for journal in node.journals)
         self._reset()
+        self.watcher.cleared()
 
     # ── checking ─────────────────────────────────────────────────────────────────────────────
 
@@ -490,7 +511,7 @@ class RadixCache(PrefixCache):
 
     def check_integrity(self) -> None:
         num_kv = evictable = 0
-        leaves, with_state, journals = set(), set(), set()
+        leaves, with_state, journals, reaching = set(), set(), set(), set()
         for node in self._nodes():
             assert node.parent is not None
             right = (
@@ -516,7 +537,15 @@ class RadixCache(PrefixCache):
             journals.update(node.journals)
             if any(each.node is not node or node.state_slot < 0 for each in node.journals):
                 raise RuntimeError(f"radix node [{node.start}, {node.end}): a journal of no state")
-        if journals != set(self._journals):
+            reaching.update(node.reaching)
+            if any(
+                each.bottom is not node or not node.start < each.end <= node.end
+                for each in node.reaching
+            ):
+                raise RuntimeError(
+                    f"radix node [{node.start}, {node.end}): a journal ends elsewhere"
+                )
+        if not journals == reaching == set(self._journals):
             raise RuntimeError(
                 f"radix cache: {len(journals)} journals in the tree, {len(self._journals)} counted"
             )
