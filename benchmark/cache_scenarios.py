@@ -85,8 +85,8 @@ def questions(rng: random.Random, count: int) -> list[str]:
 
 
 def words(ledger: Ledger, rng: random.Random, count: int) -> list[int]:
-    """So many tokens of running text."""
-    tokens: list[int] = []
+    """So many tokens of running text, which begins as no other does."""
+    tokens = [rng.randrange(3, 700) for _ in range(min(count, 4))]
     while len(tokens) < count:
         tokens += ledger.ids(rng.choice(problem_texts(200)) + "\n")
     return tokens[:count]

@@ -284,6 +284,12 @@ class ServerConfig(EngineConfig):
     api_key_file: str = setting(
         "", "file of keys, one per line; clients must send any of them", may_be_empty=False
     )
+    admin_api_key: str = setting(
+        "",
+        "key of an operator, who may also see the text in GET /cache?text=1 (default: none, and "
+        "nobody may)",
+        may_be_empty=False,
+    )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0

@@ -79,10 +79,12 @@ class GetState(Message):
 
 
 class GetCache(Message):
-    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree."""
+    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree, with up to
+    ``max_tokens`` of their tokens each."""
 
     call_id: int
     max_nodes: int
+    max_tokens: int = 0
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -206,10 +208,11 @@ class CacheNode(msgspec.Struct, kw_only=True):
     locks: int  # requests that read it
     age: float  # seconds since a prompt or an output last ran through it
     children: int
+    token_ids: list[int] = []  # the first ones, if they were asked for
 
 
 class CacheReply(Message):
-    """Numbers alone: neither tokens nor text."""
+    """Answers a GetCache."""
 
     call_id: int
     state: dict[str, float]  # as in StateReply

@@ -148,7 +148,11 @@ class SchedulerProcess:
                             call_id=message.call_id,
                             state=self.scheduler.state(),
                             cache=self.scheduler.cache_use(),
-                            nodes=top_nodes(self.scheduler.slots.cache.root, message.max_nodes),
+                            nodes=top_nodes(
+                                self.scheduler.slots.cache.root,
+                                message.max_nodes,
+                                message.max_tokens,
+                            ),
                         )
                     )
         self.send_outputs(outputs)

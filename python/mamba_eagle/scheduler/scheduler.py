@@ -359,6 +359,7 @@ class Scheduler:
             "token_usage": used / max(slots.kv.total, 1),
             "num_free_checkpoints": slots.states.num_free,
             "num_cached_checkpoints": cache.num_states,
+            "max_journals": slots.journals.total,
             "num_free_journals": slots.journals.num_free,
             "num_cached_journals": cache.num_journals,
             "num_pinned_checkpoints": cache.pinned_states,

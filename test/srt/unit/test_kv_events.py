@@ -3,11 +3,13 @@ subscribers; the wire format."""
 
 from __future__ import annotations
 
+import random
 import time
 
 import msgspec
 import pytest
 import zmq
+from fake_runner import FakeRunner, Server
 from hypothesis import settings
 from hypothesis.stateful import invariant
 from test_radix_cache import CacheAgainstDict, put
@@ -25,6 +27,7 @@ from mamba_eagle.cache.events import (
 )
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.events_config import EventsConfig, read_events_config
 from mamba_eagle.scheduler.events import EventPublisher, Snapshot
 
@@ -273,6 +276,41 @@ def test_an_address_that_is_taken_is_refused(published):
     _, publisher, _ = published
     with pytest.raises(ConfigError, match="cannot bind"):
         EventPublisher(publisher.config, new_cache())
+
+
+def test_events_predict_what_is_cached():
+    """Chats and forks with few states, so that something is evicted all the time."""
+    rng = random.Random(1)
+    runner = FakeRunner(1500, 12, 4, 3000, journals=5)
+    serving = Server(EngineConfig(speculative_algorithm="NONE"), runner)
+    cache = serving.scheduler.slots.cache
+    reachable, heard = ReachableBlocks(cache), Snapshot()
+    chats = [[rng.randrange(50) for _ in range(60)] for _ in range(4)]
+    extends = [False] * 4  # whether the next prompt of a chat continues the last output
+    errors: dict[bool, list[int]] = {False: [], True: []}
+    for turn in range(70):
+        place = rng.randrange(len(chats))
+        prompt = chats[place] + [rng.randrange(50) for _ in range(rng.randint(1, 40))]
+        heard.apply(reachable.drain())
+        overlap, parent = 0, None
+        while len(prompt) > (overlap + 1) * BLOCK:
+            own = prompt[overlap * BLOCK : (overlap + 1) * BLOCK]
+            parent = block_hash(parent, 0, as_tokens(own))
+            if parent not in heard.blocks:
+                break
+            overlap += 1
+        assert cache.match(as_tokens(prompt), len(prompt) - 1).length >= overlap * BLOCK
+        serving.add(f"{turn}", prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))
+        serving.finish()
+        cached = serving.last[f"{turn}"].cached_tokens
+        assert cached // BLOCK <= overlap, "a hit that was not announced"
+        errors[extends[place]].append(overlap * BLOCK - cached)
+        text = prompt + serving.texts[f"{turn}"]
+        extends[place] = len(text) < 300 and rng.random() < 0.6
+        chats[place] = text if extends[place] else text[:60]
+    assert serving.scheduler.cache_use().evicted_states > 20
+    assert max(errors[True]) < BLOCK, "a request that extends what is cached"
+    assert sum(error <= 128 for error in errors[False]) >= 0.95 * len(errors[False])
 
 
 def test_the_wire_format():
