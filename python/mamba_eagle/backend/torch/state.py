@@ -168,6 +168,9 @@ class TorchDeferred(TorchScheme):
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
+    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        return self.rows.newest(slots, count, width, self.recurrence.dt)
+
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         return self._nodes(slots, self._free_rows(slots, lanes), slots)
 
