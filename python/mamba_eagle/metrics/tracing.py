@@ -1,7 +1,8 @@
 """OpenTelemetry spans of requests: one per sample, with queue, prefill and decode inside.
 
 Imported with --otlp-traces-endpoint only, since its packages are an extra. Spans are made when a
-sample ends, of times that are measured anyway, and sent by a thread of the exporter. Attribute names are those of OpenTelemetry's conventions for generative AI.
+sample ends, of times that are measured anyway, and sent by a thread of the exporter. Attribute
+names are those of OpenTelemetry's conventions for generative AI.
 """
 
 from __future__ import annotations
