@@ -21,6 +21,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -161,3 +162,15 @@ class Backend(ABC):
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
         [n, V] float32."""
+
+    # ── sampling ──
+
+    @property
+    def samples_in_kernels(self) -> bool:
+        """Whether ``sample_nodes`` exists. Elsewhere runner/sampler.py does it in torch."""
+        return False
+
+    def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
+        """The target's token at every node, without asking the host: logits [b, T, V], any float
+        dtype -> [b, T], negative where none can be sampled."""
+        raise AssertionError("only where samples_in_kernels")

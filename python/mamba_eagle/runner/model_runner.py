@@ -138,8 +138,10 @@ class ModelRunner:
 
     def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
         verified = run.verify()
-        after = verified.positions + 1
-        target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
+        target = None
+        if not run.samples:
+            after = verified.positions + 1
+            target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
         outcome = run.commit(target)
         return PendingDecode(self.backend.place, self.table, batch, verified, outcome)
 

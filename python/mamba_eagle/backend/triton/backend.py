@@ -25,6 +25,8 @@ from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
+from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
+from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
@@ -137,3 +139,10 @@ class TritonBackend(TorchBackend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    @property
+    def samples_in_kernels(self) -> bool:
+        return True
+
+    def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
+        return sample_nodes(logits, nodes, tables)
