@@ -10,7 +10,7 @@ and tokens in tensors are int64.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,18 @@ class Backend(ABC):
     @abstractmethod
     def description(self) -> str:
         """The chosen implementations, in one line for the start-up log."""
+
+    # ── kernels that are compiled ──
+
+    @abstractmethod
+    def prepare_builds(self, about: str) -> None:
+        """The first thing that a runner calls: what is slow may begin here, beside the loading of
+        weights. about: everything that decides which kernels there will be."""
+
+    @abstractmethod
+    def build_kernels(self, rehearse: Callable[[], None]) -> None:
+        """Compile all kernels that ``rehearse`` launches, which is everything that serving can
+        need, if that takes longer one after the other."""
 
     # ── which parts may be captured in a graph ──
 

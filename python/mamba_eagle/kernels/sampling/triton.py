@@ -44,6 +44,9 @@ LOWEST = tl.constexpr(-(2**31))  # below every rising number
 INFINITE = tl.constexpr(0x7F800000)  # the rising number of +infinity; those of NaN are above it
 IMPOSSIBLE = tl.constexpr(-0x7F800001)  # of -infinity
 
+# views of larger tensors may begin anywhere, which is no reason for other machine code
+ANY_PLACE = ["slots", "positions", "tree_tokens", "ancestors"]
+
 BLOCK = 4096  # tokens per program
 SUB = 128  # tokens whose largest logit is kept
 LIST = 4096  # tokens of a short list
@@ -204,7 +207,7 @@ def _above_floor(x, highest, slot, asked, spans):
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
 def _maxima_kernel(
     maxima,  # [rows, SUBS] int32, out: rising numbers
     flags,
@@ -240,7 +243,7 @@ def _maxima_kernel(
     tl.store(maxima + row * SUBS + block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB), largest)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots"])
 def _pivot_kernel(
     maxima,  # [rows, SUBS] int32
     highest,  # [rows] int32, out: the largest
@@ -271,7 +274,7 @@ def _pivot_kernel(
         tl.store(pivots + row, (_threshold(key, ones, rank, 32) - 0x80000000).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
 def _collect_kernel(
     highest,  # [rows] int32
     pivots,  # [rows] int32
@@ -332,7 +335,7 @@ def _collect_kernel(
                 tl.store(masses + at, tl.sum(mass, 0))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
 def _choose_kernel(
     sampled,  # [rows] int64, out
     unsettled,  # [rows] int32, out: 1 where the short list does not decide
@@ -468,7 +471,7 @@ def _row_weight(
     return reached
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
 def _search_kernel(
     sampled,  # [rows] int64, changed where unsettled
     unsettled,

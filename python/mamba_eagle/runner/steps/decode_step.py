@@ -202,6 +202,7 @@ class EagerSteps:
     """Steps without graphs."""
 
     num_bytes = 0
+    num_graphs = 0
 
     def __init__(self, step: DecodeStep) -> None:
         self.step = step

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,13 @@ def batch_ladder(max_batch: int) -> list[int]:
     sizes += range(80, 161, 16)
     sizes += range(192, max(max_batch, 192) + 32, 32)
     return sorted({max_batch, *(size for size in sizes if size < max_batch)}, reverse=True)
+
+
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None:
+        """Launch what was captured."""
 
 
 class GraphedRun:
@@ -193,18 +200,20 @@ class GraphedSteps:
         self.num_bytes = self.logits.nbytes
 
     def warm_up(self, shapes: list[TreeShape]) -> None:
-        """Capture the greedy steps of these shapes, for all batch sizes of the ladder."""
+        """Capture all kinds of steps of these shapes, for all batch sizes of the ladder."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         for batch in self.ladder:  # the largest first
             for shape in reversed(shapes):
-                self._capture([self.padded_slot] * batch, shape)
+                for sampled in (False, True):
+                    self._capture([self.padded_slot] * batch, shape, sampled)
             if shapes != [PLAIN] and self.step.drafter.on_device:
                 self._catch_up([self.padded_slot] * batch)
         # and plain steps of untracked requests
         drafter, padding = self.step.drafter, [self.padded_slot]
         drafter.untrack(padding)
         for batch in self.ladder:
-            self._capture(padding * batch, PLAIN)
+            for sampled in (False, True):
+                self._capture(padding * batch, PLAIN, sampled)
         drafter.release(padding, [-1])
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
         log.info(
@@ -216,17 +225,20 @@ class GraphedSteps:
 
     def prepare(self, batch: DecodeBatch) -> GraphedRun:
         """Prepare a step, capturing its kind if it is new; not part of its measured time."""
-        graph, part = self._capture(batch.slots, batch.shape)
+        sampled = self.step.sampling.any_need(batch.slots)
+        graph, part = self._capture(batch.slots, batch.shape, sampled)
         return GraphedRun(graph, batch, part)
 
-    def _capture(self, slots: list[int], shape: TreeShape) -> tuple[_Graph, StepPart]:
+    def _capture(
+        self, slots: list[int], shape: TreeShape, sampled: bool
+    ) -> tuple[_Graph, StepPart]:
         part = self.step.drafter.prepare(slots, shape)
         if part.needs_catch_up:
             self._catch_up(part.needs_catch_up)
         kind = Kind(
             shape,
             self._size(slots),
-            self.step.sampling.any_need(slots),
+            sampled,
             self.step.drafter_commits(part),
             self.step.table.stop_tokens.shape[1],
         )
@@ -246,7 +258,12 @@ class GraphedSteps:
     def _size(self, slots: Sequence[int]) -> int:
         return min(size for size in self.ladder if size >= len(slots))
 
-    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    @property
+    def num_graphs(self) -> int:
+        """Kinds of steps and sizes of catching up that are captured."""
+        return len(self.graphs) + len(self.catching_up)
+
+    def record(self, work: Callable[[], None]) -> Replayable:
         """Capture the kernels that ``work`` launches, without running them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
@@ -258,3 +275,14 @@ class GraphedSteps:
             finally:
                 graph.capture_end()
         return graph
+
+
+class RehearsedSteps(GraphedSteps):
+    """The same works in the same order, for what they launch: nothing is captured."""
+
+    def record(self, work: Callable[[], None]) -> Replayable:
+        return _NoGraph()
+
+
+class _NoGraph:
+    def replay(self) -> None: ...

@@ -12,25 +12,33 @@ so that indices which a kernel would have written are valid.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
+import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from mamba_eagle.message.lifetime import die_with_parent
+
+log = logging.getLogger("mamba_eagle.runner")
 
 MAX_BUILDERS = 16
-_UNINITIALIZED = (
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.empty_strided,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-)
 
 
 class Build(NamedTuple):
@@ -53,8 +61,6 @@ class DryRun:
 
     def hook(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """In place of compiling: Triton then launches nothing."""
-        from triton.runtime.driver import driver  # with the kernels, of which one asks
-
         target = driver.active.get_current_target()
         data = json.loads(compile["specialization_data"])
         data.pop("key", None)  # a text of Triton's own, which says no more than the rest
@@ -65,25 +71,28 @@ class DryRun:
         return True
 
 
-class _Zeroed(TorchDispatchMode):
+@contextlib.contextmanager
+def _zeroed() -> Iterator[None]:
     """torch.empty and its kin give zeros."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _UNINITIALIZED:
-            made.zero_()
-        return made
+    def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **options: make(*args, **options).zero_()
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            make = getattr(owner, name)
+            setattr(owner, name, zeroed(make))
+            stack.callback(setattr, owner, name, make)
+        yield
 
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[DryRun]:
     """Within, no kernel is compiled or launched that was not before; yields those that would be."""
-    from triton import knobs  # an optional package
-
     run, before = DryRun(), knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = run.hook
     try:
-        with _Zeroed():
+        with _zeroed():
             yield run
     finally:
         knobs.runtime.jit_cache_hook = before
@@ -97,11 +106,6 @@ def compile_build(build: Build) -> None:
 
     Returns at once if Triton's cache has it.
     """
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     data = json.loads(build.data)
 
     def constant(value: Any) -> Any:
@@ -128,33 +132,70 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _warm() -> None:
-    """What every build needs; called while the parent is still loading."""
-    import triton.compiler  # noqa: F401
-
+def _begin_builder() -> None:
+    """The parent decides when this process ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
     torch.set_num_threads(1)
 
 
 class Builders:
-    """Processes that compile. Made early, so that they are ready when the first build comes."""
+    """Processes that compile. Made early: while weights are loaded, they import what they need."""
 
     def __init__(self, processes: int | None = None) -> None:
         count = processes or min(MAX_BUILDERS, max(1, (os.cpu_count() or 1) - 1))
-        self.pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
-        self._started = [self.pool.submit(_warm) for _ in range(count)]
-        self._builds: dict[Build, Future[None]] = {}
+        context = get_context("spawn")
+        self.pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_builder)
+        for _ in range(count):  # each starts one more
+            self.pool.submit(os.getpid)
 
-    def submit(self, builds: DryRun) -> None:
-        """Compile what was not submitted before."""
-        for build in builds.builds:
-            if build not in self._builds:
-                self._builds[build] = self.pool.submit(compile_build, build)
-
-    def finish(self) -> int:
-        """Wait for all builds; returns their number. One that fails is left to the launch that
-        needs it, which raises the same error with the code around it."""
-        for future in self._builds.values():
-            with contextlib.suppress(Exception):
-                future.result()
+    def build(self, run: DryRun) -> int:
+        """Compile all that a dry run found; returns their number. What fails is left to the launch
+        that needs it, which raises the same error with the code around it."""
+        futures = [self.pool.submit(compile_build, build) for build in run.builds]
+        failed = 0
+        for future in futures:
+            failed += future.exception() is not None
+        if failed:
+            log.warning("%d of %d kernels were not built ahead", failed, len(futures))
         self.pool.shutdown()
-        return len(self._builds)
+        return len(futures)
+
+
+class KernelBuilds:
+    """All kernels of a server, built before it is ready; and the note, in Triton's cache, that a
+    server like it has done so before."""
+
+    def __init__(self, about: str, processes: int | None = None) -> None:
+        """about: everything that decides which kernels there are, beside the code."""
+        self.note = Path(knobs.cache.dir, f"mamba-eagle-{_digest(about)}.built")
+        self.builders = None if self.note.exists() else Builders(processes)
+
+    def build(self, rehearse: Callable[[], None]) -> None:
+        """rehearse: launches everything that serving can need."""
+        if self.builders is None:
+            return
+        began = time.perf_counter()
+        with dry_run() as run:
+            rehearse()
+        rehearsed = time.perf_counter()
+        count = self.builders.build(run)
+        ended = time.perf_counter()
+        log.info(
+            "%d kernels: found in %.1f s, built in %.1f s",
+            count,
+            rehearsed - began,
+            ended - rehearsed,
+        )
+        self.note.parent.mkdir(parents=True, exist_ok=True)
+        self.note.touch()
+
+
+def _digest(about: str) -> str:
+    """A name for these kernels: other code, sizes or compilers give another."""
+    seen = hashlib.sha256(f"{triton.__version__} {torch.__version__} {about}".encode())
+    package = Path(__file__).parents[2]
+    for path in sorted([*package.glob("kernels/**/*.py"), *package.glob("backend/**/*.py")]):
+        seen.update(path.read_bytes())
+    return seen.hexdigest()[:32]
