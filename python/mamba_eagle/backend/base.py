@@ -15,11 +15,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -99,6 +106,10 @@ class Backend(ABC):
         lanes of all depths. None if the pool has no layers.
         """
 
+    @abstractmethod
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        """Attention of the rows of drafted blocks."""
+
     # ── recurrence ──
 
     @abstractmethod
@@ -116,6 +127,10 @@ class Backend(ABC):
 
         Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
+
+    @abstractmethod
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        """How states are rounded to ``dtype``. mode: as in --mamba-ssm-rounding."""
 
     @abstractmethod
     def rows_ahead(self, accepts: int) -> int:

@@ -7,16 +7,28 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch import accept
-from mamba_eagle.backend.torch.attention import CausalAttention, GatheredLanes, tree_attention
+from mamba_eagle.backend.torch.attention import (
+    CausalAttention,
+    GatheredBlocks,
+    GatheredLanes,
+    tree_attention,
+)
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
@@ -70,6 +82,9 @@ class TorchBackend(Backend):
     ) -> LaneAttention | None:
         return GatheredLanes(pool, slot_table, slots, prefix) if pool.num_layers else None
 
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return GatheredBlocks(pool, rows)
+
     def state_scheme(
         self,
         mode: str,
@@ -81,6 +96,9 @@ class TorchBackend(Backend):
         if config is None:
             return StatelessScheme(table, pool)
         return TORCH_SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed)
 
     def rows_ahead(self, accepts: int) -> int:
         return 0

@@ -7,16 +7,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.backend.triton.attention import TritonLanes, TritonTreeAttention
+from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
@@ -24,6 +31,7 @@ from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
+from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.gpu import capability
@@ -87,6 +95,9 @@ class TritonBackend(TorchBackend):
             return None
         return TritonLanes(pool, slot_table, slots, prefix, max_lanes)
 
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return TritonBlocks(pool, rows)
+
     def state_scheme(
         self,
         mode: str,
@@ -100,6 +111,9 @@ class TritonBackend(TorchBackend):
         if not sizes_supported(config):
             return super().state_scheme(mode, config, size, table, pool)
         return SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed, TritonStochastic)
 
     def rows_ahead(self, accepts: int) -> int:
         """Folds are decided before the step's path is known, so the journal needs room for a whole

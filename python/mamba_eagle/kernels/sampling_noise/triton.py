@@ -29,10 +29,15 @@ def _finalize(x):
 
 
 @triton.jit
+def mixed(x):
+    """SplitMix64's output that follows the state x, an int64."""
+    return _xor_shifted(_finalize(x + GAMMA), 31)
+
+
+@triton.jit
 def row_key(seed, position):
     """The key of a row, from two int64 scalars."""
-    key = _xor_shifted(_finalize(seed + GAMMA), 31)
-    return _xor_shifted(_finalize((key ^ position) + GAMMA), 31)
+    return mixed(mixed(seed) ^ position)
 
 
 @triton.jit
