@@ -197,6 +197,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether the runner must know all tokens of a request, those that it finds cached, too:
+        penalties count them, and a retracted request's grammar has to take its output in again."""
+        return self.needs_history or bool(self.grammar)
+
     def stop_tokens(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
         """The tokens that end a request: its own, and the model's unless ``ignore_eos`` is set.
 

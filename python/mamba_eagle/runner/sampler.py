@@ -2,7 +2,7 @@
 
 The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, position))``, and
 ``argmax(logits')`` at temperature 0, where logits' has the penalties, the bias and the ban of
-stop tokens applied. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
+stop tokens applied, and -inf where a grammar forbids a token. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
 is the same and needs no case for temperature 0.
 
 A request's tokens do not depend on its batch: all operations treat requests separately, operations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.tree.tree import Tree
 
 NO_TOKEN = -1  # returned instead of a token where none can be sampled
@@ -126,7 +127,8 @@ class SamplingState:
             min_p=noise and params.min_p > 0.0,
             history=params.needs_history,
             bias=bool(params.logit_bias),
-            ban=params.min_new_tokens > 0 and bool(stop_tokens),
+            # with a grammar the ban yields to its end, which its masks know (constrain/request.py)
+            ban=params.min_new_tokens > 0 and bool(stop_tokens) and not params.grammar,
             top_k=params.top_k if limited else 0,
         )
         self._needs[slot] = needs
@@ -237,19 +239,20 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     tree: Tree | None,
+    allowed: TokenMasks | None = None,
 ) -> Tensor:
     """The target's token at every node.
 
     slots: [b] request slots. logits: [b, T, V], any float dtype. positions: [b, T] int64, the
     absolute position of the sampled token, which is the node's own + 1. tree: None if T is 1 and
-    the node is the last token counted.
+    the node is the last token counted. allowed: what the grammars of constrained requests leave.
 
     Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled because logits are not
     finite or all tokens are banned.
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
-        return _best(logits)
+        return _best(_constrained(state, logits, allowed))
 
     device_slots = state.backend.place.to_device(slots)
     numbers = state.numbers[device_slots].unsqueeze(2)  # [b, 6, 1]
@@ -268,6 +271,7 @@ def sample(
     if any(need.ban for need in needs):
         early = positions.unsqueeze(2) < ban_until
         logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
+    logits = _constrained(state, logits, allowed)
     if not any(need.noise for need in needs):
         return _best(logits)
 
@@ -291,6 +295,15 @@ def sample(
     seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
     noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
     return _best(torch.addcmul(kept, noise.view_as(kept), temperature))
+
+
+def _constrained(state: SamplingState, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
+    """-inf for tokens that a grammar forbids, after all that could raise them: [b, T, V]. Never in
+    place, since logprobs are of the raw logits."""
+    if allowed is None:
+        return logits
+    flat = logits.float().flatten(0, 1)
+    return state.backend.mask_logits(flat, *allowed).view(logits.shape)
 
 
 def _best(scores: Tensor) -> Tensor:

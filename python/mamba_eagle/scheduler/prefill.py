@@ -173,7 +173,7 @@ class PrefillManager:
             item.prefix_kv_slots = held.kv[:start]
             if start > 0:
                 item.load_from = held.load_from
-            if request.sampling.needs_history or self.drafter_needs_history:
+            if request.sampling.reads_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start

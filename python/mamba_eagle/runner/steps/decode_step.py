@@ -23,6 +23,7 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
@@ -68,9 +69,11 @@ class DecodeStep:
         scheme: StateScheme,
         drafter: Drafter,
         sampling: SamplingState,
+        constraints: Constraints,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
+        self.constraints = constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
@@ -157,11 +160,15 @@ class EagerRun:
         self.slots = place.to_device(batch.slots)
         self.kv_slots = place.to_device(batch.kv_slots)
 
-    def verify(self) -> Verified:
-        """Draft trees and run the target on them."""
+    def draft(self) -> Tree:
+        """Draft trees."""
         noisy = self.step.sampling.any_noise(self.batch.slots)
-        tree = self.step.draft(self.slots, self.kv_slots, self.part, noisy)
-        self.verified = self.step.verify(self.slots, self.kv_slots, tree)
+        self.tree = self.step.draft(self.slots, self.kv_slots, self.part, noisy)
+        return self.tree
+
+    def verify(self) -> Verified:
+        """Run the target on the drafted trees."""
+        self.verified = self.step.verify(self.slots, self.kv_slots, self.tree)
         return self.verified
 
     def commit(self, target: Tensor) -> Outcome:

@@ -1,14 +1,16 @@
 """Decode steps as CUDA graphs: the host launches two graphs instead of hundreds of kernels.
 
-A graph repeats the same kernels on the same memory, so there is one pair of graphs for each kind of
+A graph repeats the same kernels on the same memory, so there is one set of graphs for each kind of
 step. A kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether
-drafts use the sampler's noise, and whether the drafter observes the accepted tokens. Batches are
+drafts use the sampler's noise, whether the drafter observes the accepted tokens, and whether the
+host needs the trees before they are verified, because a request has a grammar. Batches are
 padded with requests that have no tokens left to generate and that use a request slot, a state slot
 and a KV slot which no real request ever gets, so padding does not affect any request.
 
     inputs → [ draft → verify ] → logits → sampler, kernel by kernel → [ accept, commit ] → outcome
+    inputs → [ draft ] → [ verify ] → …                                         with a grammar
 
-The two graphs of a kind run back to back, so all graphs share one memory pool.
+The graphs of a kind run back to back, so all graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ class Kind(NamedTuple):
     noisy: bool
     drafter_commits: bool
     stop_tokens: int  # width of the stop token table, which may grow
+    # draft and verify are two graphs, between which trees are sent to the host: it makes the
+    # masks of grammars while the device verifies
+    apart: bool = False
 
 
 def batch_ladder(max_batch: int) -> list[int]:
@@ -57,9 +62,18 @@ class GraphedRun:
         self.slots = graph.slots[: self.b]
         self.verified = graph.verified.first(self.b)
 
+    def draft(self) -> Tree:
+        """Draft trees; if no grammar needs them before, they are there after ``verify`` only."""
+        if self.graph.kind.apart:
+            self.graph.load(self.batch, self.part)
+            self.graph.draft.replay()
+        return self.verified.tree
+
     def verify(self) -> Verified:
-        """Draft trees and run the target on them."""
-        self.graph.load(self.batch, self.part)
+        """Run the target on the trees."""
+        if not self.graph.kind.apart:
+            self.graph.load(self.batch, self.part)
+        self.graph.verify.replay()
         return self.verified
 
     def commit(self, target: Tensor) -> Outcome:
@@ -72,7 +86,7 @@ class GraphedRun:
 
 
 class _Graph:
-    """The two graphs of a kind, and the memory of their inputs and outputs."""
+    """The graphs of a kind, and the memory of their inputs and outputs."""
 
     def __init__(self, kind: Kind, part: StepPart, graphs: GraphedSteps) -> None:
         """part: the drafter's part in all steps of this kind."""
@@ -89,18 +103,31 @@ class _Graph:
         if not self.drafts:
             self.tree = _empty_tree(*self.target.shape, self.place.device)
 
-        for work in (self._verify, self._commit):  # compiles kernels; runs on padding alone
+        works = (self._draft, self._verify, self._commit)
+        for work in works:  # compiles kernels; runs on padding alone
             work()
-        self.verify = graphs.record(self._verify)
+        if kind.apart:
+            self.draft = graphs.record(self._draft)
+            self.verify = graphs.record(self._verify)
+        else:
+            self.verify = graphs.record(self._draft_and_verify)
         self.commit = graphs.record(self._commit)
 
-    def _verify(self) -> None:
+    def _draft(self) -> None:
         self.slots.copy_(self.inputs[:, 0])
         self.kv_slots.copy_(self.inputs[:, 1:])
-        tree = self.tree
-        if tree is None:
-            tree = self.step.draft(self.slots, self.kv_slots, self.part, self.kind.noisy)
-        self.verified = self.step.verify(self.slots, self.kv_slots, tree, self.logits)
+        self.drafted = self.tree
+        if self.drafted is None:
+            args = (self.slots, self.kv_slots, self.part, self.kind.noisy)
+            self.drafted = self.step.draft(*args)
+
+    def _verify(self) -> None:
+        assert self.drafted is not None
+        self.verified = self.step.verify(self.slots, self.kv_slots, self.drafted, self.logits)
+
+    def _draft_and_verify(self) -> None:
+        self._draft()
+        self._verify()
 
     def _commit(self) -> None:
         self.outcome = self.step.commit(
@@ -108,7 +135,7 @@ class _Graph:
         )
 
     def load(self, batch: DecodeBatch, part: StepPart) -> None:
-        """Copy the inputs to the device, then draft and verify."""
+        """Copy the inputs to the device, with the trees if the host drafts them."""
         inputs = [[slot, *nodes] for slot, nodes in zip(batch.slots, batch.kv_slots)]
         inputs += [self.padding] * (self.kind.batch - len(inputs))
         self.inputs.copy_(self.place.host_tensor(inputs), non_blocking=True)
@@ -118,7 +145,6 @@ class _Graph:
             drafted = self.step.draft(slots, kv_slots, part, self.kind.noisy)
             for kept, new in zip(self.tree, drafted):
                 kept[: len(new)] = new
-        self.verify.replay()
 
 
 class _CatchUp:
@@ -204,6 +230,7 @@ class GraphedSteps:
             shape != PLAIN and self.step.sampling.any_noise(slots),
             self.step.drafter_commits(part),
             self.step.table.stop_tokens.shape[1],
+            shape != PLAIN and self.step.constraints.any(slots),
         )
         if kind not in self.graphs:
             self.graphs[kind] = _Graph(kind, part, self)
