@@ -114,11 +114,17 @@ def _special_tokens(tokenizer: str) -> dict[str, int]:
 
 
 def read_tokenizer(folder: str) -> str:
-    """The tokenizer.json of a folder, with what other files of the folder add to it.
+    """The tokenizer.json of a folder, with the tokens that tokenizer_config.json adds.
 
     Raises: NoVocabulary
     """
-    # Imported here: it takes a second.
+    path = Path(folder, "tokenizer.json")
+    if path.exists():
+        try:
+            return _with_added(path.read_text(), path.with_name("tokenizer_config.json"))
+        except (OSError, ValueError) as error:
+            raise NoVocabulary(f"{path} cannot be read: {error}") from None
+    # Imported here: it takes a second, and only few models lack the file.
     from transformers import AutoTokenizer
 
     try:
@@ -126,6 +132,19 @@ def read_tokenizer(folder: str) -> str:
         return tokenizer_json(tokenizer)
     except (OSError, ValueError) as error:
         raise NoVocabulary(f"{Path(folder)} has no tokenizer that can be read: {error}") from None
+
+
+def _with_added(text: str, config_path: Path) -> str:
+    values = json.loads(text)
+    values["padding"] = values["truncation"] = None
+    if config_path.exists():
+        config = json.loads(config_path.read_text())
+        added = values.setdefault("added_tokens", [])
+        known = {token["id"] for token in added}
+        more = (config.get("added_tokens_decoder") or {}).items()
+        added += [{**token, "id": int(id_)} for id_, token in more if int(id_) not in known]
+        added.sort(key=lambda token: token["id"])
+    return json.dumps(values, ensure_ascii=False)
 
 
 def tokenizer_json(tokenizer: Any) -> str:

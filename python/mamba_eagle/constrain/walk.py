@@ -6,7 +6,7 @@ takes tokens in and rolls them back finds all of them with one matcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt

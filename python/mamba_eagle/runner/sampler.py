@@ -1,9 +1,10 @@
 """From logits to tokens.
 
 The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, position))``, and
-``argmax(logits')`` at temperature 0, where logits' has the penalties, the bias and the ban of
-stop tokens applied, and -inf where a grammar forbids a token. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
-is the same and needs no case for temperature 0.
+``argmax(logits')`` at temperature 0. logits' are the logits after, in this order, penalties, bias,
+the ban of stop tokens, and the mask of the request's grammar. It is computed as
+``argmax(filter(logits') + temperature * gumbel)``, which is the same and needs no case for
+temperature 0.
 
 A request's tokens do not depend on its batch: all operations treat requests separately, operations
 that a request does not ask for leave its logits unchanged bit for bit, and all sums that decide

@@ -283,6 +283,8 @@ class _Launch:
         except OSError as error:
             self._end(_port_taken(self.config, error))
             return
+        # the first grammar need not wait for the vocabulary
+        asyncio.get_running_loop().run_in_executor(None, state.grammars.special)
         watching = asyncio.get_running_loop().create_task(self._watch())
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if (warning := exposure_warning(self.config)) is not None:
