@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mamba_eagle.models import nvfp4
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.quantization import (
@@ -72,7 +73,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     ) as progress:
         for name, value in checkpoint_tensors(stored, list(places), total // 20):
             progress.update(value.nbytes)
-            if value.dtype in FLOAT8:
+            if value.dtype in FLOAT8 or is_nvfp4(name, stored):
                 try:
                     value = quantized.read(name, value)
                 except ValueError as error:
@@ -168,6 +169,8 @@ def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
             wrong.append(f"unexpected: {name}")
             continue
         seen.setdefault(target.name, set()).add(target.index)
+        if is_nvfp4(name, stored):  # two columns in each byte
+            found = found._replace(dtype="F4", shape=(*found.shape[:-1], 2 * found.shape[-1]))
         if problem := misfit(rooms[target.name], target, found):
             wrong.append(f"{problem.what} of {name}: {problem.why}")
     for name, room in rooms.items():
@@ -239,11 +242,23 @@ class Quantized:
 
     def read(self, name: str, value: Tensor) -> Tensor:
         """Raises: ValueError if there is no scale, or one that does not fit."""
+        if value.dtype == torch.uint8:
+            return nvfp4.dequantize(value, *(self._scale(name + end) for end in nvfp4.SCALES))
         for end in SCALE_NAMES:
-            if scale := self.stored.get(name + end):
-                with safe_open(scale.file, framework="pt") as file:
-                    return dequantize(value, file.get_tensor(name + end), self.block)
+            if name + end in self.stored:
+                return dequantize(value, self._scale(name + end), self.block)
         raise ValueError(f"the weight is {value.dtype}, but there is no {name}{SCALE_NAMES[0]}")
+
+    def _scale(self, name: str) -> Tensor:
+        if (scale := self.stored.get(name)) is None:
+            raise ValueError(f"there is no {name}")
+        with safe_open(scale.file, framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def is_nvfp4(name: str, stored: dict[str, Stored]) -> bool:
+    """Whether a tensor holds 4-bit floats."""
+    return stored[name].dtype == "U8" and name + nvfp4.SCALES[1] in stored
 
 
 class Opened(NamedTuple):

@@ -1,5 +1,5 @@
-"""FP8 checkpoints: weights are converted to the model's dtype as they are loaded; other schemes are
-refused.
+"""FP8 and NVFP4 checkpoints: weights are converted to the model's dtype as they are loaded; other
+schemes are refused.
 
 Supported are one scale per tensor, channel or block, as written by fp8 (DeepSeek's
 ``weight_scale_inv``), compressed-tensors and ModelOpt. Schemes for activations and for the KV cache
@@ -16,13 +16,15 @@ from torch import Tensor
 from mamba_eagle.model_config import UnsupportedModel
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SCALE_NAMES = ("_scale", "_scale_inv")  # appended to the weight's name
+SCALE_NAMES = ("_scale", "_scale_inv", "_scale_2")  # appended to the weight's name
 OTHER_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+MODELOPT_NVFP4 = ("NVFP4", "W4A16_NVFP4")  # see nvfp4.py
+MODELOPT = (*MODELOPT_FP8, *MODELOPT_NVFP4)
 STRATEGIES = ("tensor", "channel", "block")
 KNOWN = (
     "fp8, compressed-tensors with 8-bit floats and one scale per tensor, channel or block, "
-    f"modelopt with {', '.join(MODELOPT_FP8)}"
+    f"modelopt with {', '.join(MODELOPT)}"
 )
 
 
@@ -54,7 +56,7 @@ def quantization(values: dict[str, Any]) -> Quantization:
         scheme, known = "", True
     elif method == "modelopt":
         algorithms = modelopt_algorithms(given)
-        scheme, known = ", ".join(algorithms), set(algorithms) <= set(MODELOPT_FP8)
+        scheme, known = ", ".join(algorithms), set(algorithms) <= set(MODELOPT)
     elif method == "compressed-tensors":
         groups = [group.get("weights") or {} for group in given.get("config_groups", {}).values()]
         block = block or next(

@@ -19,6 +19,7 @@ from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
 from mamba_eagle.server.grammars import refuse_misplaced
 from mamba_eagle.server.sampling import Sampling, Vocabulary, read_sampling
+from mamba_eagle.server.schedule_fields import read_schedule
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
 from mamba_eagle.tokenizer.stop import StopStrings
@@ -31,6 +32,7 @@ class GenerateJob(msgspec.Struct, kw_only=True):
     prompts: list[PromptRequest]
     as_list: bool  # the reply is a list
     stream: bool
+    incremental: bool  # a stream's events have what is new, not all so far
     text_in_logprobs: bool
 
 
@@ -66,6 +68,7 @@ def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
                 stops=sampling.stops,
                 return_spec_trace=own.flag("return_spec_trace"),
                 cache=read_cache_hints(fields, len(token_ids)),
+                **read_schedule(fields, state.config),
                 **_read_logprobs(own, len(token_ids)),
             )
         )
@@ -75,6 +78,7 @@ def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
         prompts=requests,
         as_list=is_batch or number > 1,
         stream=fields.flag("stream"),
+        incremental=fields.flag("incremental", state.config.incremental_streaming_output),
         text_in_logprobs=fields.flag("return_text_in_logprobs"),
     )
 

@@ -1,4 +1,4 @@
-"""FP8 checkpoints in each published layout give what their dequantized weights give."""
+"""FP8 and NVFP4 checkpoints in each published layout give what their dequantized weights give."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tiny_model import load_model
 from torch import Tensor
 
 from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.models import nvfp4
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import read_model_config
 
@@ -154,6 +155,64 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     assert ("converting modelopt (FP8) weights" in caplog.text) == (algorithm == "FP8")
 
 
+# ── NVFP4 ──
+
+
+def test_four_bit_floats_are_what_the_format_says() -> None:
+    """Sign, two bits of exponent with a bias of 1, one of mantissa: element by element."""
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (5, 24), generator=generator, dtype=torch.uint8)
+    scale = (torch.rand(5, 3, generator=generator) * 4).to(torch.float8_e4m3fn)
+    made = nvfp4.dequantize(packed, scale, torch.tensor(0.375))
+    assert made.shape == (5, 48)
+    for i, j in ((i, j) for i in range(5) for j in range(48)):
+        bits = int(packed[i, j // 2]) >> 4 * (j % 2) & 15
+        exponent, mantissa = bits >> 1 & 3, bits & 1
+        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
+        value = (-size if bits & 8 else size) * float(scale[i, j // 16]) * 0.375
+        assert float(made[i, j]) == value
+
+
+def write_nvfp4(folder: Path) -> Written:
+    """A checkpoint whose layers' matrices are NVFP4 where their width allows it."""
+    make_peer("nemotron-3-nano").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    exact, stored = dict(weights), dict(weights)
+    generator = torch.Generator().manual_seed(0)
+    for name, value in weights.items():
+        if not name.endswith("_proj.weight") or value.shape[1] % 16:
+            continue
+        rows, columns = value.shape
+        shape = (rows, columns // 2)
+        packed = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scale = (torch.rand(rows, columns // 16, generator=generator) + 1).to(torch.float8_e4m3fn)
+        stored |= {name: packed, f"{name}_scale": scale, f"{name}_scale_2": torch.tensor(0.01)}
+        exact[name] = nvfp4.dequantize(packed, scale, torch.tensor(0.01))
+    save_file(stored, folder / "model.safetensors")
+    write_modelopt(folder, quant_algo="W4A16_NVFP4")
+    assert len(stored) >= len(exact) + 8
+    return Written(folder, exact)
+
+
+def test_nvfp4_weights_are_read_with_both_scales(tmp_path: Path) -> None:
+    check(write_nvfp4(tmp_path))
+
+
+def test_nvfp4_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    folder, exact = write_nvfp4(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    first, second, third = [name[:-8] for name in weights if name.endswith("_scale_2")][:3]
+    del weights[f"{first}_scale"]
+    weights[f"{second}_scale"] = weights[f"{second}_scale"][:, :-1].contiguous()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        load_model(folder)
+    text = str(refused.value)
+    assert f"scale of {first}: there is no {first}_scale" in text
+    assert f"scale of {second}: scales" in text and "in groups of 16" in text
+    assert third not in text
+
+
 # ── what is refused ──
 
 
@@ -161,12 +220,12 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     ("described", "words"),
     [
         ({"quant_method": "gptq", "bits": 4}, "quantization gptq is not"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"modelopt \(NVFP4\)"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, r"modelopt \(NVFP4_AWQ\)"),
         (compressed("tensor", num_bits=4), r"compressed-tensors \(4-bit float per tensor\)"),
         (compressed("group", group_size=32), r"compressed-tensors \(8-bit float per group\)"),
         (compressed("channel", type="int"), r"compressed-tensors \(8-bit int per channel\)"),
     ],
-    ids=["gptq", "nvfp4", "fp4", "mxfp8", "int8"],
+    ids=["gptq", "nvfp4-awq", "fp4", "mxfp8", "int8"],
 )
 def test_other_schemes_are_refused_by_name(
     described: dict[str, Any], words: str, tmp_path: Path
@@ -184,9 +243,9 @@ def test_other_schemes_are_refused_by_name(
         (
             {
                 "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}},
             },
-            r"modelopt \(FP8, NVFP4\)",
+            r"modelopt \(FP8, W4A8_AWQ\)",
         ),
         ({"quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\)"),
     ],

@@ -423,9 +423,9 @@ def test_tokenize_and_detokenize() -> None:
             reply = (await server.post("/tokenize", text=["a", "bc"])).json()
             assert reply["count"] == [1, 2]
             tokens = [*spell("hé"), EOS]
-            assert (await server.post("/detokenize", tokens=tokens)).json() == {"text": "hé"}
+            assert (await server.post("/detokenize", tokens=tokens)).json()["text"] == "hé"
             reply = await server.post("/detokenize", tokens=[tokens], skip_special_tokens=False)
-            assert reply.json() == {"text": ["hé</s>"]}
+            assert reply.json() == {"text": ["hé</s>"], "prompt": ["hé</s>"]}
 
     run(test())
 
@@ -475,6 +475,17 @@ def test_metrics_count_what_was_served() -> None:
             }
             for name, value in expected.items():
                 assert values["mamba_eagle:" + name] == value, name
+            labels = '{model_name="tiny",route="/generate",status="200"}'
+            assert values["mamba_eagle:http_requests_total" + labels] == 1
+            labels = '{model_name="tiny",reason="length"}'
+            assert values["mamba_eagle:finished_requests_total" + labels] == 1
+            for name, value in values.items():  # under other servers' names
+                if name.startswith("mamba_eagle:"):
+                    assert values[name.replace("mamba_eagle:", "sglang:")] == value
+            assert values["vllm:num_requests_running"] == 0
+            assert values["vllm:inter_token_latency_seconds_count"] == 2
+            assert 'vllm:time_to_first_token_seconds_bucket{le="0.005"' in text
+            assert "# TYPE vllm:e2e_request_latency_seconds histogram" in text
 
     run(test())
 
@@ -507,6 +518,17 @@ def test_a_trailing_slash_makes_no_difference() -> None:
                 reply = await server.post(path, text="a", prompt="a")
                 assert reply.status_code == 200, path
             assert (await server.client.get("/nowhere/")).status_code == 404
+
+    run(test())
+
+
+def test_a_root_path_makes_no_difference() -> None:
+    async def test() -> None:
+        async with serving(says("abc"), root_path="/llm", api_key="secret") as server:
+            for path in ("/ready", "/llm/ready", "/llm"):
+                assert (await server.client.get(path)).status_code == 200, path
+            assert (await server.client.get("/llmready")).status_code == 401
+            assert (await server.client.get("/llm/v1/models")).status_code == 401
 
     run(test())
 
