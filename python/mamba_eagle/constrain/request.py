@@ -31,9 +31,10 @@ class RequestGrammar:
     ) -> None:
         """base: a matcher at the start of the grammar, which is copied when it is there. words: of
         a mask."""
-        self._base = base
+        self._base, self._words = base, words
         self.output: list[int] = []  # tokens taken in
         self._path: list[int] = []  # drafted tokens that are tried behind them
+        self._masks: dict[tuple[int, ...], Row] = {}  # by path: those that were computed
         self.problem = ""
         self._stops = frozenset(params.stop_tokens(tuple(eos)))
         self._min_new_tokens = params.min_new_tokens
@@ -58,6 +59,7 @@ class RequestGrammar:
     def advance(self, tokens: Sequence[int]) -> None:
         """The request has generated these tokens, or had generated them before it was retracted."""
         self.output += tokens
+        self._masks.clear()
         if "_matcher" in self.__dict__ and self._matcher is not None:
             self._take_in(self._matcher, tokens)
 
@@ -67,20 +69,49 @@ class RequestGrammar:
         if taken < len(tokens) and tokens[taken] not in self._stops:
             self.problem = f"it does not go on with token {tokens[taken]}, which was generated"
 
-    def fill(self, row: Row, depth: int) -> bool:
-        """Write the mask of what may follow; depth: how many drafted tokens were stepped into.
+    def fill(self, row: Row) -> bool:
+        """Write the mask of what may follow the output and the drafted tokens stepped into.
 
         False if the grammar cannot tell, because it exceeds its limits here: nothing may follow.
         """
-        matcher = self._matcher
+        matcher, path = self._matcher, tuple(self._path)
         if matcher is not None and not self.problem:
+            if path in self._masks:
+                row[:] = self._masks[path]
+                return True
             matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if not matcher.is_error():
-                self._hold(row, len(self.output) + depth)
+                self._hold(row, len(self.output) + len(path))
+                self._masks[path] = row.copy()
                 return True
-            self._recover(matcher.get_error(), depth)
+            self._recover(matcher.get_error())
         row[:] = 0
         return False
+
+    def mask(self) -> Row | None:
+        """The same mask, to be read only; None if the grammar cannot tell."""
+        known = self._masks.get(tuple(self._path))
+        if known is not None:
+            return known
+        row = np.empty(self._words, dtype=np.uint32)
+        return row if self.fill(row) else None
+
+    def mask_behind(self, path: Sequence[int]) -> Row | None:
+        """The mask behind drafted tokens; None if the grammar refuses one of them, or if nothing
+        can follow."""
+        known = self._masks.get(tuple(path))
+        if known is not None:
+            return known
+        stepped, mask = 0, None
+        for token in path:
+            if self._matcher is None or not self.step_in(token):
+                break
+            stepped += 1
+        else:
+            mask = self.mask()
+        for _ in range(stepped):
+            self.step_out()
+        return mask
 
     def _hold(self, row: Row, count: int) -> None:
         """Take end tokens out of a mask that has others. count: output tokens so far."""
@@ -91,10 +122,10 @@ class RequestGrammar:
             if others.any():
                 row[:] = others
 
-    def _recover(self, message: str, depth: int) -> None:
+    def _recover(self, message: str) -> None:
         """A matcher never leaves its error: behind drafted tokens another takes its place, since
         these need not be accepted."""
-        if depth == 0:
+        if not self._path:
             self.problem = message
             return
         matcher = self._base.result().deep_copy()
@@ -114,10 +145,6 @@ class RequestGrammar:
         assert self._matcher is not None
         self._matcher.rollback(1)
         self._path.pop()
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next, since every text that fits goes on with them."""
-        return self._matcher.compute_ff_tokens() if self._matcher is not None else []
 
 
 def _bits(tokens: Sequence[int] | frozenset[int], words: int) -> Row:

@@ -29,19 +29,19 @@ def fill_masks(
     children: list[list[int]] = [[] for _ in tokens]
     for node in range(1, len(tokens)):
         children[parents[node]].append(node)
-    if not grammar.fill(masks[0], 0):
+    if not grammar.fill(masks[0]):
         return list(range(1, len(tokens)))
     refused: list[int] = []
 
-    def visit(above: int, depth: int) -> None:
+    def visit(above: int) -> None:
         row = masks[above]
         for node in children[above]:
             token = tokens[node]
             if not int(row[token >> 5]) >> (token & 31) & 1:
                 refuse(node)
             elif grammar.step_in(token):
-                if grammar.fill(masks[node], depth):
-                    visit(node, depth + 1)
+                if grammar.fill(masks[node]):
+                    visit(node)
                 else:
                     refused.extend(children[node])
                 grammar.step_out()
@@ -52,5 +52,5 @@ def fill_masks(
         for child in children[node]:
             refuse(child)
 
-    visit(0, 1)
+    visit(0)
     return sorted(refused)

@@ -22,6 +22,7 @@ from torch import Tensor
 from mamba_eagle.backend.place import Place, Timestamp
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.tree.accept import Truncated
@@ -58,6 +59,9 @@ class Constraints:
         self._of: dict[int, RequestGrammar] = {}  # by request slot
         self._output_start: dict[int, int] = {}
         self._unread: deque[_Unread] = deque()
+        # On a GPU the host is ahead of the device: it would have to wait for the last tokens
+        # before it could draft. May be set to False, for comparison.
+        self.steers_drafts = place.on_host
 
     # ── requests ──
 
@@ -120,6 +124,29 @@ class Constraints:
         while self._unread:
             self._read()
 
+    # ── drafts, on a CPU ──
+
+    def grammar(self, slot: int) -> RequestGrammar | None:
+        """Of the request in the slot; on a CPU it has taken in all that was sampled."""
+        return self._of.get(slot)
+
+    def reshape(self, slots: Sequence[int], tree: Tree, max_depth: int) -> Tree:
+        """The trees [b, T] of a batch, with the nodes that grammars force and without those that
+        they refuse (constrain/reshape.py)."""
+        if tree.tokens.shape[1] == 1:
+            return tree
+        for i, slot in enumerate(slots):
+            grammar = self._of.get(slot)
+            if grammar is None:
+                continue
+            own = DraftTree(
+                *(part[i].tolist() for part in (tree.tokens, tree.parents, tree.scores))
+            )
+            new = reshape(grammar, own, max_depth)
+            if new is not own:
+                tree = _with_tree(tree, i, new)
+        return tree
+
     # ── masks ──
 
     def first_masks(self, slots: Sequence[int]) -> tuple[TokenMasks | None, Marks]:
@@ -150,6 +177,23 @@ class Constraints:
         rows = [i * nodes + node for i in trees for node in range(nodes)]
         sent = masks.flatten(0, 1).to(self.place.device, non_blocking=True)
         return TokenMasks(self.place.to_device(rows), sent), marks
+
+
+def _with_tree(tree: Tree, index: int, own: DraftTree) -> Tree:
+    """The trees of a batch, with another one for one request."""
+    parts = Tree(*(part.clone() for part in tree))
+    nodes = len(own.tokens)
+    depths, ancestors = [0] * nodes, torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent = own.parents[node]
+        depths[node] = depths[parent] + 1
+        ancestors[node] |= ancestors[parent]
+    parts.tokens[index] = torch.tensor(own.tokens)
+    parts.parents[index] = torch.tensor(own.parents)
+    parts.depths[index] = torch.tensor(depths)
+    parts.scores[index] = torch.tensor(own.scores)
+    parts.ancestors[index] = ancestors
+    return parts
 
 
 class TreeView:

@@ -26,6 +26,7 @@ from torch import Tensor
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.runner.constraints import TokenMasks
+from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree
 
 NO_TOKEN = -1  # returned instead of a token where none can be sampled
@@ -232,6 +233,9 @@ class BatchNoise:
         is_noisy = self.temperature > 0
         noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
         return torch.where(is_noisy, noisy, log_probs)
+
+    def follow(self, frontier: Frontier) -> None:
+        """It is the same in all lanes."""
 
 
 def sample(

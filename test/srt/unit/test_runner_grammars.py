@@ -47,6 +47,7 @@ from mamba_eagle.constrain.grammar import (
     regex_grammar,
 )
 from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary
 from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
@@ -418,6 +419,57 @@ def test_12_an_error_behind_a_draft_harms_nothing_but_the_draft() -> None:
     assert (again[0] == masks[0]).all()
 
 
+def test_forced_tokens_are_drafted_and_refused_ones_are_not(tiny: Tiny) -> None:
+    """With a drafter that never drafts a token that fits, whole runs are accepted all the same:
+    the trees are made of forced tokens then. The text is what it is without them."""
+    for drafter, settings in (("ngram", Settings("NGRAM", topk=3, steps=3, nodes=8)), ("", TREE)):
+        head = None if drafter else tiny.head
+        engine, other = (constrain(Engine(tiny.model, head, settings)) for _ in range(2))
+        other.runner.constraints.steers_drafts = False
+        params = [under("schema", seed=seed) for seed in range(3)]
+        lives = [engine.generate(random_prompt(8, 1), each) for each in params]
+        plain = [other.generate(random_prompt(8, 1), each) for each in params]
+        assert [live.output for live in lives] == [live.output for live in plain]
+        steps, without = (sum(len(live.steps) for live in each) for each in (lives, plain))
+        assert 1.5 * steps < without if drafter else steps <= without
+
+
+def test_reshaped_trees_keep_what_may_be_accepted_and_stay_within_their_shape() -> None:
+    """Random trees: as many nodes, none too deep, parents first, no token twice below a parent."""
+    luck, matchers = random.Random(7), Matchers(vocabulary, VOCAB, (EOS,))
+    changed = forced = 0
+    for _ in range(60):
+        grammar = matchers.start(SamplingParams(grammar=GRAMMARS[luck.choice(list(GRAMMARS))].text))
+        size, depths, taken = luck.choice([2, 4, 9]), [0], set()
+        tokens, parents, scores = [0], [0], [0.0]
+        while len(tokens) < size:
+            parent, token = luck.randrange(len(tokens)), luck.randrange(VOCAB)
+            if depths[parent] < 4 and (parent, token) not in taken:
+                taken.add((parent, token))
+                parents.append(parent)
+                tokens.append(token)
+                depths.append(depths[parent] + 1)
+                scores.append(scores[parent] - luck.random())
+        tree = DraftTree(tokens, parents, scores)
+        new = reshape(grammar, tree, 4)
+        changed += new is not tree
+        depth, edges = [0], set()
+        for node in range(1, size):
+            assert new.parents[node] < node and new.scores[node] <= new.scores[new.parents[node]]
+            depth.append(depth[new.parents[node]] + 1)
+            edges.add((new.parents[node], new.tokens[node]))
+        assert len(new.tokens) == size and len(edges) == size - 1
+        assert depth == sorted(depth) and depth[-1] <= 4
+        masks = np.full((2, size, 3), 0xFFFFFFFF, dtype=np.uint32)
+        refused = [
+            fill_masks(grammar, each.tokens, each.parents, mask)
+            for each, mask in zip((tree, new), masks)
+        ]
+        forced += len(refused[0]) - len(refused[1])
+        assert len(refused[1]) <= len(refused[0])
+    assert changed > 30 and forced > 20
+
+
 def test_a_tree_of_refused_nodes_gives_plain_decodings_token(tiny: Tiny) -> None:
     """Whatever is drafted."""
     engine, plain = constrain(tiny.engine(TREE)), constrain(tiny.engine(PLAIN))
@@ -429,7 +481,7 @@ def test_a_tree_of_refused_nodes_gives_plain_decodings_token(tiny: Tiny) -> None
         return tree
 
     engine.runner.drafter.propose = nonsense  # type: ignore[method-assign]
-    engine.runner.constraints.reshapes = False
+    engine.runner.constraints.steers_drafts = False
     live = engine.generate(random_prompt(8, 1), under("schema", seed=3), return_spec_trace=True)
     assert live.output == plain.generate(random_prompt(8, 1), under("schema", seed=3)).output
     assert accepted([live]) == [1] * len(live.steps)

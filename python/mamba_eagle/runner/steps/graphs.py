@@ -26,6 +26,7 @@ from torch import Tensor
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
+from mamba_eagle.runner.sampler import BatchNoise
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Outcome, Verified
 from mamba_eagle.tree.tree import Tree
 
@@ -118,8 +119,11 @@ class _Graph:
         self.kv_slots.copy_(self.inputs[:, 1:])
         self.drafted = self.tree
         if self.drafted is None:
-            args = (self.slots, self.kv_slots, self.part, self.kind.noisy)
-            self.drafted = self.step.draft(*args)
+            self.drafted = self._drafted(self.slots, self.kv_slots, self.part)
+
+    def _drafted(self, slots: Tensor, kv_slots: Tensor, part: StepPart) -> Tree:
+        noise = BatchNoise(self.step.sampling, slots) if self.kind.noisy else None
+        return self.step.draft(slots, kv_slots, part, noise)
 
     def _verify(self) -> None:
         assert self.drafted is not None
@@ -142,7 +146,7 @@ class _Graph:
         if self.tree is not None:
             own = self.inputs[: len(batch.slots)]
             slots, kv_slots = own[:, 0].contiguous(), own[:, 1:].contiguous()
-            drafted = self.step.draft(slots, kv_slots, part, self.kind.noisy)
+            drafted = self._drafted(slots, kv_slots, part)
             for kept, new in zip(self.tree, drafted):
                 kept[: len(new)] = new
 
