@@ -47,9 +47,7 @@ class Bodies:
         reception = _Reception(self, request, max_size or self.max_size)
         try:
             body = await reception.body()
-            return await self.threads.run(
-                len(body), lambda: read_fields(Fields(decode_object(body)))
-            )
+            return await self.threads.run(body, lambda: read_fields(Fields(decode_object(body))))
         finally:
             self.held -= reception.held
 

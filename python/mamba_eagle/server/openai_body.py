@@ -19,6 +19,7 @@ from mamba_eagle.server.cache_fields import read_cache_hints
 from mamba_eagle.server.demand import check_demand, fitting_output
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
+from mamba_eagle.server.grammars import read_grammar
 from mamba_eagle.server.prompts import limit_prompts
 from mamba_eagle.server.sampling import (
     Vocabulary,
@@ -27,7 +28,6 @@ from mamba_eagle.server.sampling import (
     read_samples,
     read_seed,
     read_stop,
-    refuse_constraints,
 )
 from mamba_eagle.server.schedule_fields import read_schedule
 from mamba_eagle.server.state import ServerState
@@ -109,12 +109,13 @@ def _job(
     seed = read_seed(fields)
     samplings: dict[int, SamplingParams] = {}  # by length: prompts share them
     stops = StopStrings(read_stop(fields))
+    grammar = read_grammar(fields, state.grammars)
     requests = []
     for i, ids in enumerate(prompts):
         own = rid if len(prompts) == 1 else f"{rid}_{i}"
         length = max_tokens(len(ids))
         if length not in samplings:
-            samplings[length] = _sampling(fields, state, length)
+            samplings[length] = _sampling(fields, state, length, grammar)
         requests.append(
             PromptRequest(
                 rid=own,
@@ -146,9 +147,9 @@ def _job(
     )
 
 
-def _sampling(fields: Fields, state: ServerState, max_tokens: int) -> SamplingParams:
+def _sampling(fields: Fields, state: ServerState, max_tokens: int, grammar: str) -> SamplingParams:
     """OpenAI's fields, and those beyond them under the names that other servers take."""
-    params = read_params(fields, max_tokens, fields.integer("min_tokens", 0))
+    params = read_params(fields, max_tokens, fields.integer("min_tokens", 0), grammar)
     names = {"max_new_tokens": _length_name(fields), "min_new_tokens": "min_tokens"}
     vocabulary = Vocabulary(state.vocab_size, state.manager.engine.eos_token_ids)
     check(params, vocabulary, names=names)
@@ -161,16 +162,9 @@ def _length_name(fields: Fields) -> str:
 
 
 def _refuse(fields: Fields, names: tuple[str, ...]) -> None:
-    refuse_constraints(fields)
     for name in names:
         if fields.raw(name):
             raise fields.wrong(name, "is not available in this server; leave the field out")
-    kind = fields.object("response_format").raw("type")
-    if kind not in (None, "text"):
-        raise fields.wrong(
-            "response_format",
-            "constrained output is not available in this server; leave the field out",
-        )
 
 
 def _top(fields: Fields, name: str) -> int:

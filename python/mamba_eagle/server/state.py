@@ -19,6 +19,7 @@ from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.body import Bodies
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.grammars import Grammars
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.prompts import PromptReader
 from mamba_eagle.server.request_id import trace_parent
@@ -58,6 +59,11 @@ class ServerState:
     @cached_property
     def prompts(self) -> PromptReader:
         return PromptReader(self.manager.tokenizer, self.vocab_size, self.context_length)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        engine = self.manager.engine
+        return Grammars(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
 
     def model_config(self) -> dict[str, Any]:
         """The checkpoint's config.json; {} if it cannot be read."""

@@ -35,17 +35,28 @@ def share_interpreter() -> None:
     gc.freeze()
 
 
+# A body that names one of these may make the server compile a grammar, which takes milliseconds
+# and, of the largest, up to a second. Names may be spelled with escapes.
+COMPILED = (
+    *(b'"regex"', b'"json_schema"', b'"ebnf"', b'"structural_tag"', b'"choice"', b'"guided_'),
+    *(b'"structured_outputs"', b'"response_format"', b'"tools"', b"\\u"),
+)
+
+
 class BodyThreads:
-    """Two pools, for bodies of some and of many bytes."""
+    """Three pools, for bodies of some and of many bytes, and for those with grammars."""
 
     def __init__(self) -> None:
         threads = max(1, (os.cpu_count() or 1) // 4)
         self._quick = ThreadPoolExecutor(threads, "quick-body")
         self._slow = ThreadPoolExecutor(threads, "slow-body")
+        self._compiling = ThreadPoolExecutor(threads, "grammar-body")
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """``work``'s result; size: bytes of the body that it reads."""
-        if size <= SMALL_BODY:
+    async def run(self, body: bytes, work: Callable[[], T]) -> T:
+        """``work``'s result, which reads the body."""
+        pool = self._quick if len(body) <= QUICK_BODY else self._slow
+        if len(body) <= QUICK_BODY and any(name in body for name in COMPILED):
+            pool = self._compiling
+        elif len(body) <= SMALL_BODY:
             return work()
-        pool = self._quick if size <= QUICK_BODY else self._slow
         return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -44,7 +44,12 @@ WRONG: dict[str, list[Any]] = {
     "prompt": [5, True, {}, "", [], [""], [[]], ["a", ""], ["a", [1]], [1, "a"], [10**9], [-1]],
     "ids": [True, {}, [], [[]], [1.5], [1, "a"], [10**9], [-1], [[1], []], [[1], 2], "x", "1"],
     "messages": [5, "x", [], {}, ["x"], [{}], [{"role": 5}], [{"role": "user", "content": 5}]],
-    "constraint": ["x", {"a": 1}, 5, True, ["x"]],
+    "pattern": ["", "(", "a\0", "\ud800", "(?=a)", {"a": 1}, 5, True, ["x"]],
+    "ebnf": ["", "x", "root ::= foo", "start: foo", 'root ::= "', {"a": 1}, 5, True, ["x"]],
+    "schema": ["", "x", "{", 5, False, ["x"], {"type": "x"}, {"not": {}}, {"$ref": "#"}],
+    "choices": ["x", 5, True, {}, [""], ["a", 5], ["\ud800"], ["a\0"]],
+    "tag": ["", "x", 5, True, {}, ["x"], {"format": {}}, {"structures": [], "triggers": ["a"]}],
+    "structured": [5, True, "x", [1], {"regex": "("}, {"regex": "a", "choice": ["a"]}],
 }
 SAMPLING = {
     "temperature": "number",
@@ -63,9 +68,13 @@ SAMPLING = {
     "no_stop_trim": "flag",
     "n": "integer",
     "seed": "integer",
-    "regex": "constraint",
-    "json_schema": "constraint",
-    "ebnf": "constraint",
+    "regex": "pattern",
+    "json_schema": "schema",
+    "ebnf": "ebnf",
+    "choice": "choices",
+    "structural_tag": "tag",
+    "structured_outputs": "structured",
+    "guided_json": "schema",
 }
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "temperature": [-1, 1e39, 1e300, -1e-9],
