@@ -26,7 +26,7 @@ log = logging.getLogger("mamba_eagle.chat")
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """transformers' module; None before 5.23. Imported here: it takes a second."""
+    """transformers' module; None before 5.17. Imported here: it takes a second."""
     try:
         from transformers.utils import chat_parsing
     except ImportError:
@@ -39,7 +39,7 @@ def parser_problem() -> str:
     if _library() is not None:
         return ""
     return (
-        "transformers 5.23 or newer is needed to tell tool calls and reasoning apart, and "
+        "transformers 5.17 or newer is needed to tell tool calls and reasoning apart, and "
         f"{version('transformers')} is installed: upgrade it"
     )
 
