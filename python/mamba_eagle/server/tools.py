@@ -89,6 +89,7 @@ def read_tools(fields: Fields) -> Tools | None:
 
     Raises: RequestError 400
     """
+    parallel = fields.flag("parallel_tool_calls", True)
     value = fields.raw("tools")
     if value is None or value == []:
         if fields.raw("tool_choice") not in (None, "none", "auto"):
@@ -112,7 +113,7 @@ def read_tools(fields: Fields) -> Tools | None:
             )
         functions.append(function)
     choice, named = _choice(fields, seen)
-    return Tools(value, functions, choice, named, fields.flag("parallel_tool_calls", True))
+    return Tools(value, functions, choice, named, parallel)
 
 
 def _choice(fields: Fields, places: dict[str, int]) -> tuple[str, int]:
