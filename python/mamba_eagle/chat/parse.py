@@ -19,7 +19,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from mamba_eagle.chat.family import CALLS, CONTENT, REASONING, Family
+from mamba_eagle.chat.family import CALLS, CONTENT, REASONING, CallForm, Family
 
 log = logging.getLogger("mamba_eagle.chat")
 
@@ -123,6 +123,7 @@ class FamilyParser(OutputParser):
     ) -> None:
         self._form = _form(_key(family))
         self._tools = list(tools)
+        self._calls_form = family.calls
         self._calls_left = max_calls
         self._all = prefix
         self._at = 0  # how far the events have come in it
@@ -130,6 +131,7 @@ class FamilyParser(OutputParser):
         self._begin = 0
         self._texts = {name: _Text(name) for name in (CONTENT, REASONING)}
         self._broken = False
+        self._new_from = len(prefix)
         self._parser = _library().ResponseParser(self._form.split, prefix)
         self._take(self._parser.initial_events, ending=False)
         for text in self._texts.values():
@@ -184,14 +186,17 @@ class FamilyParser(OutputParser):
         match = closing.match(self._all, self._at) if closing else None
         self._at = match.end() if match else self._at
         self._field = CONTENT
-        if field != CALLS:
+        if field != CALLS or self._at <= self._new_from:
             return []
         if ending and closing and match is None:
             return []  # cut off
         region = self._all[self._begin : self._at]
-        calls = read_calls(self._form.one_call, region, self._tools)
+        calls = None
+        if not leaves_open(region, self._calls_form):
+            calls = read_calls(self._form.one_call, region, self._tools)
         if calls is None:
-            return self._texts[CONTENT].take(region)
+            begin = max(self._begin, self._new_from)
+            return self._texts[CONTENT].take(self._all[begin : self._at])
         if self._calls_left is not None:
             calls = calls[: self._calls_left]
             self._calls_left -= len(calls)
@@ -255,6 +260,15 @@ def template_problem(family: Family) -> str:
 
 
 # ── calls ────────────────────────────────────────────────────────────────────────────────────
+
+
+def leaves_open(region: str, form: CallForm | None) -> bool:
+    """Whether an argument begins and does not end. It is no call then, and a reader would look for
+    the end of each such argument in all that follows."""
+    if form is None or not form.begin_argument:
+        return False
+    begin, end = form.begin_argument.partition("{key}")[0], form.end_argument.strip()
+    return begin in region[region.rfind(end) + 1 :]
 
 
 def read_calls(

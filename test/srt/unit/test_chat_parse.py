@@ -112,6 +112,26 @@ def test_endless_white_space_is_no_work_for_long() -> None:
     assert parser.feed("x") != []
 
 
+def test_arguments_left_open_are_no_work_for_long() -> None:
+    """Looking for the end of each of them in all that follows would take minutes."""
+    text = "<tool_call>\n<function=f>\n" + "<parameter=a>\n" * 50_000 + "</function>\n</tool_call>"
+    parser = FamilyParser(read_family("nemotron_3"), "<think></think>", [WEATHER])
+    assert texts(parser.feed(text) + parser.finish(), "content") == text
+    parser = FamilyParser(read_family("nemotron_3"), "<think></think>" + text, [WEATHER])
+    assert parser.feed("x") == [TextPiece("content", "x")]
+
+
+def test_a_call_that_the_prompt_begins_is_the_replys() -> None:
+    for cut in (5, 20, len(HERMES) - 3):
+        parser = FamilyParser(read_family("hermes"), HERMES[:cut], [WEATHER])
+        pieces = parser.feed(HERMES[cut:] + HERMES) + parser.finish()
+        assert pieces == [ToolCall("weather", '{"city": "Oslo"}')] * 2
+    parser = FamilyParser(read_family("hermes"), HERMES + "<tool_call>a", [WEATHER])
+    assert joined(parser.feed("b</tool_call>") + parser.finish()) == [
+        TextPiece("content", "b</tool_call>")
+    ]
+
+
 def test_where_the_prompt_ends() -> None:
     family = read_family("qwen3")
     assert reasoning_is(family, "") == "possible"
