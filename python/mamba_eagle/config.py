@@ -85,6 +85,15 @@ class EngineConfig:
         "dtype of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "auto",
+        "weights and products of few bits; auto: as the checkpoint stores them, where the device "
+        "multiplies them so; fp8: float8 for any checkpoint; none: all in --dtype",
+        ("auto", "fp8", "none"),
+    )
+    quantize_lm_head: bool = setting(
+        False, "with --quantization fp8, also multiply by lm_head in float8"
+    )
     cpu_threads: int | None = setting(
         None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
     )

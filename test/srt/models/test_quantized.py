@@ -150,8 +150,8 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     write_modelopt(tmp_path, quant_algo=algorithm, kv_cache_quant_algo="NVFP4")
     with caplog.at_level(logging.INFO, logger="mamba_eagle.models"):
         assert torch.equal(logits(load_model(tmp_path)), plain)
-    assert "the KV cache uses the model's dtype, not NVFP4" in caplog.text
-    assert ("converting modelopt (FP8) weights" in caplog.text) == (algorithm == "FP8")
+    assert "the KV cache uses the dtype of --kv-cache-dtype, not NVFP4" in caplog.text
+    assert ("weights are modelopt (FP8)" in caplog.text) == (algorithm == "FP8")
 
 
 # ── what is refused ──
@@ -160,13 +160,15 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization gptq is not"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"modelopt \(NVFP4\)"),
+        ({"quant_method": "gptq", "bits": 3}, r"quantization gptq \(bits 3\) is not"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"awq \(bits 4, version 'gemv'\)"),
+        ({"quant_method": "hqq"}, "quantization hqq is not supported; known: fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, r"modelopt \(NVFP4_AWQ\)"),
         (compressed("tensor", num_bits=4), r"compressed-tensors \(4-bit float per tensor\)"),
         (compressed("group", group_size=32), r"compressed-tensors \(8-bit float per group\)"),
         (compressed("channel", type="int"), r"compressed-tensors \(8-bit int per channel\)"),
     ],
-    ids=["gptq", "nvfp4", "fp4", "mxfp8", "int8"],
+    ids=["gptq", "awq", "other-tool", "nvfp4-awq", "fp4", "mxfp8", "int8"],
 )
 def test_other_schemes_are_refused_by_name(
     described: dict[str, Any], words: str, tmp_path: Path
@@ -184,9 +186,9 @@ def test_other_schemes_are_refused_by_name(
         (
             {
                 "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8"}},
             },
-            r"modelopt \(FP8, NVFP4\)",
+            r"modelopt \(FP8, W4A8\)",
         ),
         ({"quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\)"),
     ],
