@@ -108,7 +108,7 @@ class SchedulerProcess:
             self.heartbeats.send(Heartbeat(role="scheduler", busy=busy, steps=steps))
 
     def receive_requests(self) -> None:
-        outputs: list[RequestOutput] = []
+        outputs = self.scheduler.expire(time.time())
         while (message := self.requests.receive(timeout_ms=0)) is not None:
             self.changed = True
             match message:
