@@ -117,6 +117,12 @@ class EngineConfig:
         "memory",
         minimum=1,
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of keys and values in KV slots; auto: --dtype; fp8_e4m3: half of the memory of 16 "
+        "bits, rounded",
+        ("auto", "fp8_e4m3"),
+    )
     mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
     chunked_prefill_size: int | None = setting(
         None,

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from mamba_eagle.bench.batch import Generation
-from mamba_eagle.bench.traffic import StepBytes, StepSize, step_bytes
+from mamba_eagle.bench.traffic import FewBits, StepBytes, StepSize, step_bytes
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.quantization.policy import Policy
 
 SHOWN_STEPS = 5
 
@@ -94,7 +95,10 @@ def speed_of(
         position=(made.prompt_tokens + made.output_tokens / 2) / batch,
     )
     model = read_model_config(config.model_path)
-    least = step_bytes(model, size, str(ready.details["dtype"]), config.mamba_ssm_dtype)
+    policy = Policy(config.quantization, config.quantize_lm_head)
+    few_bits = FewBits(policy, config.kv_cache_dtype)
+    dtype, ssm_dtype = str(ready.details["dtype"]), config.mamba_ssm_dtype
+    least = step_bytes(model, size, dtype, ssm_dtype, few_bits)
     return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
 
 
