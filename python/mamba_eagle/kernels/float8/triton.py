@@ -145,27 +145,29 @@ def _dot(w, x, acc, IMPRECISE: tl.constexpr):
         return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
 
 
-@triton.jit(do_not_specialize=["n"])
+# not specialized, so that all weights of a model and all numbers of tokens share machine code
+@triton.jit(do_not_specialize=["n", "share", "x_scale_stride", "scale_stride", "blocks_in"])
 def _product_kernel(
-    x,  # [n, IN] float8
-    x_scale,  # [n, 1], one, or [n, groups]
-    weight,  # [out, IN] float8
-    scale,  # [out], one, or [out blocks, in blocks]
+    x,  # [n, columns] float8
+    x_scale,  # [n, 1], one, or [n, blocks_in]
+    weight,  # [out, columns] float8
+    scale,  # [out], one, or [out blocks, blocks_in]
     bias,  # [out], read if HAS_BIAS
-    y,  # [n, out], or parts [splits, n, out] float32
+    y,  # [n, out], or parts [splits, n, out] float32 if SPLIT
     n,
     out,
+    columns,
+    share,  # iterations of a program
+    blocks_in,  # blocks of columns that share a scale, if BLOCK_OUT > 0
     x_scale_stride,  # 0: one scale for all tokens
     scale_stride,  # 0: one scale for all rows
-    BLOCKS_IN: tl.constexpr,  # blocks of columns that share scales; 0: scales are of rows, tokens
-    BLOCK_OUT: tl.constexpr,  # rows of a block
+    BLOCK_OUT: tl.constexpr,  # rows of a block; 0: scales are of rows and tokens
     GROUPED: tl.constexpr,  # tokens have a scale per block of columns
     HAS_BIAS: tl.constexpr,
-    IN: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -173,43 +175,42 @@ def _product_kernel(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     is_row, is_token = row < out, token < n
-    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(IN, COLUMNS), SPLITS)
-    column = split * SHARE * COLUMNS + tl.arange(0, COLUMNS)
-    rows = weight + row.to(tl.int64)[:, None] * IN
-    tokens = x + token.to(tl.int64)[:, None] * IN
+    column = split * share * COLUMNS + tl.arange(0, COLUMNS)
+    rows = weight + row.to(tl.int64)[:, None] * columns
+    tokens = x + token.to(tl.int64)[:, None] * columns
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     previous_done(OVERLAP)
-    for step in tl.range(0, SHARE, num_stages=STAGES):
+    for step in tl.range(0, share, num_stages=STAGES):
         at = column + step * COLUMNS
-        inside = (at < IN)[None, :]
+        inside = (at < columns)[None, :]
         w = tl.load(rows + at[None, :], mask=is_row[:, None] & inside, other=0.0)
         t = tl.load(tokens + at[None, :], mask=is_token[:, None] & inside, other=0.0)
-        if BLOCKS_IN > 0:
+        if BLOCK_OUT > 0:
             part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
-            block = tl.minimum(split * SHARE + step, BLOCKS_IN - 1)
-            s = tl.load(scale + row // BLOCK_OUT * BLOCKS_IN + block, mask=is_row, other=0.0)
+            block = tl.minimum(split * share + step, blocks_in - 1)
+            s = tl.load(scale + row // BLOCK_OUT * blocks_in + block, mask=is_row, other=0.0)
             if GROUPED:
-                own = x_scale + token * BLOCKS_IN + block
+                own = x_scale + token * blocks_in + block
                 part *= tl.load(own, mask=is_token, other=0.0)[None, :]
             acc += part * s[:, None]
         else:
             acc = _dot(w, t, acc, COLUMNS)
     keep = is_row[:, None] & is_token[None, :]
     at = token.to(tl.int64)[None, :] * out + row[:, None]
-    if SPLITS > 1:
+    if SPLIT:
         tl.store(y + split.to(tl.int64) * n * out + at, acc, mask=keep)
     else:
         if not GROUPED:
             of_token = tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)
             acc *= of_token[None, :]
-        if BLOCKS_IN == 0:
+        if BLOCK_OUT == 0:
             acc *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
         if HAS_BIAS:
             acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
         tl.store(y + at, acc, mask=keep)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
 def _join_kernel(
     parts,  # [SPLITS, n, out] float32
     x_scale,  # [n, 1] or one
@@ -277,8 +278,8 @@ def product(
         block: rows and columns that share a scale; columns 128.
     Returns: [n, out] of ``dtype``.
     """
-    n, out = x.values.shape[0], weight.shape[0]
-    config = config or choose_config(n, *weight.shape, block is not None)
+    n, (out, columns) = x.values.shape[0], weight.shape
+    config = config or choose_config(n, out, columns, block is not None)
     device, splits = weight.device, config.splits
     y = torch.empty(n, out, dtype=dtype, device=device)
     parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
@@ -294,16 +295,17 @@ def product(
         parts,
         n,
         out,
+        columns,
+        triton.cdiv(triton.cdiv(columns, config.columns), splits),
+        scale.shape[1],
         *strides,
-        BLOCKS_IN=0 if block is None else scale.shape[1],
-        BLOCK_OUT=1 if block is None else block[0],
+        BLOCK_OUT=0 if block is None else block[0],
         GROUPED=block is not None and x.group > 0,
         HAS_BIAS=bias is not None,
-        IN=weight.shape[1],
         ROWS=config.rows,
         TOKENS=config.tokens,
         COLUMNS=config.columns,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         STAGES=config.stages,
         OVERLAP=overlap,
         num_warps=config.warps,

@@ -46,62 +46,62 @@ def _numbers(code, zero, FLOATS: tl.constexpr):
 
 
 @triton.jit
-def _of_groups(base, rows, is_row, first, GROUPS: tl.constexpr, COUNT: tl.constexpr, WIDTH):
+def _of_groups(base, rows, is_row, first, groups, COUNT: tl.constexpr, WIDTH: tl.constexpr):
     """A number per row and group, for the bytes of an iteration: [rows, COUNT * WIDTH] float32."""
     group = first + tl.arange(0, COUNT)
-    keep = is_row[:, None] & (group < GROUPS)[None, :]
-    at = base + rows.to(tl.int64)[:, None] * GROUPS + group[None, :]
+    keep = is_row[:, None] & (group < groups)[None, :]
+    at = base + rows.to(tl.int64)[:, None] * groups + group[None, :]
     own = tl.load(at, mask=keep, other=0.0).to(tl.float32)
     whole = tl.broadcast_to(own[:, :, None], [own.shape[0], COUNT, WIDTH])
     return tl.reshape(whole, [own.shape[0], COUNT * WIDTH])
 
 
-@triton.jit(do_not_specialize=["n"])
+# not specialized, so that all weights of a model and all numbers of tokens share machine code
+@triton.jit(do_not_specialize=["n", "share", "factor_stride"])
 def _product_kernel(
-    x,  # [n, IN], rows x_stride apart
-    codes,  # [out, IN / 2] uint8
-    scale,  # [out, IN / GROUP]
-    zero,  # [out, IN / GROUP] uint8, read if not FLOATS
+    x,  # [n, columns], rows x_stride apart
+    codes,  # [out, columns / 2] uint8
+    scale,  # [out, columns / GROUP]
+    zero,  # [out, columns / GROUP] uint8, read if not FLOATS
     factor,  # [out] or one
     bias,  # [out], read if HAS_BIAS
-    y,  # [n, out], or parts [splits, n, out] float32
+    y,  # [n, out], or parts [splits, n, out] float32 if SPLIT
     n,
     out,
+    columns,
+    share,  # iterations of a program
     x_stride,
     factor_stride,  # 0: one factor for all rows
     FLOATS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IN: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     BYTES: tl.constexpr = COLUMNS // 2
-    GROUPS: tl.constexpr = IN // GROUP
     COUNT: tl.constexpr = COLUMNS // GROUP if COLUMNS > GROUP else 1  # groups of an iteration
     WIDTH: tl.constexpr = BYTES // COUNT
-    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(IN, COLUMNS), SPLITS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     is_row, is_token = row < out, token < n
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     previous_done(OVERLAP)
-    for step in tl.range(0, SHARE, num_stages=STAGES):
-        first = (split * SHARE + step) * COLUMNS
+    for step in tl.range(0, share, num_stages=STAGES):
+        first = (split * share + step) * COLUMNS
         byte = first // 2 + tl.arange(0, BYTES)
-        inside = (2 * byte < IN)[None, :]
-        at = codes + row.to(tl.int64)[:, None] * (IN // 2) + byte[None, :]
+        inside = (2 * byte < columns)[None, :]
+        at = codes + row.to(tl.int64)[:, None] * (columns // 2) + byte[None, :]
         both = tl.load(at, mask=is_row[:, None] & inside, other=0).to(tl.int32)
-        s = _of_groups(scale, row, is_row, first // GROUP, GROUPS, COUNT, WIDTH)
+        s = _of_groups(scale, row, is_row, first // GROUP, columns // GROUP, COUNT, WIDTH)
         z = s
         if not FLOATS:
-            z = _of_groups(zero, row, is_row, first // GROUP, GROUPS, COUNT, WIDTH)
+            z = _of_groups(zero, row, is_row, first // GROUP, columns // GROUP, COUNT, WIDTH)
         even = x + token.to(tl.int64)[:, None] * x_stride + 2 * byte[None, :]
         keep = is_token[:, None] & inside
         a = tl.load(even, mask=keep, other=0.0)
@@ -112,7 +112,7 @@ def _product_kernel(
         acc = exact_dot(high, tl.trans(b), acc, PRECISION)
     keep = is_row[:, None] & is_token[None, :]
     at = token.to(tl.int64)[None, :] * out + row[:, None]
-    if SPLITS > 1:
+    if SPLIT:
         tl.store(y + split.to(tl.int64) * n * out + at, acc, mask=keep)
     else:
         acc *= tl.load(factor + row * factor_stride, mask=is_row, other=0.0)[:, None]
@@ -168,16 +168,17 @@ def product(
         parts,
         n,
         out,
+        columns,
+        triton.cdiv(triton.cdiv(columns, config.columns), splits),
         x.stride(0),
         int(factor.shape[0] > 1),
         FLOATS=zero is None,
         GROUP=columns // scale.shape[1],
         HAS_BIAS=bias is not None,
-        IN=columns,
         ROWS=config.rows,
         TOKENS=config.tokens,
         COLUMNS=config.columns,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         STAGES=config.stages,
         PRECISION="tf32" if x.dtype != torch.float32 else "tf32x3",
         OVERLAP=overlap,
