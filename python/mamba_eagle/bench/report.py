@@ -142,11 +142,20 @@ def result_record(
         "speculative_algorithm": config.speculative_algorithm,
         "tree": msgspec.to_builtins(config.tree_shape),
         "mamba_verify_mode": config.mamba_verify_mode,
+        "quantization": few_bits_name(config),
         "accept_length": made.accept_length,
         "simulated_accept_length": args.simulate_acc_len,
         "accept_histogram": dict(sorted(made.accept_lengths.items())),
         **facts,
     }
+
+
+def few_bits_name(config: EngineConfig) -> str:
+    """What a run quantizes by its flags; empty: nothing."""
+    weights = {"auto": "", "none": ""}.get(config.quantization, config.quantization)
+    head = "lm_head" if weights and config.quantize_lm_head else ""
+    kv = "" if config.kv_cache_dtype == "auto" else f"kv {config.kv_cache_dtype}"
+    return ", ".join(filter(None, (weights, head, kv)))
 
 
 def result_lines(
@@ -171,6 +180,8 @@ def result_lines(
         "input_len": made.prompt_tokens // batch,
         "output_len": made.output_tokens // batch,
     }
+    if few_bits := few_bits_name(config):
+        common["quantization"] = few_bits
 
     def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
         return {"name": name, **common, **fields, "value": float(f"{value:.6g}"), **facts}
