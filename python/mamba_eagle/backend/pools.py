@@ -56,8 +56,18 @@ class KVPool:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write keys and values. slots [n] int64, KV slots; k, v [n, kv_heads, D]."""
         for pool, new in zip(self._bits, (k, v)):
-            stored = to_e4m3(new) if self.k.dtype == E4M3 else new.to(self.k.dtype)
-            pool[layer].index_copy_(0, slots, stored.view(pool.dtype))
+            pool[layer].index_copy_(0, slots, self._stored(new))
+
+    def write_layers(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write those of all layers: k, v [layers, n, kv_heads, D]."""
+        for pool, new in zip(self._bits, (k, v)):
+            pool.index_copy_(1, slots, self._stored(new))
+
+    def _stored(self, new: Tensor) -> Tensor:
+        """In the dtype of ``_bits``."""
+        if self.k.dtype != E4M3:
+            return new.to(self.k.dtype)
+        return to_e4m3(new).view(torch.uint8)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values: slots [...] int64, KV slots -> k, v [..., kv_heads, D], ``dtype``."""

@@ -40,6 +40,7 @@ class MatrixLayer(Layer):
     """
 
     matrix_names: tuple[str, ...] = ("weight",)
+    may_hold = True  # False: something else reads the parameters, so they keep their dtype
 
     def __init__(self) -> None:
         super().__init__()

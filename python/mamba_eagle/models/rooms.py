@@ -85,7 +85,7 @@ class FewBitRooms(Rooms):
 
     def _matrix(self, target: Target, value: Tensor | Matrix) -> Matrix | None:
         """What the layer holds instead of a parameter."""
-        if target.name not in self.layers:
+        if target.name not in self.layers or not self.layers[target.name][0].may_hold:
             return None
         if isinstance(value, Matrix):
             if not self.policy.keeps(value, self.supported(value, self.device)):
