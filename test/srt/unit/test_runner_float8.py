@@ -9,7 +9,7 @@ import torch
 from runner_harness import (
     PLAIN,
     TREE,
-    Settings,
+    Engine,
     Tiny,
     accepted,
     greedy,
@@ -17,8 +17,8 @@ from runner_harness import (
     sampled,
     write_tiny,
 )
-from tiny_model import write_model
-from torch import Tensor
+from tiny_drafters import DRAFTERS
+from torch import Tensor, nn
 
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.layers.attention import Attention
@@ -79,21 +79,25 @@ def kv_pools(runner: object) -> list:
     return [runner.kv, drafter.kv]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
-def test_drafters_are_float8_too(tiny: Tiny, algorithm: str, tmp_path: Path) -> None:
-    """And guess as well: float8 changes a draft now and then, never what is accepted."""
-    settings = Settings(algorithm)
-    head = tiny.head if algorithm == "EAGLE" else write_model(tmp_path / "small", seed=0)
-    made = {}
-    for mode in ("auto", "fp8"):
-        engine = Tiny(tiny.model, head, tiny.plain).engine(settings, quantization=mode)
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "standalone", "dflash", "dspark"])
+def test_drafters_are_float8_too(tiny: Tiny, name: str, tmp_path: Path) -> None:
+    """And guess as well: float8 changes a draft now and then."""
+    lengths = {}
+    for mode, kv in (("auto", "auto"), ("fp8", "fp8_e4m3")):
+        few = {"quantization": mode, "kv_cache_dtype": kv}
+        engine = DRAFTERS[name].engine(tmp_path, tiny.model, TREE, **few)
         lives = [engine.generate(prompt, sampled(24, 3)) for prompt in PROMPTS]
-        made[mode] = sum(accepted(lives)) / len(accepted(lives))
-        network = engine.runner.drafter.network
-        drafter = network.head if algorithm == "EAGLE" else network.model
-        held = [name for name, layer in matrix_layers(drafter) if layer.matrices]
+        lengths[mode] = sum(accepted(lives)) / len(accepted(lives))
+        held = [layer for _, layer in matrix_layers(drafting_module(engine)) if layer.matrices]
         assert bool(held) == (mode == "fp8")
-    assert made["fp8"] > 0.8 * made["auto"] > 1.0
+        assert (engine.runner.drafter.kv.k.dtype == torch.float8_e4m3fn) == (mode == "fp8")
+    assert lengths["fp8"] > 0.8 * lengths["auto"] > 0.8
+
+
+def drafting_module(engine: Engine) -> nn.Module:
+    drafter = engine.runner.drafter
+    network = getattr(drafter, "network", drafter)
+    return network.head if hasattr(network, "head") else network.model
 
 
 def test_a_cached_prefix_is_the_one_that_was_computed(tiny: Tiny) -> None:
