@@ -298,6 +298,7 @@ class RunnerReady(Message):
     vocab_size: int
     eos_token_ids: list[int]
     pid: int
+    rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     details: dict[str, str | int | float] = {}
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from mamba_eagle.models.quantization import (
     is_scale,
     quantization,
 )
+from mamba_eagle.models.split import Split
+from mamba_eagle.parallel.cut import Cut
 
 log = logging.getLogger("mamba_eagle.models")
 
@@ -47,21 +50,29 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
+def load_weights(model: nn.Module, folder: str | Path, split: Split | None = None) -> None:
     """Copies the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
     The headers of all files are compared with the model first. Then the tensors that the model
     needs are read one by one, so that only part of one file is in memory beside the parameters.
+    split: if the model is a rank's part of a larger one; of the files it reads only that part.
 
     Raises: CheckpointError listing all names that are missing, unexpected or of another shape.
     """
     folder = Path(folder)
     stored = stored_tensors(folder)
-    refuse(folder, misfits(model, stored))
+    described = model if split is None else split.whole
+    refuse(folder, misfits(described, stored))
     quantized = Quantized(folder, stored)
     wrong = []
     rooms = tensors_of(model)
-    places = {name: target for name in stored if (target := place_of(model, name)) is not None}
+    parts: dict[str, Part] = {}
+    for name in stored:
+        if (target := place_of(described, name)) is not None:
+            part = part_of(target, {} if split is None else split.cuts)
+            if part is not None:
+                parts[name] = part
+    places = {name: part.target for name, part in parts.items()}
     total = sum(stored[name].nbytes for name in places)
     with tqdm(
         total=total,
@@ -70,14 +81,16 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         desc=f"loading {folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, value in checkpoint_tensors(stored, list(places), total // 20):
-            progress.update(value.nbytes)
+        for name, value in checkpoint_tensors(stored, parts, total // 20):
+            progress.update(stored[name].nbytes)
             if value.dtype in FLOAT8:
                 try:
                     value = quantized.read(name, value)
                 except ValueError as error:
                     wrong.append(f"scale of {name}: {error}")
                     continue
+                if (cut := parts[name].cut) is not None:
+                    value = cut.of(value)
             copy(rooms[places[name].name], places[name], value)
     refuse(folder, wrong)
 
@@ -226,6 +239,26 @@ def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
     return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in seen]
 
 
+class Part(NamedTuple):
+    """What a rank reads of a stored tensor, and where that goes in its model."""
+
+    target: Target
+    cut: Cut | None  # None: all of it
+
+
+def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
+    """None if the rank needs nothing of it: an expert that another one holds."""
+    cut = cuts.get(target.name)
+    if cut is None:
+        return Part(target, None)
+    if target.index is not None:
+        index = cut.index(target.index)
+        return None if index is None else Part(replace(target, index=index), None)
+    if isinstance(target.scale, Tensor):  # a factor for each row
+        target = replace(target, scale=cut.of(target.scale))
+    return Part(target, cut)
+
+
 class Quantized:
     """Reads float8 weights with their scales, which may be in another file."""
 
@@ -254,17 +287,22 @@ class Opened(NamedTuple):
 
 
 def checkpoint_tensors(
-    stored: dict[str, Stored], names: list[str], mapped_bytes: int
+    stored: dict[str, Stored], parts: dict[str, Part], mapped_bytes: int
 ) -> Iterator[Opened]:
-    """The named tensors, on the CPU. Files are closed and opened again after ``mapped_bytes``: what
+    """The named tensors, on the CPU: what ``parts`` says of them, but float8 ones as a whole, since
+    their scales are for the whole. Files are closed and opened again after ``mapped_bytes``: what
     was read stays in memory until then."""
     limit = max(1 << 20, min(MAPPED_BYTES, mapped_bytes))
-    at = 0
+    at, names = 0, list(parts)
     while at < len(names):
         left, path = limit, stored[names[at]].file
         with safe_open(path, framework="pt") as file:
             while at < len(names) and left > 0 and stored[names[at]].file == path:
-                value = file.get_tensor(names[at])
+                cut = parts[names[at]].cut
+                if cut is None or stored[names[at]].dtype.startswith("F8"):
+                    value = file.get_tensor(names[at])
+                else:
+                    value = cut.of(file.get_slice(names[at]))
                 left -= value.nbytes
                 yield Opened(names[at], value)
                 del value
@@ -294,19 +332,23 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def random_weights(model: nn.Module, seed: int) -> None:
+def random_weights(model: nn.Module, seed: int, split: Split | None = None) -> None:
     """Weights for ``--load-format dummy``: small, finite, and reproducible for a seed. They are
-    made on the parameters' device."""
+    made on the parameters' device. split: as for ``load_weights``; a rank gets its part of the
+    weights that the whole model would get."""
+    described = model if split is None else split.whole
+    cuts = {} if split is None else split.cuts
+    whole = dict(described.named_parameters())
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            device, leaf = parameter.device, name.rsplit(".", 1)[-1]
+            device, leaf, shape = parameter.device, name.rsplit(".", 1)[-1], whole[name].shape
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
             generator = generators[device]
             if leaf in ("A_log", "dt_bias"):
                 low, high = (0.0, 2.5) if leaf == "A_log" else (-6.0, -2.0)
-                values = torch.rand(parameter.shape, generator=generator, device=device)
+                values = torch.rand(shape, generator=generator, device=device)
                 values = values * (high - low) + low
             elif leaf == "D" or "norm" in name:
                 values = torch.ones((), device=device)
@@ -314,7 +356,9 @@ def random_weights(model: nn.Module, seed: int) -> None:
                 values = torch.zeros((), device=device)
             else:
                 values = torch.randn(
-                    parameter.shape, generator=generator, dtype=parameter.dtype, device=device
+                    shape, generator=generator, dtype=parameter.dtype, device=device
                 )
                 values = values * 0.05
+            if name in cuts and values.dim():
+                values = cuts[name].of(values)
             parameter.copy_(values)

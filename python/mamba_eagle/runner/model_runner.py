@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.choose import choose_backend, reason, resolve_device, resolve_dtype
+from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
@@ -19,18 +19,25 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.message.indices import indices
-from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
     load_weights,
     random_weights,
 )
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.split import Split, split_model
+from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.shard import local
+from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
-from mamba_eagle.runner.sampler import SamplingState, sample
+from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.steps.decode_step import DecodeStep, EagerRun, EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
@@ -51,17 +58,23 @@ class ModelRunner:
     accept. Results are Python lists.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError."""
-        self.config = config
-        self.model_config = read_model_config(config.model_path)
-        self.backend = _choose_backend(config, self.model_config.dtype)
+    def __init__(self, config: EngineConfig, group: Group = ALONE) -> None:
+        """group: the ranks that the target is split over; each has a runner of its own and executes
+        the same plans.
+
+        Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
+        """
+        self.config, self.group = config, group
+        whole = read_model_config(config.model_path)
+        if wrong := split_problems(whole, group.size):
+            raise ConfigError(wrong)
+        self.model_config = local(whole, group.shard)
+        self.backend = _choose_backend(config, whole.dtype, group)
         self.context_length = self._context_length()
         self.shape = config.tree_shape
 
-        source = self._draft_source()
-        make_model = model_class(self.model_config)
-        self.model = self._load(lambda: make_model(self.model_config), config.model_path)
+        source = self._draft_source(whole)
+        self.model = self._load_target(whole)
         if source is not None:
             self.model.tap(source.tap_layers)
         self.memory = plan_memory(
@@ -71,6 +84,8 @@ class ModelRunner:
             DraftSize(source.config, source.rows) if source and source.config else None,
             self.backend,
         )
+        slots = group.smallest([self.memory.kv_slots, self.memory.state_slots])
+        self.memory = self.memory._replace(kv_slots=slots[0], state_slots=slots[1])
         weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
@@ -95,6 +110,7 @@ class ModelRunner:
             self.scheme,
             self.drafter,
             self.sampling,
+            self.chooser,
         )
         self.prompts = PromptRunner(self.step, self.pool, self.model_config.eos_token_ids)
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
@@ -139,9 +155,9 @@ class ModelRunner:
     def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
         verified = run.verify()
         after = verified.positions + 1
-        target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
+        target = self.chooser.sample(batch.slots, verified.logits, after, verified.tree)
         outcome = run.commit(target)
-        return PendingDecode(self.backend.place, self.table, batch, verified, outcome)
+        return PendingDecode(self.chooser, self.table, batch, verified, outcome)
 
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]
@@ -192,7 +208,7 @@ class ModelRunner:
         """Graphed steps if no part of a step waits for the host, otherwise eager ones."""
         if not self._capturable():
             return EagerSteps(self.step)
-        running, vocab = self.config.max_running_requests, self.model_config.vocab_size
+        running, vocab = self.config.max_running_requests, self.model.head_tokens.size
         steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
         steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
@@ -214,18 +230,31 @@ class ModelRunner:
             )
         return requested or limit or UNLIMITED_CONTEXT
 
-    def _load(self, make: Callable[[], Model], path: str) -> Model:
+    def _load_target(self, whole: ModelConfig) -> CausalLM:
+        make = model_class(whole)
+        split = split_model(make, whole, self.group.shard)
+        ops = self.backend.layer_ops.over(self.group)
+        return self._load(lambda: make(self.model_config), self.config.model_path, split, ops)
+
+    def _load(
+        self,
+        make: Callable[[], Model],
+        path: str,
+        split: Split | None = None,
+        ops: LayerOps | None = None,
+    ) -> Model:
+        """split, ops: of a model that is split; a drafter is not, each rank has all of it."""
         with created_as(self.backend.dtype, self.backend.device):
             model = make()
         if self.config.load_format == "dummy":
-            random_weights(model, self.config.random_seed)
+            random_weights(model, self.config.random_seed, split)
         else:
-            load_weights(model, path)
+            load_weights(model, path, split)
         model.eval().requires_grad_(False)
-        prepare_for_inference(model, self.backend.layer_ops)
+        prepare_for_inference(model, ops or self.backend.layer_ops)
         return model
 
-    def _draft_source(self) -> DraftSource | None:
+    def _draft_source(self, target: ModelConfig) -> DraftSource | None:
         """None without speculation.
 
         Raises: ConfigError with every reason why the drafter does not fit the target.
@@ -233,7 +262,7 @@ class ModelRunner:
         if self.config.speculative_algorithm == "NONE":
             return None
         make_source = draft_source(self.config.speculative_algorithm)
-        source = make_source(self.config, self.model_config)
+        source = make_source(self.config, target)
         if wrong := source.problems():
             raise ConfigError(wrong)
         return source
@@ -270,10 +299,23 @@ class ModelRunner:
         mode = config.mamba_verify_mode
         self.scheme = backend.state_scheme(mode, model.mamba, size, self.table, self.pool)
         self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, backend)
+        self.chooser = make_chooser(self.sampling, self.group)
 
     def _describe(self) -> RunnerReady:
-        memory, weights = self.memory, sum(p.nbytes for p in self.model.parameters())
+        memory = self.memory
+        # of all ranks together
+        weights, kv, states, verify, draft, graphs = self.group.total(
+            [
+                sum(p.nbytes for p in self.model.parameters()),
+                self.kv.num_bytes,
+                self.pool.num_bytes,
+                self.scheme.num_bytes,
+                self.drafter.num_bytes,
+                self.steps.num_bytes,
+            ]
+        )
         return RunnerReady(
+            rank=self.group.rank,
             max_kv_slots=memory.kv_slots,
             max_state_slots=memory.state_slots,
             max_running_requests=self.config.max_running_requests,
@@ -287,20 +329,21 @@ class ModelRunner:
                 "model_type": self.model_config.model_type,
                 "device": str(self.backend.device),
                 "dtype": str(self.backend.dtype).removeprefix("torch."),
+                "tp_size": self.group.size,
                 "weight_bytes": weights,
-                "kv_bytes": self.kv.num_bytes,
-                "checkpoint_bytes": self.pool.num_bytes,
-                "verify_bytes": self.scheme.num_bytes,
-                "draft_bytes": self.drafter.num_bytes,
-                "graph_bytes": self.steps.num_bytes,
+                "kv_bytes": kv,
+                "checkpoint_bytes": states,
+                "verify_bytes": verify,
+                "draft_bytes": draft,
+                "graph_bytes": graphs,
                 "rows_per_request": memory.rows,
                 "pointwise_ops": self.backend.layer_ops.name,
             },
         )
 
 
-def _choose_backend(config: EngineConfig, checkpoint_dtype: str) -> Backend:
-    device = resolve_device(config.device)
+def _choose_backend(config: EngineConfig, checkpoint_dtype: str, group: Group) -> Backend:
+    device = rank_device(config, group.rank)
     backend = choose_backend(device, resolve_dtype(config.dtype, checkpoint_dtype, device))
     log.info("backend: %s (%s)", backend.description, reason(backend))
     return backend

@@ -23,6 +23,7 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
@@ -68,8 +69,10 @@ class DecodeStep:
         scheme: StateScheme,
         drafter: Drafter,
         sampling: SamplingState,
+        chooser: Chooser,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
+        self.chooser = chooser
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
@@ -81,7 +84,7 @@ class DecodeStep:
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
         noise = BatchNoise(self.sampling, slots) if noisy else None
-        return self.drafter.propose(slots, part, noise)
+        return self.chooser.agree(self.drafter.propose(slots, part, noise))
 
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
