@@ -347,6 +347,7 @@ class Heartbeat(Message):
     """
 
     role: str  # "scheduler" or "runner"
+    rank: int = 0  # of several runners
     busy: bool = False  # scheduler: requests run or wait; runner: it has a plan to execute
     steps: int = 0  # scheduler: planned since the start; runner: finished since the start
     stuck_seconds: float = 0.0  # runner: how long its main thread has shown no sign of progress

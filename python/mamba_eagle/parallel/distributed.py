@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.parallel.groups import Group
 from mamba_eagle.parallel.shard import Shard
 
-# NVLink multicast stays off: NCCL's, torch's symmetric memory and NVSHMEM's.
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 # A rank that waits longer for the others ends. The watchdog of the server acts earlier, and says
 # where they hang; this is for ranks without one.
 TIMEOUT = datetime.timedelta(minutes=10)
+
+
+# its name in newer versions of torch, and in older ones
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroup(Group):
@@ -33,7 +32,7 @@ class ProcessGroup(Group):
         super().__init__(shard, device)
         on_gpu = device.type == "cuda"
         if on_gpu:
-            for name, value in NO_MULTICAST.items():
+            for name, value in RANK_ENVIRONMENT.items():
                 found = os.environ.get(name)
                 assert found == value, f"{name}={found}: it must be {value} when a rank starts"
             torch.cuda.set_device(device)
@@ -60,7 +59,7 @@ class ProcessGroup(Group):
 
     def gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(whole, x)
+        all_gather(whole.view(-1), x.view(-1))
         return whole
 
     def from_first(self, x: Tensor) -> Tensor:

@@ -41,9 +41,9 @@ class Shard(NamedTuple):
         if count % self.size == 0:
             return self.span(count)
         unit = gcd(count, ALIGNED)
-        while count // unit < self.size:
+        while unit > 1 and count // unit < self.size:
             unit //= 2
-        return self.span(count, max(unit, 1))
+        return self.span(count, unit)
 
 
 class Heads(NamedTuple):

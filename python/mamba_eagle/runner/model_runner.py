@@ -36,6 +36,7 @@ from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
+from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.steps.decode_step import DecodeStep, EagerRun, EagerSteps
@@ -135,6 +136,8 @@ class ModelRunner:
 
         On a GPU this returns once all work has been launched, and the next plan may be launched
         before the result is read. Steps are executed in the order of the plans.
+
+        Raises: RanksDiffer with --check-ranks.
         """
         now = self.backend.place.timestamp
         began = now()
@@ -148,6 +151,9 @@ class ModelRunner:
             run = self.steps.prepare(plan.decode)
             decode_began = now()
             trees = self._decode(plan.decode, run)
+        every = self.config.check_ranks
+        if every and plan.step % every == 0:
+            check_agreement(plan.step, self.table, self.scheme, self.group)
         previous, self._ended = self._ended, now()
         times = Times(previous, began, decode_began, self._ended)
         return Launched(plan.step, prompts, trees, times)

@@ -29,6 +29,8 @@ from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver, remove_socket_dir
+from mamba_eagle.message.lifetime import role_name
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server import descriptors
@@ -233,10 +235,12 @@ class _Launch:
         config_file = Path(self.socket_dir, "config.json")
         config_file.write_text(json.dumps({name: getattr(self.config, name) for name in names}))
         say(f"server process: pid {os.getpid()}")
-        for role in ("scheduler", "runner"):
-            command = engine_command(role, self.socket_dir, str(config_file))
+        ranks = range(self.config.tp_size)
+        for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
+            command = engine_command(kind, self.socket_dir, str(config_file), rank)
+            role = role_name(kind, rank)
             try:
-                child = Child(role, command, self._child_ended)
+                child = Child(role, command, self._child_ended, RANK_ENVIRONMENT)
             except OSError as error:
                 self._end(Ending(1, f"cannot start the {role} process: {error.strerror}"))
                 return
@@ -330,7 +334,7 @@ class _Launch:
 
     async def _watch(self) -> None:
         """Ends the server when scheduler or runner have stopped working."""
-        watchdog = Watchdog(self.config.watchdog_timeout)
+        watchdog = Watchdog(self.config.watchdog_timeout, self.config.tp_size)
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
