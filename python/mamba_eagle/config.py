@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,6 +86,15 @@ class EngineConfig:
         "dtype of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "auto",
+        "weights and products of few bits; auto: as the checkpoint stores them, where the device "
+        "multiplies them so; fp8: float8 for any checkpoint; none: all in --dtype",
+        ("auto", "fp8", "none"),
+    )
+    quantize_lm_head: bool = setting(
+        False, "with --quantization fp8, also multiply by lm_head in float8"
+    )
     cpu_threads: int | None = setting(
         None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
     )
@@ -129,8 +139,12 @@ class EngineConfig:
     schedule_policy: str = setting(
         "fcfs",
         "order of waiting requests; fcfs: first come, first served; lpm: longest cached prefix "
-        "first",
-        ("fcfs", "lpm"),
+        "first; priority: by the field of that name, and running requests step back for higher "
+        "ones",
+        ("fcfs", "lpm", "priority"),
+    )
+    queue_timeout: float = setting(
+        0.0, "seconds that a request may wait to be started; then it gets status 504; 0: any"
     )
     disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
     disable_overlap_schedule: bool = setting(
@@ -194,6 +208,7 @@ class EngineConfig:
         ("debug", "info", "warning", "error"),
         group="logging",
     )
+    log_format: str = setting("text", "text, or one JSON object per line", ("text", "json"))
 
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
@@ -250,6 +265,15 @@ class ServerConfig(EngineConfig):
 
     host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
+    root_path: str = setting(
+        "", "path under which a proxy offers this server, such as /llm; with and without it works"
+    )
+    ssl_certfile: str = setting(
+        "", "certificate chain in PEM; makes the server speak HTTPS", may_be_empty=False
+    )
+    ssl_keyfile: str = setting(
+        "", "private key in PEM, if it is not in --ssl-certfile", may_be_empty=False
+    )
     served_model_name: str = setting("", "model name in replies (default: --model-path)")
     api_key: str = setting(
         "",
@@ -269,6 +293,14 @@ class ServerConfig(EngineConfig):
     stream_interval: int = setting(
         1, "minimum number of tokens between two chunks of a stream", minimum=1
     )
+    incremental_streaming_output: bool = setting(
+        False,
+        "let streams of /generate send what is new instead of all so far; a request's "
+        "'incremental' comes first",
+    )
+    request_timeout: float = setting(
+        0.0, "seconds that a request may take; then it gets status 504; 0: any"
+    )
     log_requests: bool = setting(False, "log the metadata of each request, without its prompt")
     log_prompts: bool = setting(False, "with --log-requests, also log prompts and stop strings")
     cors_origins: str = setting(
@@ -286,6 +318,9 @@ class ServerConfig(EngineConfig):
     write_timeout: float = setting(
         30.0, "seconds without progress before a client that does not read is disconnected"
     )
+    sse_keep_alive: float = setting(
+        15.0, "seconds of silence after which a stream gets a comment; 0: never"
+    )
     shutdown_timeout: float = setting(
         30.0, "seconds that open requests have to finish after SIGTERM or Ctrl-C"
     )
@@ -295,14 +330,20 @@ class ServerConfig(EngineConfig):
 
     def problems(self) -> list[str]:
         wrong = super().problems()
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            wrong.append(
+                f"--root-path {self.root_path}: must begin with / and not end with it, as in /llm"
+            )
         if not 1 <= self.port <= 65535:
             wrong.append(f"--port {self.port}: must be between 1 and 65535")
         for name in ("header_timeout", "body_timeout", "write_timeout"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 wrong.append(f"{flag_of(name)} {seconds:g}: must be more than 0 seconds")
-        if not 0 <= self.shutdown_timeout < math.inf:
-            wrong.append(f"--shutdown-timeout {self.shutdown_timeout:g}: must be 0 seconds or more")
+        for name in ("shutdown_timeout", "sse_keep_alive", "request_timeout", "queue_timeout"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds < math.inf:
+                wrong.append(f"{flag_of(name)} {seconds:g}: must be 0 seconds or more")
         if not (self.watchdog_timeout == 0 or 2 <= self.watchdog_timeout < math.inf):
             wrong.append(
                 f"--watchdog-timeout {self.watchdog_timeout:g}: must be 2 seconds or more, or 0 "

@@ -207,6 +207,7 @@ class Failure(Enum):
     REFUSED = "refused"  # it can never be served as it is
     INTERNAL = "internal"  # the engine failed
     UNAVAILABLE = "unavailable"  # the engine is not there, or no longer
+    TIMEOUT = "timeout"  # it did not begin, or end, within the time it had
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.config_file import add_config_flag, with_config_file
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> None:
@@ -22,8 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         usage="%(prog)s [-h] [options]", description="Serve a model over HTTP."
     )
+    add_config_flag(parser)
     add_arguments(parser, ServerConfig)
-    config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(argv))
+    try:
+        arguments = with_config_file(sys.argv[1:] if argv is None else argv, ServerConfig)
+    except ConfigError as error:
+        return _report(error)
+    config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_before_start)
     from mamba_eagle.server.launch import launch  # slow to import: --help does not wait for it
@@ -31,13 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = launch(config)
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        return 2
+        return _report(error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is closed. Threads may still be importing, which must not delay the exit.
     os._exit(code)
+
+
+def _report(error: ConfigError) -> int:
+    for problem in error.problems:
+        print(problem, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

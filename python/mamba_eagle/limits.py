@@ -16,6 +16,8 @@ MAX_REPETITION_PENALTY = 2.0
 MAX_PENALTY = 2.0  # frequency and presence, either sign
 MAX_LOGIT_BIAS = 10_000.0  # either sign
 MAX_TOP_LOGPROBS = 64
+MAX_TIMEOUT = 86_400.0  # seconds that a request may ask for
+MAX_PRIORITY = 2**31 - 1  # either sign
 MAX_INTEGER = 2**63 - 1  # messages carry 64 bits
 
 # ── sizes of a body ──────────────────────────────────────────────────────────────────────────

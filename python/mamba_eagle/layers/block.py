@@ -37,6 +37,9 @@ class Block(Layer):
             )
         self.total = Total()
 
+    def connect(self) -> None:
+        self.norm.rounding = getattr(self.mixer, "input_rounding", None)
+
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.total(self.mixer(self.norm(hidden), ctx))
 
@@ -58,3 +61,6 @@ def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:
     for module in model.modules():
         if isinstance(module, Layer):
             module.prepare(ops)
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.connect()

@@ -35,6 +35,10 @@ class Layer(nn.Module):
         weights must not change.
         """
 
+    def connect(self) -> None:
+        """Tell the layers inside what their neighbours need; called for every layer once all are
+        prepared."""
+
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         """What a rank holds of this layer's own tensors, by name, if the layer is split: it is then
         made again from the rank's config (parallel/shard.py). A tensor that is not named here is

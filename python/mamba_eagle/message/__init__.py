@@ -49,6 +49,7 @@ class Generate(Message):
     top_logprobs: int = 0
     return_spec_trace: bool = False
     cache: CacheHints = CacheHints()
+    priority: int = 0
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
 
 

@@ -68,9 +68,7 @@ class SenderToAll(Generic[T]):
     """The same message to each of several runners, encoded once. Each has a pipe of its own: one
     that is slow delays no other, and nothing is ever dropped, as a publisher would."""
 
-    def __init__(
-        self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: int
-    ) -> None:
+    def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: int) -> None:
         self._pipes: list[Sender[T]] = [
             Sender(context, socket_dir, pipe, rank) for rank in range(ranks)
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from mamba_eagle import logs
 from mamba_eagle.config import EngineConfig
 
 # The server process ends the others by this signal. Not by SIGTERM: service managers send that to
@@ -51,10 +51,7 @@ def begin(role: str) -> Start:
     faulthandler.register(STACKS_SIGNAL)
     die_with_parent()
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"[%(asctime)s {role_name(role, arguments.rank)}] %(levelname)s: %(message)s",
-    )
+    logs.set_up(config.log_level, config.log_format, role_name(role, arguments.rank))
     return Start(config, arguments.socket_dir, arguments.rank)
 
 

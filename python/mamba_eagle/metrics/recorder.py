@@ -232,7 +232,21 @@ class Recorder:
                 len(sample.output_ids),
                 seconds,
                 self._end(sample.finish),
+                extra={"fields": self._fields(sample, seconds)},
             )
+
+    def _fields(self, sample: Sample, seconds: float) -> dict[str, Any]:
+        """Of an ended sample, for --log-format json."""
+        assert sample.finish is not None
+        return {
+            "rid": shown(sample.rid)[1:-1],
+            "finish": sample.finish.kind,
+            "prompt_tokens": len(sample.prompt.token_ids),
+            "cached_tokens": sample.last.cached_tokens,
+            "completion_tokens": len(sample.output_ids),
+            "queue_seconds": round(sample.last.queue_time, 4),
+            "seconds": round(seconds, 4),
+        }
 
     def _end(self, finish: FinishReason) -> str:
         if isinstance(finish.matched, str) and not self.log_prompts:

@@ -135,6 +135,9 @@ class CausalLM(Layer):
             begin, end = self.head_tokens  # a view: the embedding is there as a whole
             own = self.parts.embedding.weight.detach()[begin:end]
             self.lm_head.weight = nn.Parameter(own, requires_grad=False)
+            if self.lm_head.matrix is not None:
+                rounded = self.lm_head.matrix.narrow(-2, begin, end - begin)
+                self.lm_head.matrices["weight"] = rounded
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is

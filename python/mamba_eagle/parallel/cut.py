@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.quantization.matrix import Matrix
+
+log = logging.getLogger("mamba_eagle.parallel")
 
 
 class Cut(NamedTuple):
@@ -18,11 +21,28 @@ class Cut(NamedTuple):
     spans: tuple[Span, ...]
     zero: bool = False  # zeros of that shape instead: another rank adds these entries
 
-    def of(self, whole: Any) -> Tensor:
-        """whole: a tensor, or a slice of a safetensors file, of which no more is read."""
+    def of(self, whole: Any) -> Any:
+        """whole: a tensor or a matrix of few bits; or a slice of a safetensors file, of which no
+        more is read than that."""
+        if isinstance(whole, Matrix):
+            part = None if self.zero else self._of_matrix(whole)
+            return self.of(whole.dequantize()) if part is None else part
         parts = [whole[a:b] if self.axis == 0 else whole[:, a:b] for a, b in self.spans]
         value = parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
         return torch.zeros_like(value) if self.zero else value
+
+    def _of_matrix(self, whole: Matrix) -> Matrix | None:
+        """None if the spans begin or end inside of blocks that share a scale, or if their scales do
+        not fit one grid: the rank then holds that part in 16 bits."""
+        if len(whole.shape) > 2:
+            return None
+        axis = -2 if self.axis == 0 else -1
+        try:
+            parts = [whole.narrow(axis, span.begin, span.size) for span in self.spans]
+        except ValueError as error:
+            log.warning("a matrix %s is split and loses its few bits: %s", whole.shape, error)
+            return None
+        return parts[0] if len(parts) == 1 else type(whole).join(parts)
 
     def index(self, index: int) -> int | None:
         """The place of entry ``index`` of axis 0 among those that are kept; None if it is not."""

@@ -57,8 +57,9 @@ class Group(ABC):
         """The sum of each number over ranks; waits for the device."""
         return self.sum(torch.tensor(list(numbers), device=self.device)).tolist()
 
+    @abstractmethod
     def close(self) -> None:
-        """The last operation of a rank."""
+        """Leave the others; nothing may follow."""
 
 
 class Alone(Group):
@@ -78,6 +79,8 @@ class Alone(Group):
 
     def from_first(self, x: Tensor) -> Tensor:
         return x
+
+    def close(self) -> None: ...
 
 
 ALONE = Alone()

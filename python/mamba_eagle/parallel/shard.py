@@ -140,13 +140,9 @@ def _groups_are_whole(config: Mamba2Config, size: int) -> bool:
 def _local_attention(config: AttentionConfig, shard: Shard) -> AttentionConfig:
     own = attention_heads(shard, config)
     scale = config.scale or config.head_dim**-0.5
-    return replace(
-        config, num_heads=own.heads.size, num_kv_heads=len(own.groups), scale=scale
-    )
+    return replace(config, num_heads=own.heads.size, num_kv_heads=len(own.groups), scale=scale)
 
 
 def _local_experts(config: MoEConfig, shard: Shard) -> MoEConfig:
     shared = shard.width(config.shared_intermediate_size).size
-    return replace(
-        config, held=shard.span(config.num_experts), shared_intermediate_size=shared
-    )
+    return replace(config, held=shard.span(config.num_experts), shared_intermediate_size=shared)

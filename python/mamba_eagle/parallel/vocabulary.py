@@ -1,4 +1,4 @@
-"""Logits whose vocabulary is split over ranks: each rank has some columns, in the order of the ranks.
+"""Logits whose vocabulary is split over ranks: each has some columns, in the order of the ranks.
 
 A token is chosen without collecting the logits, and it is the one that a single rank would choose,
 bit for bit: scores are compared as integers, and sums are sums of integers. Nothing here waits for

@@ -16,9 +16,7 @@ class RanksDiffer(RuntimeError):
     """Ranks that have to agree do not; the text names the first field that differs."""
 
 
-def check_agreement(
-    step: int, table: RequestTable, scheme: StateScheme, group: Group
-) -> None:
+def check_agreement(step: int, table: RequestTable, scheme: StateScheme, group: Group) -> None:
     """Compares the tables of all ranks, request slot by request slot; waits for the device.
 
     Raises: RanksDiffer, on all ranks.

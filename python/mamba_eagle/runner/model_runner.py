@@ -20,24 +20,27 @@ from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.weights import weight_bytes, weights_come_late
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.message.indices import indices
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
     load_weights,
     random_weights,
 )
-from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.models.split import Split, split_model
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
-from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
+from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.steps.decode_step import DecodeStep, EagerRun, EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
@@ -87,7 +90,7 @@ class ModelRunner:
         )
         slots = group.smallest([self.memory.kv_slots, self.memory.state_slots])
         self.memory = self.memory._replace(kv_slots=slots[0], state_slots=slots[1])
-        weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
+        weights = f"weights {size_text(weight_bytes(self.model))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
         self.drafter: Drafter = NoDrafter()
@@ -250,14 +253,17 @@ class ModelRunner:
         ops: LayerOps | None = None,
     ) -> Model:
         """split, ops: of a model that is split; a drafter is not, each rank has all of it."""
-        with created_as(self.backend.dtype, self.backend.device):
+        config, ops = self.config, ops or self.backend.layer_ops
+        with created_as(self.backend.dtype, self.backend.device), weights_come_late():
             model = make()
-        if self.config.load_format == "dummy":
-            random_weights(model, self.config.random_seed, split)
+        policy = Policy(config.quantization, config.quantize_lm_head)
+        rooms = FewBitRooms(model, self.backend.device, policy, ops.keeps)
+        if config.load_format == "dummy":
+            random_weights(model, config.random_seed, rooms, split)
         else:
-            load_weights(model, path, split)
+            load_weights(model, path, rooms, split)
         model.eval().requires_grad_(False)
-        prepare_for_inference(model, ops or self.backend.layer_ops)
+        prepare_for_inference(model, ops)
         return model
 
     def _draft_source(self, target: ModelConfig) -> DraftSource | None:
@@ -312,7 +318,7 @@ class ModelRunner:
         # of all ranks together
         weights, kv, states, verify, draft, graphs = self.group.total(
             [
-                sum(p.nbytes for p in self.model.parameters()),
+                weight_bytes(self.model),
                 self.kv.num_bytes,
                 self.pool.num_bytes,
                 self.scheme.num_bytes,

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from mamba_eagle.cache.slots import Slots
 from mamba_eagle.core import PLAIN
 from mamba_eagle.scheduler.plan_draft import DecodeItem, PlanDraft
-from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy
 
 
 class DecodeManager:
-    """Reserves one tree of KV slots per request; the oldest requests are served first."""
+    """Reserves one tree of KV slots per request; older requests, and those of
+    higher priority, are served first."""
 
     def __init__(self, policy: ShapePolicy, slots: Slots) -> None:
         self.policy = policy
@@ -25,7 +26,7 @@ class DecodeManager:
         """Adds to ``plan`` each request that can go on.
 
         A request that gets no KV slots skips the step. If nothing in flight will free any, returns
-        the youngest running request, to be retracted; it is not part of the decode step.
+        the last of the running requests, to be retracted; it is not part of the decode step.
         """
         ready = [request for request in running if request.decodable]
         if ready:
@@ -34,7 +35,7 @@ class DecodeManager:
                 [earlier.choice for earlier in in_flight if earlier.decodes],
             )
             plan.untracked = [ready[place] for place in untracked]
-        for request in sorted(ready, key=lambda request: request.order):
+        for request in sorted(ready, key=rank):
             tree = self.slots.reserve_tree(plan.choice.shape.nodes)
             if tree is None:
                 plan.short_of_kv = True
@@ -42,7 +43,7 @@ class DecodeManager:
             assert request.held is not None
             plan.decodes.append(DecodeItem(request, request.held, tree))
         if plan.short_of_kv and not self._slots_are_coming(running, in_flight):
-            return max(running, key=lambda request: request.order)
+            return max(running, key=rank)
         return None
 
     def _slots_are_coming(self, running: list[Request], in_flight: Sequence[PlanDraft]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import PrefillItem, StateSave
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
-from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy
 
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
@@ -39,18 +40,23 @@ class PrefillManager:
         self.reserve = max(1, slots.states.total // 8)  # state slots that spare saves leave free
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
+        self.is_full = False  # the last plan had no slots for a request that waits
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        """Behind those that wait; before those of lower priority."""
+        bisect.insort(self.waiting, request, key=_place)
 
     def put_back(self, request: Request) -> None:
-        """A retracted request: before those that never ran, in order of arrival."""
-        place = 0
-        while place < len(self.waiting) and self.waiting[place].retractions:
-            if self.waiting[place].order > request.order:
-                break
-            place += 1
-        self.waiting.insert(place, request)
+        """A retracted request: before those of its priority that never ran."""
+        self.add(request)
+
+    def expired(self, now: float, seconds: float) -> list[Request]:
+        """Those that have waited for longer than that since they arrived, and never ran."""
+        return [
+            request
+            for request in self.waiting
+            if not request.retractions and now - request.arrival_time > seconds
+        ]
 
     def remove(self, request: Request) -> None:
         """It has ended, or its whole prompt is sent: wherever it is, it is not planned here."""
@@ -64,6 +70,7 @@ class PrefillManager:
         holding: all requests that hold slots. Returns those that it admitted in addition.
         """
         budget = self.chunk_size
+        self.is_full = False
         for request in list(self.chunked):
             if budget > 0:
                 budget -= self._cut(request, budget, plan)
@@ -72,12 +79,16 @@ class PrefillManager:
         leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
         for request in self._in_order()[:LOOK_AHEAD]:
-            if plan.short_of_kv or budget <= 0 or self.slots.requests.num_free == 0:
+            if plan.short_of_kv or budget <= 0:
+                break
+            self.is_full = self.slots.requests.num_free == 0
+            if self.is_full:
                 break
             match = self.slots.cache.match(request.to_prefill, request.hit_limit, request.salt)
             if self._prefix_is_coming(request, match, leaving):
                 continue  # others may overtake it: this lasts a few steps only
-            if not self._admit(request, match, plan, [*holding, *admitted]):
+            self.is_full = not self._admit(request, match, plan, [*holding, *admitted])
+            if self.is_full:
                 break  # none may overtake it
             admitted.append(request)
             self.waiting.remove(request)
@@ -231,3 +242,9 @@ class PrefillManager:
         strides = (len(request.to_prefill) - held.hit) // self.interval
         stride = self.interval * max(1, -(-strides // MAX_SPARE_SAVES))
         return range((held.inserted // stride + 1) * stride, end + 1, stride)
+
+
+def _place(request: Request) -> tuple[int, bool, int]:
+    """In the queue, the smallest first."""
+    priority, order = rank(request)
+    return priority, request.retractions == 0, order

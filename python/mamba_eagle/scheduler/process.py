@@ -115,7 +115,7 @@ class SchedulerProcess:
             self.heartbeats.send(Heartbeat(role="scheduler", busy=busy, steps=steps))
 
     def receive_requests(self) -> None:
-        outputs: list[RequestOutput] = []
+        outputs = self.scheduler.expire(time.time())
         while (message := self.requests.receive(timeout_ms=0)) is not None:
             self.changed = True
             match message:
@@ -196,7 +196,13 @@ class SchedulerProcess:
         """Tells the runner to end as well."""
         self.plans.linger(GOODBYE_MS)
         self.plans.send(Shutdown())
-        pipes: tuple[Any, ...] = (self.requests, self.results, self.plans, self.outputs, self.heartbeats)
+        pipes: tuple[Any, ...] = (
+            self.requests,
+            self.results,
+            self.plans,
+            self.outputs,
+            self.heartbeats,
+        )
         for pipe in pipes:
             pipe.close()
 

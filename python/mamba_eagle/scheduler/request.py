@@ -23,6 +23,7 @@ class Request:
     ) -> None:
         self.rid = message.rid
         self.order = order  # of arrival
+        self.priority = message.priority
         self.arrival_time = message.arrival_time
         self.prompt_len = len(message.token_ids)
         limit = max(0, min(message.sampling.max_new_tokens, context_length - self.prompt_len))
@@ -174,3 +175,8 @@ class Request:
             input_logprobs=input_logprobs,
             trace=trace,
         )
+
+
+def rank(request: Request) -> tuple[int, int]:
+    """Who comes first: the smallest. Without priorities, in order of arrival."""
+    return -request.priority, request.order

@@ -26,7 +26,7 @@ from mamba_eagle.message import (
 from mamba_eagle.scheduler.decode import DecodeManager
 from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
-from mamba_eagle.scheduler.request import Request
+from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.results import decode_problem, prefill_problem
 from mamba_eagle.scheduler.speculation import Choice, Outcome, shape_policy
 from mamba_eagle.scheduler.stats import Stats
@@ -50,6 +50,7 @@ class Scheduler:
         self.prompts_first = prompts_first
         self.shape = config.tree_shape  # the largest of any step
         self.policy = shape_policy(config)
+        self.queue_timeout = config.queue_timeout  # seconds; 0: any
         self.max_in_flight = 1 if config.disable_overlap_schedule else 2
         self.slots = Slots(
             runner.max_kv_slots,
@@ -99,6 +100,18 @@ class Scheduler:
                 outputs.append(self._end(request, FinishReason(kind="abort", message="aborted")))
         return outputs
 
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends requests that have waited for longer than --queue-timeout. now: time.time()"""
+        if not self.queue_timeout:
+            return []
+        message = (
+            f"the request was not started within {self.queue_timeout:g} s (--queue-timeout): the "
+            "server is busy, try again later"
+        )
+        reason = FinishReason(kind="abort", message=message, failure=Failure.TIMEOUT)
+        late = self.prefill.expired(now, self.queue_timeout)
+        return [self._end(request, reason) for request in late]
+
     def stop_at(self, rid: str, num_tokens: int, matched: str) -> list[RequestOutput]:
         """Ends the request with its first ``num_tokens`` output tokens."""
         request = self._live.get(rid)
@@ -144,6 +157,8 @@ class Scheduler:
         if not self.prompts_first:
             self._schedule_decode(plan)
         self._admitted += self.prefill.schedule(plan, self._admitted)
+        if self.prefill.is_full:
+            self._step_back()
         if self.prompts_first and not plan.chunks:
             self._schedule_decode(plan)
         if plan.empty:
@@ -152,10 +167,19 @@ class Scheduler:
         return plan.as_message()
 
     def _schedule_decode(self, plan: PlanDraft) -> None:
-        youngest = self.decode.schedule(plan, self._admitted, self._in_flight)
-        if youngest is not None:
-            self._retract(youngest)
+        last = self.decode.schedule(plan, self._admitted, self._in_flight)
+        if last is not None:
+            self._retract(last)
             self._release_leaving(plan)
+
+    def _step_back(self) -> None:
+        """A running request makes room for one of higher priority that did not get any."""
+        waiting = self.prefill.waiting
+        if not waiting or any(request.leaving for request in self._admitted):
+            return
+        last = max(self._admitted, key=rank, default=None)
+        if last is not None and last.priority < waiting[0].priority:
+            self._retract(last)
 
     def _release_leaving(self, plan: PlanDraft) -> None:
         for request in list(self._admitted):

@@ -76,8 +76,9 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        # Anything that the kernel does not take at once counts as waiting for the client.
-        transport.set_write_buffer_limits(high=0)
+        # Anything that the kernel does not take at once counts as waiting for the client. Not 0:
+        # asyncio's TLS transport pauses at the limit, and would do so with an empty buffer.
+        transport.set_write_buffer_limits(high=1, low=0)
         self._is_spare = len(self.connections) > self.limits.connections
         if self._is_spare:
             self.warn_full(

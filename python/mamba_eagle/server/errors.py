@@ -17,8 +17,14 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
-STATUS = {Failure.REFUSED: 400, Failure.INTERNAL: 500, Failure.UNAVAILABLE: 503}
+STATUS = {
+    Failure.REFUSED: 400,
+    Failure.INTERNAL: 500,
+    Failure.UNAVAILABLE: 503,
+    Failure.TIMEOUT: 504,
+}
 
 
 class RequestError(Exception):

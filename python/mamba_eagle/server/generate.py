@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.server.errors import json_response
 from mamba_eagle.server.generate_body import GenerateJob, parse_generate
-from mamba_eagle.server.reply import Reply
+from mamba_eagle.server.reply import PieceReply, Reply
 from mamba_eagle.server.sse import (
     DONE,
     EventStream,
@@ -30,10 +30,12 @@ async def generate(request: Request) -> Response:
     job = await state.read(request, parse_generate)
     live = state.submit(job.rid, job.prompts)
     tokenizer = state.manager.tokenizer
-    replies = [Reply(sample, tokenizer, job.text_in_logprobs) for sample in live.samples]
+    kind = PieceReply if job.stream and job.incremental else Reply
+    replies = [kind(sample, tokenizer, job.text_in_logprobs) for sample in live.samples]
     if job.stream:
         events = stream_replies(state, job, live, replies)
-        return EventStream(events, lambda: state.manager.release(live))
+        keep_alive = state.config.sse_keep_alive
+        return EventStream(events, lambda: state.manager.release(live), keep_alive)
 
     def take(sample: Sample) -> None:
         replies[sample.index].take_logprobs()
@@ -51,7 +53,7 @@ async def generate(request: Request) -> Response:
 async def stream_replies(
     state: ServerState, job: GenerateJob, live: LiveRequest, replies: list[Reply]
 ) -> AsyncGenerator[bytes, None]:
-    """Cumulative replies; with several samples each names its place by ``index``."""
+    """Replies as they stand, or pieces of them; of several samples each names its ``index``."""
     interval = state.config.stream_interval
     begun = False
     async for sample in updates(live, lambda sample: replies[sample.index].spacing(interval)):

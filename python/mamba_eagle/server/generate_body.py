@@ -23,6 +23,7 @@ from mamba_eagle.server.sampling import (
     read_sampling,
     refuse_constraints,
 )
+from mamba_eagle.server.schedule_fields import read_schedule
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
 from mamba_eagle.tokenizer.stop import StopStrings
@@ -35,6 +36,7 @@ class GenerateJob(msgspec.Struct, kw_only=True):
     prompts: list[PromptRequest]
     as_list: bool  # the reply is a list
     stream: bool
+    incremental: bool  # a stream's events have what is new, not all so far
     text_in_logprobs: bool
 
 
@@ -70,6 +72,7 @@ def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
                 stops=sampling.stops,
                 return_spec_trace=own.flag("return_spec_trace"),
                 cache=read_cache_hints(fields, len(token_ids)),
+                **read_schedule(fields, state.config),
                 **_read_logprobs(own, len(token_ids)),
             )
         )
@@ -79,6 +82,7 @@ def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
         prompts=requests,
         as_list=is_batch or number > 1,
         stream=fields.flag("stream"),
+        incremental=fields.flag("incremental", state.config.incremental_streaming_output),
         text_in_logprobs=fields.flag("return_text_in_logprobs"),
     )
 

@@ -24,13 +24,14 @@ from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.origins import guard_origins
+from mamba_eagle.server.request_id import RequestIds
 from mamba_eagle.server.sse import sample_error, unless_gone, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.manager import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
-OPEN_PATHS = ("/", "/health", "/ready")  # without a key: the page asks for it
+OPEN_PATHS = ("/", "/health", "/ready", "/ping")  # without a key: the page asks for it
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -42,14 +43,21 @@ def get(path: str) -> Callable[[Handler], Handler]:
 
 
 class PlainPaths:
-    """A trailing slash makes no difference. Plain ASGI: streams pass untouched."""
+    """A trailing slash, or --root-path in front, makes no difference. Plain ASGI: streams pass
+    untouched."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        if scope["type"] == "http":
+            path = scope["path"]
+            if self.root_path and f"{path}/".startswith(f"{self.root_path}/"):
+                path = path[len(self.root_path) :]
+            path = path.rstrip("/") or "/"
+            if path != scope["path"]:
+                scope = {**scope, "path": path}
         await self.app(scope, receive, send)
 
 
@@ -64,7 +72,8 @@ def make_app(state: ServerState) -> FastAPI:
     if state.api_keys:
         app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
     guard_origins(app, state.config)
-    app.add_middleware(PlainPaths)
+    app.add_middleware(PlainPaths, root_path=state.config.root_path)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -101,7 +110,7 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@get("/ready")
 async def ready(request: Request) -> Response:
     """Readiness: 503 whenever a request would be refused, as while the server shuts down."""
     state = server_state(request)
@@ -109,6 +118,17 @@ async def ready(request: Request) -> Response:
     if problem is not None:
         raise RequestError(problem, 503, retry_after=RETRY_AFTER)
     return Response()
+
+
+@get("/ping")
+async def ping(request: Request) -> Response:
+    """As /ready, under the name that Amazon SageMaker asks for."""
+    return await ready(request)
+
+
+@get("/version")
+async def version() -> Response:
+    return json_response({"version": __version__})
 
 
 @get("/health_generate")

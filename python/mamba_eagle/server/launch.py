@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import zmq
 
+from mamba_eagle import logs
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
@@ -36,7 +37,7 @@ from mamba_eagle.resolve import resolve
 from mamba_eagle.server import descriptors
 from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.children import Child, end_children, engine_command
-from mamba_eagle.server.connections import Limits
+from mamba_eagle.server.connections import LOG_SECONDS, Limits
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.lifetime import Gate, Lifetime
 from mamba_eagle.server.listener import HttpServer
@@ -44,6 +45,7 @@ from mamba_eagle.server.origins import exposure_warning, origin_problems
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.server.threads import share_interpreter
+from mamba_eagle.server.tls import tls_context
 from mamba_eagle.server.watchdog import Watchdog
 from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -73,9 +75,9 @@ def launch(config: ServerConfig) -> int:
     Raises: ConfigError with every setting that cannot work.
     """
     config = _resolve(config)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.set_up(config.log_level, config.log_format, "server")
+    # Anybody who connects can cause these.
+    logging.getLogger("uvicorn.error").addFilter(logs.Rarely("Invalid HTTP request", LOG_SECONDS))
     for noisy in ("httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
@@ -100,11 +102,13 @@ def _report(ending: Ending) -> int:
 def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
     problems = descriptors.problems()
-    try:
-        api_keys(config)
+    for check in (api_keys, tls_context):
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += error.problems
+    if not problems:
         problems += origin_problems(config)
-    except ConfigError as error:
-        problems += error.problems
     try:
         config = resolve(config)
     except ConfigError as error:
@@ -281,7 +285,8 @@ class _Launch:
     # ── serve ────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self, state: ServerState) -> None:
-        server = HttpServer(Gate(make_app(state), self.lifetime), self.http_socket, self._limits())
+        app = Gate(make_app(state), self.lifetime)
+        server = HttpServer(app, self.http_socket, self._limits(), tls_context(self.config))
         try:
             serving = await server.start()
         except OSError as error:
@@ -292,7 +297,8 @@ class _Launch:
         if (warning := exposure_warning(self.config)) is not None:
             log.warning(warning)
         self.is_serving = True
-        say(f"Server is ready at http://{host}:{self.config.port}")
+        scheme = "https" if self.config.ssl_certfile else "http"
+        say(f"Server is ready at {scheme}://{host}:{self.config.port}{self.config.root_path}")
         parts: set[asyncio.Future[Any]] = {serving, watching, self.ending}
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         if not self.ending.done():

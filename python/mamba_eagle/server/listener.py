@@ -11,7 +11,9 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -38,9 +40,15 @@ class Acceptor:
         self,
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        has_room: Callable[[], bool],
+        has_room: Callable[[int], bool],
+        tls: ssl.SSLContext | None = None,
+        handshake_timeout: float | None = None,
     ) -> None:
+        """has_room: whether there is, besides so many that are being connected."""
         self.listener = listener
+        self._tls: dict[str, Any] = {}
+        if tls is not None:
+            self._tls = {"ssl": tls, "ssl_handshake_timeout": handshake_timeout}
         self._make_protocol = make_protocol
         self._has_room = has_room
         self._loop = asyncio.get_running_loop()
@@ -60,7 +68,7 @@ class Acceptor:
             self._pause_timer.cancel()
 
     def _accept(self) -> None:
-        if not self._has_room():
+        if not self._has_room(len(self._tasks)):
             self._pause(FULL_PAUSE)
             return
         try:
@@ -83,8 +91,8 @@ class Acceptor:
     async def _connect(self, client: socket.socket) -> None:
         client.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, client)
-        except OSError as error:
+            await self._loop.connect_accepted_socket(self._make_protocol, client, **self._tls)
+        except OSError as error:  # a handshake that failed as well
             log.debug("a client left while it was being connected: %s", error)
             client.close()
 
@@ -98,7 +106,13 @@ class Acceptor:
 class HttpServer(uvicorn.Server):
     """Serves ``app`` on a bound socket. Signals and log lines are the launcher's business."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, limits: Limits) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        limits: Limits,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -107,10 +121,13 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
+                log_config=None,  # its lines go where all others go
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
             )
         )
         self.listener = listener
+        self._tls = tls
+        self._handshake_timeout = limits.header_timeout
         self._max_connections = limits.connections + limits.spare_connections
         self.servers = []  # asyncio's; the acceptor stands for them
 
@@ -119,7 +136,9 @@ class HttpServer(uvicorn.Server):
 
         Raises: OSError when another server listens on the address.
         """
-        self._acceptor = Acceptor(self.listener, self._make_protocol, self._has_room)
+        self._acceptor = Acceptor(
+            self.listener, self._make_protocol, self._has_room, self._tls, self._handshake_timeout
+        )
         self._acceptor.start()
         serving = asyncio.get_running_loop().create_task(self.serve())
         while not self.started and not serving.done():
@@ -135,8 +154,8 @@ class HttpServer(uvicorn.Server):
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
         return make(config=self.config, server_state=self.server_state, app_state={})
 
-    def _has_room(self) -> bool:
-        return len(self.server_state.connections) < self._max_connections
+    def _has_room(self, connecting: int) -> bool:
+        return len(self.server_state.connections) + connecting < self._max_connections
 
     # ── instead of uvicorn's ─────────────────────────────────────────────────────────────────
 

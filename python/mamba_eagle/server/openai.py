@@ -49,7 +49,8 @@ async def _serve(
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
     if job.stream:
         events = _stream(state, job, live, choices, head)
-        return EventStream(events, lambda: state.manager.release(live))
+        keep_alive = state.config.sse_keep_alive
+        return EventStream(events, lambda: state.manager.release(live), keep_alive)
 
     def take(sample: Sample) -> None:
         choices[sample.index].take_logprobs()

@@ -29,6 +29,7 @@ from mamba_eagle.server.sampling import (
     read_stop,
     refuse_constraints,
 )
+from mamba_eagle.server.schedule_fields import read_schedule
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
 from mamba_eagle.tokenizer.stop import StopStrings
@@ -127,6 +128,7 @@ def _job(
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
                 cache=read_cache_hints(fields, len(ids)),
+                **read_schedule(fields, state.config),
             )
         )
     top = "logprobs" if kind == "cmpl" else "top_logprobs"

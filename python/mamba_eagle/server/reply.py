@@ -116,3 +116,22 @@ class Reply:
         if item.logprob is None:  # the first token of a prompt follows nothing
             return None
         return [self._entry(logprob, token_id) for logprob, token_id in item.top]
+
+
+class PieceReply(Reply):
+    """What is new since the last event: a stream as long as its text, not as its square."""
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
+        super().__init__(sample, tokenizer, with_text)
+        self._told_text = 0  # characters
+        self._told_ids = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        text, ids = self.sample.visible_text(), self.sample.output_ids
+        piece, new_ids = text[self._told_text :], ids[self._told_ids :]
+        self._told_text, self._told_ids = len(text), len(ids)
+        reply = {"text": piece, "output_ids": new_ids, "meta_info": self.meta_info()}
+        for lists in (self._own, self._top):
+            for side in lists:
+                lists[side] = JsonList()
+        return reply

@@ -16,6 +16,7 @@ from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every client skips
 BATCHED_TOKENS = 16  # whose logprobs a plain reply takes over at a time
 REPLIES_PER_TURN = 32
 _encode = msgspec.json.Encoder().encode
@@ -107,49 +108,80 @@ class EventStream(Response):
     """Streams ``events``, each a chunk of bytes, until they end or the client leaves.
 
     ``close`` is called in any case, and releases the request. The status line waits for the
-    first event: what is refused at once gets a plain error reply.
+    first event, so that what is refused at once gets a plain error reply, but no longer than
+    ``keep_alive`` seconds: from then on silence is broken by a comment that often, because
+    proxies and clients give up on a connection that says nothing. 0: never.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        keep_alive: float = 0.0,
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # The length of a stream is not known.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self.events = events
         self.close = close
+        self.keep_alive = keep_alive
+        self._started = False
+        self._sending = False
+        self._last_sent = 0.0  # by the clock of the event loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._last_sent = asyncio.get_running_loop().time()
         writer = asyncio.ensure_future(self._write(scope, receive, send))
         gone = asyncio.ensure_future(wait_for_disconnect(receive))
+        tasks = [writer, gone]
+        if self.keep_alive > 0:
+            tasks.append(asyncio.ensure_future(self._break_silence(send)))
         try:
             await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
         finally:
             self.close()
-            for task in (writer, gone):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(writer, gone, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.events.aclose()
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
         try:
             async for chunk in self.events:
-                if not started:
-                    started = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
-                        }
-                    )
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self._send(send, chunk)
         except RequestError as error:
-            if not started:
+            if not self._started:
+                self._started = self._sending = True
                 await error.response()(scope, receive, send)
                 return
-            await send(
-                {"type": "http.response.body", "body": event(error.body()), "more_body": True}
-            )
+            await self._send(send, event(error.body()))
+        self._sending = True  # nothing may follow the end
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self._sending = True
+        if not self._started:
+            self._started = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sending = False
+        self._last_sent = asyncio.get_running_loop().time()
+
+    async def _break_silence(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            silent = loop.time() - self._last_sent
+            if silent < self.keep_alive:
+                await asyncio.sleep(self.keep_alive - silent)
+            elif self._sending:  # the client does not read, which --write-timeout is for
+                await asyncio.sleep(self.keep_alive)
+            else:
+                await self._send(send, KEEP_ALIVE)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the tokenizer alone."""
+"""The tokenizer alone: /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -17,16 +17,34 @@ router = APIRouter()
 PIECE = 8192  # token ids put into JSON at a time
 
 
+@router.post("/v1/tokenize")
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
     """``prompt`` (or ``text``), a string or a list of strings, to token ids."""
     return json_response(await server_state(request).read(request, _tokenize))
 
 
+@router.post("/v1/detokenize")
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """``tokens``, a list of ids or a list of such lists, to text."""
     return json_response(await server_state(request).read(request, _detokenize))
+
+
+@router.api_route("/tokenizer_info", methods=["GET", "HEAD"])
+async def tokenizer_info(request: Request) -> Response:
+    """What evaluators need to know of the tokenizer: special tokens and chat template."""
+    state = server_state(request)
+    tokenizer = state.prompts.need_tokenizer("/tokenizer_info").hf
+    return json_response(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": state.vocab_size,
+            "model_max_length": state.context_length,
+            **tokenizer.special_tokens_map,
+            "chat_template": getattr(tokenizer, "chat_template", None),
+        }
+    )
 
 
 def _tokenize(fields: Fields, state: ServerState) -> bytes:
@@ -69,7 +87,9 @@ def _detokenize(fields: Fields, state: ServerState) -> bytes:
         raise fields.too_many("tokens", "token ids", total, MAX_DETOKENIZED_IDS)
     checked = [_check_ids(fields, one, state.vocab_size) for one in lists]
     texts = tokenizer.decode_all(checked, skip)
-    return msgspec.json.encode({"text": texts[0] if single else texts})
+    text = texts[0] if single else texts
+    # SGLang's clients read "text", vLLM's and lm-eval "prompt".
+    return msgspec.json.encode({"text": text, "prompt": text})
 
 
 def _check_ids(fields: Fields, value: Any, vocab_size: int) -> list[int]:

@@ -123,6 +123,7 @@ class TokenizerManager:
         names = self._admit(rid, prompts)
         live = LiveRequest(rid)
         live.names = list(names)
+        self._set_deadline(live, max((prompt.timeout for prompt in prompts), default=0.0))
         started: deque[Sample] = deque()
         for prompt in prompts:
             seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
@@ -156,6 +157,15 @@ class TokenizerManager:
                 "none"
             )
         return names
+
+    def _set_deadline(self, live: LiveRequest, seconds: float) -> None:
+        if seconds > 0:
+            live.deadline = self._loop.call_later(seconds, self._expire, live, seconds)
+
+    def _expire(self, live: LiveRequest, seconds: float) -> None:
+        message = f"the request did not end within {seconds:g} s (timeout, or --request-timeout)"
+        reason = FinishReason(kind="abort", message=message, failure=Failure.TIMEOUT)
+        self._spawn(self._abort_all(live.samples, reason))
 
     def _start(self, live: LiveRequest, prompt: PromptRequest, i: int, seed: int) -> Sample:
         rid = prompt.sample_rids[i]
@@ -207,6 +217,7 @@ class TokenizerManager:
                 top_logprobs=prompt.top_logprobs,
                 return_spec_trace=prompt.return_spec_trace,
                 cache=prompt.cache,
+                priority=prompt.priority,
                 arrival_time=sample.request.arrival,
             )
         )
@@ -305,6 +316,8 @@ class TokenizerManager:
         live.tell(sample)
         self.recorder.finished(sample)
         if live.open == 0:
+            if live.deadline is not None:
+                live.deadline.cancel()
             for name in live.names:
                 self._names.pop(name, None)
             live.done.set()

@@ -26,6 +26,8 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int = 0
     return_spec_trace: bool = False
     cache: CacheHints = CacheHints()
+    timeout: float = 0.0  # seconds from arrival to the end; 0: any
+    priority: int = 0  # higher ones first
     sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
 
@@ -141,6 +143,7 @@ class LiveRequest:
         self.open = 0  # samples that have not ended
         self.arrival = time.time()
         self.names: list[str] = []  # all rids by which it or a part of it can be ended
+        self.deadline: asyncio.TimerHandle | None = None
         # A stream waits for each change, a plain reply only for the end.
         self.changed = asyncio.Event()
         self.news: dict[int, Sample] = {}  # by index: those with a change that nobody looked at

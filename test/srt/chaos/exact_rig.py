@@ -85,7 +85,9 @@ def random_bodies(rng: random.Random, count: int) -> list[Body]:
             body["text"] = tokenizer.decode(ids, skip_special_tokens=False) or "a"
         if rng.random() < 0.3:
             body |= {"return_logprob": True, "top_logprobs_num": rng.choice([0, 2])}
-            body["logprob_start_len"] = rng.choice([-1, 0, 3])
+            # A text may have fewer tokens than the ids that it was made of.
+            deep = min(3, len(ids)) if "input_ids" in body else 1
+            body["logprob_start_len"] = rng.choice([-1, 0, deep])
         bodies.append(body)
     return bodies
 

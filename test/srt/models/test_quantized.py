@@ -1,4 +1,4 @@
-"""FP8 checkpoints in each published layout give what their dequantized weights give."""
+"""FP8 and NVFP4 checkpoints in each published layout give what their dequantized weights give."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from test_loading import edit, logits
 from tiny_model import load_model
 from torch import Tensor
 
+from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import read_model_config
@@ -150,8 +151,51 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     write_modelopt(tmp_path, quant_algo=algorithm, kv_cache_quant_algo="NVFP4")
     with caplog.at_level(logging.INFO, logger="mamba_eagle.models"):
         assert torch.equal(logits(load_model(tmp_path)), plain)
-    assert "the KV cache uses the model's dtype, not NVFP4" in caplog.text
-    assert ("converting modelopt (FP8) weights" in caplog.text) == (algorithm == "FP8")
+    assert "the KV cache uses the dtype of --kv-cache-dtype, not NVFP4" in caplog.text
+    assert ("weights are modelopt (FP8)" in caplog.text) == (algorithm == "FP8")
+
+
+# ── NVFP4 ──
+
+
+def write_nvfp4(folder: Path) -> Written:
+    """A checkpoint whose layers' matrices are NVFP4 where their width allows it."""
+    make_peer("nemotron-3-nano").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    exact, stored = dict(weights), dict(weights)
+    generator = torch.Generator().manual_seed(0)
+    for name, value in weights.items():
+        if not name.endswith("_proj.weight") or value.shape[1] % 16:
+            continue
+        rows, columns = value.shape
+        shape = (rows, columns // 2)
+        packed = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        scale = (torch.rand(rows, columns // 16, generator=generator) + 1).to(torch.float8_e4m3fn)
+        stored |= {name: packed, f"{name}_scale": scale, f"{name}_scale_2": torch.tensor(0.01)}
+        exact[name] = dequantize(packed, scale, None, torch.full((1, 1), 0.01))
+    save_file(stored, folder / "model.safetensors")
+    write_modelopt(folder, quant_algo="W4A16_NVFP4")
+    assert len(stored) >= len(exact) + 8
+    return Written(folder, exact)
+
+
+def test_nvfp4_weights_are_read_with_both_scales(tmp_path: Path) -> None:
+    check(write_nvfp4(tmp_path))
+
+
+def test_nvfp4_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    folder, exact = write_nvfp4(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    first, second, third = [name[:-8] for name in weights if name.endswith("_scale_2")][:3]
+    del weights[f"{first}_scale"]
+    weights[f"{second}_scale"] = weights[f"{second}_scale"][:, :-1].contiguous()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        load_model(folder)
+    text = str(refused.value)
+    assert f"scale of {first}: there is no {first}_scale" in text
+    assert f"scale of {second}: scales" in text and "in groups of 16" in text
+    assert third not in text
 
 
 # ── what is refused ──
@@ -160,13 +204,15 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization gptq is not"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"modelopt \(NVFP4\)"),
+        ({"quant_method": "gptq", "bits": 3}, r"quantization gptq \(bits 3\) is not"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"awq \(bits 4, version 'gemv'\)"),
+        ({"quant_method": "hqq"}, "quantization hqq is not supported; known: fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, r"modelopt \(NVFP4_AWQ\)"),
         (compressed("tensor", num_bits=4), r"compressed-tensors \(4-bit float per tensor\)"),
         (compressed("group", group_size=32), r"compressed-tensors \(8-bit float per group\)"),
         (compressed("channel", type="int"), r"compressed-tensors \(8-bit int per channel\)"),
     ],
-    ids=["gptq", "nvfp4", "fp4", "mxfp8", "int8"],
+    ids=["gptq", "awq", "other-tool", "nvfp4-awq", "fp4", "mxfp8", "int8"],
 )
 def test_other_schemes_are_refused_by_name(
     described: dict[str, Any], words: str, tmp_path: Path
@@ -184,9 +230,9 @@ def test_other_schemes_are_refused_by_name(
         (
             {
                 "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8"}},
             },
-            r"modelopt \(FP8, NVFP4\)",
+            r"modelopt \(FP8, W4A8\)",
         ),
         ({"quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\)"),
     ],

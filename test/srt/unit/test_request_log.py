@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from typing import Any
 
 import pytest
 from server_harness import run, says, serving
+
+from mamba_eagle.logs import JsonFormatter, Rarely
 
 RID = "a\nFAKE line\x1b[31m\u2028" + "z" * 150
 BODY = {
@@ -36,6 +40,39 @@ def test_what_clients_send_is_escaped(log_prompts: bool, caplog: pytest.LogCaptu
     assert "2 stop strings" in start
     assert ("secret prompt" in start) == ("secret stop" in start) == log_prompts
     assert ('"lo"' in end) == log_prompts and "secret" not in end
+
+
+def test_json_lines_have_the_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    logged(caplog, log_prompts=False)
+    record = [each for each in caplog.records if "requests" in each.name][-1]
+    text = JsonFormatter("server").format(record)
+    assert text.isascii() and text.isprintable()
+    line = json.loads(text)
+    assert (line["process"], line["level"], line["finish"]) == ("server", "info", "stop")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (13, 5)
+    assert line["rid"].startswith("a\\nFAKE line") and line["seconds"] >= 0
+
+
+def test_json_lines_have_tracebacks() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "it %s", ("broke",), sys.exc_info())
+    line = json.loads(JsonFormatter("runner").format(record))
+    assert line["message"] == "it broke" and "two\nlines" in line["exception"]
+
+
+def test_lines_that_clients_cause_are_rare(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("uvicorn.error")
+    rarely = Rarely("Invalid HTTP request", seconds=1000)
+    log.addFilter(rarely)
+    try:
+        for _ in range(5):
+            log.warning("Invalid HTTP request received.")
+        log.warning("another")
+    finally:
+        log.removeFilter(rarely)
+    assert len(caplog.records) == 2
 
 
 def test_nothing_is_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -195,9 +195,7 @@ def test_a_rank_that_drafts_something_else_changes_nothing(two: RunnerRanks) -> 
         drafter.propose = propose  # type: ignore[method-assign]
 
 
-def test_slots_are_as_many_as_fit_on_every_rank(
-    folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_are_as_many_as_fit_on_every_rank(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 9 heads rank 0 of two has 4 and rank 1 has 5: more bytes per state, fewer slots."""
     model, _ = folders("groups-straddle", "none")
     free = FreeMemory(12_000_000, None, "memory")

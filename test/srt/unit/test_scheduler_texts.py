@@ -256,7 +256,7 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
         mamba_checkpoint_interval=rng.choice([0, 4, 16]),
         disable_overlap_schedule=rng.random() < 0.3,
         disable_radix_cache=rng.random() < 0.15,
-        schedule_policy=rng.choice(["fcfs", "lpm"]),
+        schedule_policy=rng.choice(["fcfs", "lpm", "priority"]),
     )
     pool = [rng.choice(s) for s in ([115, 130, 160, 300, 2000], [1, 2, 3, 5, 9, 40], [1, 2, 4, 8])]
     server = Server(settings, FakeRunner(*pool, 400, rows=rng.choice([0, 4, 9, 30])), rng)
@@ -266,9 +266,9 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
         wanted[rid] = expected_text(prompt, sampling)
         start = rng.choice([-1, -1, rng.randrange(len(prompt))])
         hints = cache_hints(rng, len(prompt))
-        server.add(
-            rid, prompt, sampling, return_logprob=start >= 0, logprob_start=start, cache=hints
-        )
+        logprobs = {"return_logprob": start >= 0, "logprob_start": start}
+        priority = rng.choice([0, 0, -1, 2])
+        server.add(rid, prompt, sampling, **logprobs, cache=hints, priority=priority)
         if rng.random() < 0.5:
             for _ in range(rng.choice([1, 3, 10])):
                 server.step()

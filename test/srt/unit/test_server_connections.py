@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,10 +17,11 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from mamba_eagle.config import ServerConfig
+from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.server.connections import Limits
 from mamba_eagle.server.launch import _bind
 from mamba_eagle.server.listener import HttpServer
+from mamba_eagle.server.tls import tls_context
 
 LIMITS = Limits(
     connections=100, spare_connections=4, header_timeout=10, body_timeout=10, write_timeout=10
@@ -54,6 +58,49 @@ async def serving(limits: Limits = LIMITS, send_buffer: int = 0) -> AsyncIterato
 
 def url(server: HttpServer) -> str:
     return f"http://127.0.0.1:{server.listener.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on this machine to make a certificate")
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["-newkey", "rsa:2048", "-nodes", "-keyout", str(path), "-out", f"{path}.crt"]
+    subprocess.run(["openssl", "req", "-x509", *made, *name], check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return str(path)
+
+
+def test_tls_serves_who_shakes_hands(certificate: str) -> None:
+    """And who does not is cut off after --header-timeout."""
+
+    async def test() -> None:
+        bound = listener()
+        context = tls_context(ServerConfig(ssl_certfile=certificate))
+        server = HttpServer(large_answer, bound, LIMITS._replace(header_timeout=0.2), context)
+        task = await server.start()
+        address = url(server).replace("http", "https")
+        trusted = ssl.create_default_context(cafile=certificate)
+        async with httpx.AsyncClient(verify=trusted) as client:
+            assert (await client.get(address)).content == BODY
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        assert await reader.read() == b""
+        writer.close()
+        server.end(0.1)
+        await task
+
+    asyncio.run(test())
+
+
+def test_keys_that_cannot_be_used_are_named(certificate: str) -> None:
+    for settings, problem in (
+        ({"ssl_certfile": "/no/file"}, "--ssl-certfile /no/file: No such file"),
+        ({"ssl_keyfile": "x"}, "--ssl-keyfile x needs --ssl-certfile"),
+        ({"ssl_certfile": f"{certificate}.crt"}, f"--ssl-certfile {certificate}.crt: "),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            tls_context(ServerConfig(**settings))
 
 
 def test_replies_leave_at_once() -> None:

@@ -423,9 +423,9 @@ def test_tokenize_and_detokenize() -> None:
             reply = (await server.post("/tokenize", text=["a", "bc"])).json()
             assert reply["count"] == [1, 2]
             tokens = [*spell("hé"), EOS]
-            assert (await server.post("/detokenize", tokens=tokens)).json() == {"text": "hé"}
+            assert (await server.post("/detokenize", tokens=tokens)).json()["text"] == "hé"
             reply = await server.post("/detokenize", tokens=[tokens], skip_special_tokens=False)
-            assert reply.json() == {"text": ["hé</s>"]}
+            assert reply.json() == {"text": ["hé</s>"], "prompt": ["hé</s>"]}
 
     run(test())
 
@@ -507,6 +507,17 @@ def test_a_trailing_slash_makes_no_difference() -> None:
                 reply = await server.post(path, text="a", prompt="a")
                 assert reply.status_code == 200, path
             assert (await server.client.get("/nowhere/")).status_code == 404
+
+    run(test())
+
+
+def test_a_root_path_makes_no_difference() -> None:
+    async def test() -> None:
+        async with serving(says("abc"), root_path="/llm", api_key="secret") as server:
+            for path in ("/ready", "/llm/ready", "/llm"):
+                assert (await server.client.get(path)).status_code == 200, path
+            assert (await server.client.get("/llmready")).status_code == 401
+            assert (await server.client.get("/llm/v1/models")).status_code == 401
 
     run(test())
 

@@ -1,4 +1,4 @@
-"""Ranks that each have a part of the vocabulary sample the token that one rank samples, bit for bit.
+"""Ranks with a part of the vocabulary each sample the token that one rank samples, bit for bit.
 
 MAMBA_EAGLE_CASES gives the number of random batches (CI: 60); each has 24 rows at least.
 """

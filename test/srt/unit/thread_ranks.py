@@ -75,6 +75,8 @@ class ThreadGroup(Group):
     def from_first(self, x: Tensor) -> Tensor:
         return self._all(x, "from_first")[0].clone()
 
+    def close(self) -> None: ...
+
 
 class ThreadRanks:
     """Does the same on all ranks, each in a thread of its own."""

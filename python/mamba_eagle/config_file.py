@@ -1,0 +1,87 @@
+"""``--config FILE``: settings in YAML, under the names of the flags.
+
+    model-path: /models/nemotron
+    port: 31000
+    disable-radix-cache: true
+
+The file stands for flags at the beginning of the command line, so that flags given there win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mamba_eagle.config import ConfigError, flag_of
+from mamba_eagle.core import shown
+
+FLAG = "--config"
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """For --help; ``with_config_file`` reads it."""
+    parser.add_argument(
+        FLAG, metavar="FILE", help="file of settings in YAML, under the flags' names; flags win"
+    )
+
+
+def with_config_file(arguments: Sequence[str], config: type) -> list[str]:
+    """The command line with the file's settings in front of the flags.
+
+    Raises: ConfigError with everything that is wrong with the file.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(FLAG)
+    path = finder.parse_known_args(arguments)[0].config
+    if path is None:
+        return list(arguments)
+    return [*_as_flags(_read(path), path, config), *arguments]
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{FLAG} {path}: {error.strerror or error}"]) from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"{FLAG} {path}: is not YAML: {reason[:200]}"]) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError([f"{FLAG} {path}: must have lines of the form 'port: 30000'"])
+    return values
+
+
+def _as_flags(values: dict[str, Any], path: str, config: type) -> list[str]:
+    kinds = typing.get_type_hints(config)
+    settings = {spec.name: spec for spec in dataclasses.fields(config)}
+    flags: list[str] = []
+    problems: list[str] = []
+    for key, value in values.items():
+        name = str(key).removeprefix("--").replace("-", "_")
+        if name not in settings:
+            close = difflib.get_close_matches(name, settings, 1)
+            hint = f"; do you mean {close[0].replace('_', '-')}?" if close else ""
+            problems.append(f"{FLAG} {path}: {shown(key)} is no setting{hint}")
+        elif kinds[name] is bool:
+            if not isinstance(value, bool):
+                problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be true or false")
+            elif value != settings[name].default:
+                flags.append(flag_of(name) if value else "--no-" + name.replace("_", "-"))
+        elif value is None and settings[name].default is None:
+            flags += [flag_of(name), "auto"]
+        elif isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be a text or a number")
+        else:
+            flags.append(f"{flag_of(name)}={value}")
+    if problems:
+        raise ConfigError(problems)
+    return flags
