@@ -286,6 +286,12 @@ class Shutdown(Message):
     """Exit; there is no reply."""
 
 
+class SimulateAcceptance(Message):
+    """For benchmarks, before the first plan: accept ``length`` tokens per step on average."""
+
+    length: float
+
+
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
 
 
@@ -358,6 +364,6 @@ BEAT_SECONDS = 0.5
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache
 ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply
-ToRunner = Plan | Shutdown
+ToRunner = Plan | Shutdown | SimulateAcceptance
 FromRunner = RunnerReady | StepResult
 ToWatchdog = Heartbeat

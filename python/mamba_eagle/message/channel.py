@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -68,10 +69,10 @@ class SenderToAll(Generic[T]):
     """The same message to each of several runners, encoded once. Each has a pipe of its own: one
     that is slow delays no other, and nothing is ever dropped, as a publisher would."""
 
-    def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: int) -> None:
-        self._pipes: list[Sender[T]] = [
-            Sender(context, socket_dir, pipe, rank) for rank in range(ranks)
-        ]
+    def __init__(
+        self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: Iterable[int]
+    ) -> None:
+        self._pipes: list[Sender[T]] = [Sender(context, socket_dir, pipe, rank) for rank in ranks]
 
     def send(self, item: T) -> None:
         encoded = self._pipes[0]._encode(item)

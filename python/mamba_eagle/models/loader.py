@@ -246,7 +246,7 @@ def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
     if cut is None:
         return Part(target, None)
     if target.index is not None:
-        index = cut.index(target.index)
+        index = cut.place_of(target.index)
         return None if index is None else Part(replace(target, index=index), None)
     if isinstance(target.scale, Tensor):  # a factor for each row
         target = replace(target, scale=cut.of(target.scale))

@@ -44,7 +44,7 @@ class Cut(NamedTuple):
             return None
         return parts[0] if len(parts) == 1 else type(whole).join(parts)
 
-    def index(self, index: int) -> int | None:
+    def place_of(self, index: int) -> int | None:
         """The place of entry ``index`` of axis 0 among those that are kept; None if it is not."""
         assert self.axis == 0
         before = 0

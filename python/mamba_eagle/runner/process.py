@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import FromRunner, Plan, Shutdown, ToRunner
+from mamba_eagle.message import FromRunner, Shutdown, SimulateAcceptance, ToRunner
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.runner.pulse import Pulse
@@ -63,7 +63,9 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
             group.close()
             return
-        if plan is not None:
+        if isinstance(plan, SimulateAcceptance):
+            runner.simulate_accept_length(plan.length)
+        elif plan is not None:
             try:
                 with pulse.launching():
                     launched.append(runner.launch(plan))
@@ -76,7 +78,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             pulse.step_ended()
 
 
-def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan | Shutdown | None:
+def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunner | None:
     """The next message; None if the oldest launched step is done before one comes."""
     if not launched:
         return plans.receive()

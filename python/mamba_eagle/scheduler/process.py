@@ -52,7 +52,7 @@ class SchedulerProcess:
         self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.plans: SenderToAll[ToRunner] = SenderToAll(
-            context, socket_dir, "to_runner", config.tp_size
+            context, socket_dir, "to_runner", range(config.tp_size)
         )
         self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
