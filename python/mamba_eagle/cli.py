@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": ("mamba_eagle.bench_one_batch", "time one batch, without a server"),
     "eval": ("mamba_eagle.eval.few_shot_gsm8k", "few-shot GSM8K against a running server"),
     "explain": ("mamba_eagle.explain", "print the draft trees of one request"),
+    "run-batch": ("mamba_eagle.run_batch", "answer a file of requests, without a server"),
     "train-drafter": ("mamba_eagle.train.command", "train a draft head for a model"),
 }
 RECIPE_HINT = """\

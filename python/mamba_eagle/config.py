@@ -308,6 +308,11 @@ class ServerConfig(EngineConfig):
         "web pages that may use the server, by origin (https://host[:port], with commas between): "
         "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
     )
+    metrics_prefix: str = setting(
+        "sglang,vllm",
+        "other servers under whose names /metrics shows the numbers too, with commas between: "
+        "sglang, vllm; none",
+    )
     max_connections: int = setting(
         4096, "maximum number of open connections; further ones get status 503", minimum=1
     )
@@ -328,8 +333,19 @@ class ServerConfig(EngineConfig):
         60.0, "seconds without a sign of life from the engine before the server ends; 0: never"
     )
 
+    @property
+    def metrics_prefixes(self) -> list[str]:
+        """Of --metrics-prefix."""
+        names = [name.strip() for name in self.metrics_prefix.split(",")]
+        return [name for name in names if name and name != "none"]
+
     def problems(self) -> list[str]:
         wrong = super().problems()
+        wrong += [
+            f"--metrics-prefix {name}: must be sglang, vllm or none, with commas between"
+            for name in self.metrics_prefixes
+            if name not in ("sglang", "vllm")
+        ]
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
             wrong.append(
                 f"--root-path {self.root_path}: must begin with / and not end with it, as in /llm"

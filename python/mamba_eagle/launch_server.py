@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_before_start)
-    from mamba_eagle.server.launch import launch  # slow to import: --help does not wait for it
+    from mamba_eagle.server.serve import launch  # slow to import: --help does not wait for it
 
     try:
         code = launch(config)

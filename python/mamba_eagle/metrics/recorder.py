@@ -7,13 +7,14 @@ scheduler's, which is asked for them when /metrics is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     disable_created_metrics,
     generate_latest,
@@ -21,15 +22,16 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mamba_eagle import __version__
 from mamba_eagle.core import FinishReason, SamplingParams, shown
 from mamba_eagle.limits import MAX_LOGGED_PROMPT
 from mamba_eagle.message import CacheUse, ShapeUse, StateReply
+from mamba_eagle.metrics.aliases import PREFIX, with_aliases
 
 if TYPE_CHECKING:
     from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
     from mamba_eagle.tokenizer.text import TextTokenizer
 
-PREFIX = "mamba_eagle:"
 _DEFAULT = SamplingParams()
 request_log = logging.getLogger("mamba_eagle.requests")
 
@@ -106,8 +108,15 @@ class _OfScheduler(Collector):
 class Recorder:
     """Is called for each event of a request. A call takes microseconds."""
 
-    def __init__(self, model: str, log_requests: bool = False, log_prompts: bool = False) -> None:
-        """log_prompts: with log_requests, what clients wrote as well."""
+    def __init__(
+        self,
+        model: str,
+        log_requests: bool = False,
+        log_prompts: bool = False,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        """log_prompts: with log_requests, what clients wrote as well. aliases: of PREFIXES."""
+        self.aliases = aliases
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
         self.log_prompts = log_prompts
@@ -143,6 +152,20 @@ class Recorder:
         self.queue_time = histogram(
             "queue_time_seconds", "from arrival to the first prefill step", SLOW
         )
+        self._finished_by_reason = Counter(
+            PREFIX + "finished_requests",
+            "samples that have ended, by the kind of their end: stop, length or abort",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._http = Counter(
+            PREFIX + "http_requests",
+            "HTTP replies by route and status",
+            ["model_name", "route", "status"],
+            registry=self.registry,
+        )
+        build = Gauge(PREFIX + "build_info", "1", ["model_name", "version"], registry=self.registry)
+        build.labels(model, __version__).set(1)
         self._verify_steps_by_drafts = Counter(
             PREFIX + "spec_verify_steps",
             "decode steps of ended samples, by how many drafted tokens each accepted",
@@ -212,6 +235,7 @@ class Recorder:
         prompt_tokens = len(sample.prompt.token_ids)
         seconds = sample.finish_time - sample.request.arrival
         self.requests.inc()
+        self._finished_by_reason.labels(self._model, sample.finish.kind).inc()
         self.prompt_tokens.inc(prompt_tokens)
         self.cached_tokens.inc(sample.last.cached_tokens)
         if sample.finish.kind == "abort":
@@ -253,6 +277,10 @@ class Recorder:
             return "stop string"
         return shown(finish.as_dict())
 
+    def replied(self, route: str, status: int) -> None:
+        """An HTTP reply was begun."""
+        self._http.labels(self._model, route, status).inc()
+
     def exposition(self, reply: StateReply | None) -> bytes:
         """The text of /metrics. The scheduler's gauges override those of the same name here;
         ``reply`` is None if it has not answered."""
@@ -267,4 +295,5 @@ class Recorder:
             self._scheduler.shapes = reply.speculation.shapes
             self._scheduler.cache = reply.cache
             self._scheduler.values["spec_given_up"] = float(reply.speculation.disabled)
-        return generate_latest(self.registry)
+        text = generate_latest(self.registry).decode()
+        return with_aliases(text, self.aliases).encode()

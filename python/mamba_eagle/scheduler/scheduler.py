@@ -361,6 +361,7 @@ class Scheduler:
         return {
             "num_running_reqs": sum(not request.leaving for request in self._admitted),
             "num_queue_reqs": len(self.prefill.waiting),
+            "num_queue_tokens": sum(len(request.to_prefill) for request in self.prefill.waiting),
             "num_used_tokens": used,
             "num_cached_tokens": cache.num_kv,
             "num_locked_tokens": cache.num_kv - cache.evictable_kv,

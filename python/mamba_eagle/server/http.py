@@ -8,12 +8,14 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle import __version__
@@ -24,6 +26,7 @@ from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.origins import guard_origins
+from mamba_eagle.server.request_count import RequestCount
 from mamba_eagle.server.request_id import RequestIds
 from mamba_eagle.server.sse import sample_error, unless_gone, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
@@ -64,8 +67,11 @@ class PlainPaths:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
-    for part in (router, generate.router, openai.router, tokens.router, cache_route.router):
+    parts = (router, generate.router, openai.router, tokens.router, cache_route.router)
+    for part in parts:
         app.include_router(part)
+    routes = {route.path for part in parts for route in part.routes if isinstance(route, Route)}
+    app.add_middleware(RequestCount, routes=routes, count=state.recorder.replied)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(Exception, _internal_error)
@@ -240,17 +246,26 @@ async def model(request: Request, name: str) -> Response:
 
 
 async def _load(state: ServerState) -> dict[str, Any]:
+    """As SGLang's routes have it, which its gateways read."""
     values = (await _scheduler_state(state)).state
     running = int(values.get("num_running_reqs", 0))
     waiting = int(values.get("num_queue_reqs", 0))
+    most = state.manager.engine.max_running_requests
     return {
         "dp_rank": 0,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_reqs": running + waiting,
+        "num_total_reqs": running + waiting,
         "num_tokens": int(values.get("num_used_tokens", 0)),
+        "num_used_tokens": int(values.get("num_used_tokens", 0)),
+        "max_total_num_tokens": int(values.get("max_total_num_tokens", 0)),
+        "num_waiting_uncached_tokens": int(values.get("num_queue_tokens", 0)),
         "token_usage": values.get("token_usage", 0.0),
         "gen_throughput": values.get("gen_throughput", 0.0),
+        "cache_hit_rate": values.get("cache_hit_rate", 0.0),
+        "utilization": min(1.0, running / most),
+        "max_running_requests": most,
     }
 
 
@@ -262,7 +277,10 @@ async def get_load(request: Request) -> Response:
 @get("/v1/loads")
 async def loads(request: Request) -> Response:
     load = await _load(server_state(request))
-    return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [load]})
+    now = datetime.now(timezone.utc).isoformat()
+    return json_response(
+        {"timestamp": now, "version": __version__, "dp_rank_count": 1, "loads": [load]}
+    )
 
 
 @get("/metrics")

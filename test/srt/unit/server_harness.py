@@ -73,7 +73,7 @@ async def serving(
     config = ServerConfig(model_path="tiny", **settings)
     socket_dir = make_socket_dir()
     context = zmq.Context()
-    recorder = Recorder("tiny", config.log_requests, config.log_prompts)
+    recorder = Recorder("tiny", config.log_requests, config.log_prompts, config.metrics_prefixes)
     manager = TokenizerManager(config, context, socket_dir, recorder)
     manager.tokenizer = tokenizer
     engine = FakeEngine(socket_dir, script, chunk, vocab_size, context_length=context_length)

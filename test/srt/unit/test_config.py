@@ -112,7 +112,7 @@ def test_all_problems_are_said_at_once() -> None:
         assert part in said
 
 
-@pytest.mark.parametrize("module", ["config", "resolve", "server.launch", "scheduler.process"])
+@pytest.mark.parametrize("module", ["config", "resolve", "server.serve", "scheduler.process"])
 def test_only_the_runner_loads_torch(module: str) -> None:
     code = f"import sys, mamba_eagle.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

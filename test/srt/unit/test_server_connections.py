@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.server.connections import Limits
-from mamba_eagle.server.launch import _bind
 from mamba_eagle.server.listener import HttpServer
+from mamba_eagle.server.serve import _bind
 from mamba_eagle.server.tls import tls_context
 
 LIMITS = Limits(

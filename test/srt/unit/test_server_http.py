@@ -475,6 +475,17 @@ def test_metrics_count_what_was_served() -> None:
             }
             for name, value in expected.items():
                 assert values["mamba_eagle:" + name] == value, name
+            labels = '{model_name="tiny",route="/generate",status="200"}'
+            assert values["mamba_eagle:http_requests_total" + labels] == 1
+            labels = '{model_name="tiny",reason="length"}'
+            assert values["mamba_eagle:finished_requests_total" + labels] == 1
+            for name, value in values.items():  # under other servers' names
+                if name.startswith("mamba_eagle:"):
+                    assert values[name.replace("mamba_eagle:", "sglang:")] == value
+            assert values["vllm:num_requests_running"] == 0
+            assert values["vllm:inter_token_latency_seconds_count"] == 2
+            assert 'vllm:time_to_first_token_seconds_bucket{le="0.005"' in text
+            assert "# TYPE vllm:e2e_request_latency_seconds histogram" in text
 
     run(test())
 

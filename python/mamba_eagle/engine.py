@@ -1,0 +1,324 @@
+"""The engine as a library: a server's parameters and replies without HTTP.
+
+    with Engine("/models/nemotron", speculative_num_steps=3) as engine:
+        print(engine.generate("1 + 1 =", {"max_new_tokens": 8})["text"])
+
+Scheduler and runner are processes of their own, as a server's. Calls may come from any thread and
+any event loop; requests that are under way at the same time are batched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from starlette.types import ASGIApp
+
+from mamba_eagle.config import ConfigError, ServerConfig
+from mamba_eagle.message.channel import remove_socket_dir
+from mamba_eagle.resolve import resolve
+from mamba_eagle.server.asgi_client import Call
+from mamba_eagle.server.http import make_app
+from mamba_eagle.server.launch import Ending, Launch
+from mamba_eagle.server.socket_dir import new_socket_dir
+from mamba_eagle.server.state import ServerState
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+T = TypeVar("T")
+Reply = dict[str, Any]
+Parameters = dict[str, Any]
+JOIN_SECONDS = 10.0  # for the processes to end, which takes 3 at most
+GENERATE, CHAT = "/generate", "/v1/chat/completions"
+DONE = b"[DONE]"
+
+
+class EngineError(RuntimeError):
+    """A request was refused or failed. ``status``: what HTTP would say; ``param``: the field."""
+
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class Answer(NamedTuple):
+    """A reply with its HTTP status."""
+
+    status: int
+    body: Any
+
+
+class Engine:
+    """A model that generates. Close it, or use it as a context manager."""
+
+    def __init__(self, model_path: str = "", **settings: Any) -> None:
+        """Loads the model; returns when it is ready.
+
+        Args:
+            model_path: checkpoint folder or Hugging Face name; "": the embedded model.
+            settings: a server's, by their flags' names with underscores.
+
+        Raises: ConfigError (a ValueError) with every setting that cannot work; EngineError if the
+            model cannot be loaded.
+        """
+        known = {"log_level": "warning", **settings}
+        try:
+            config = ServerConfig(model_path=model_path, **known)
+        except TypeError as error:
+            raise ConfigError([str(error).replace("ServerConfig.__init__()", "Engine")]) from None
+        self.config = resolve(config)
+        self._ready: Future[_EngineLaunch] = Future()
+        self._last_words = ""
+        # Not a daemon: the kernel ends the processes with the thread that started them.
+        self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
+        self._thread.start()
+        try:
+            self._launch = self._ready.result()
+        except BaseException:
+            self._thread.join(JOIN_SECONDS)
+            raise
+        # Before Python waits for the thread, which would be for ever.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes; requests that are under way fail. May be called again."""
+        if self._thread.is_alive():
+            self._launch.loop.call_soon_threadsafe(self._launch.end, Ending(0, ""))
+            self._thread.join(JOIN_SECONDS)
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """None with ``skip_tokenizer_init``."""
+        return self._launch.manager.tokenizer
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        **fields: Any,
+    ) -> Any:
+        """What POST /generate replies: a dict, or a list of them for several prompts or samples.
+
+        Args:
+            prompt: a text or a list of texts. Or give ``input_ids``, one list of token ids or many.
+            fields: others of a /generate body, such as return_logprob.
+
+        Raises: EngineError
+        """
+        return self._wait(_reply(self._app, GENERATE, _body(prompt, sampling_params, fields)))
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        **fields: Any,
+    ) -> Any:
+        """``generate`` for callers with an event loop. Cancelling it ends the request."""
+        body = _body(prompt, sampling_params, fields)
+        return await self._bridge(_reply(self._app, GENERATE, body))
+
+    def stream(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        **fields: Any,
+    ) -> Iterator[Reply]:
+        """``generate`` in pieces, each with what is new. Leaving the loop ends the request.
+
+        Raises: EngineError
+        """
+        body = {**_body(prompt, sampling_params, {"incremental": True, **fields}), "stream": True}
+        events = self._wait(_open(self._app, GENERATE, body))
+        try:
+            while (event := self._wait(events.next())) is not None:
+                yield event
+        finally:
+            self._wait(events.close())
+
+    async def async_stream(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[Reply]:
+        """``stream`` for callers with an event loop."""
+        body = {**_body(prompt, sampling_params, {"incremental": True, **fields}), "stream": True}
+        events = await self._bridge(_open(self._app, GENERATE, body))
+        try:
+            while (event := await self._bridge(events.next())) is not None:
+                yield event
+        finally:
+            await self._bridge(events.close())
+
+    def chat(self, messages: Sequence[Parameters], **fields: Any) -> Reply:
+        """What POST /v1/chat/completions replies.
+
+        Raises: EngineError
+        """
+        return self._wait(_reply(self._app, CHAT, {"messages": list(messages), **fields}))
+
+    def score(self, prompt: str, continuations: Sequence[str]) -> list[float]:
+        """The log probability of each text after the prompt, natural logarithm, summed over its
+        tokens.
+
+        Raises: EngineError; ValueError without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ValueError("score needs a tokenizer: start without skip_tokenizer_init")
+        start = self.tokenizer.encode(prompt)
+        whole = self.tokenizer.encode_all([prompt + text for text in continuations])
+        replies = self.generate(
+            sampling_params={"max_new_tokens": 0},
+            input_ids=whole,
+            return_logprob=True,
+            # The first token follows nothing and has no probability.
+            logprob_start_len=[max(1, _shared(start, ids)) for ids in whole],
+        )
+        logprobs = [reply["meta_info"]["input_token_logprobs"] for reply in replies]
+        return [sum(value for value, *_ in values) for values in logprobs]
+
+    async def async_post(self, path: str, body: Parameters) -> Answer:
+        """What any POST route replies, errors too."""
+        return await self._bridge(_post(self._app, path, body))
+
+    # ── the event loop of the engine, in a thread ────────────────────────────────────────────
+
+    @property
+    def _app(self) -> ASGIApp:
+        return self._launch.app
+
+    def _run(self) -> None:
+        try:
+            socket_dir = new_socket_dir()
+            try:
+                ending = asyncio.run(_EngineLaunch(self.config, socket_dir, self._ready).run())
+            finally:
+                remove_socket_dir(socket_dir)
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+            return
+        self._last_words = ending.message
+        if not self._ready.done():
+            self._ready.set_exception(EngineError(ending.message, 500))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineError(self._last_words or "the engine is closed", 503)
+        return asyncio.run_coroutine_threadsafe(work, self._launch.loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._start(work)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: nobody waits for the reply
+            future.cancel()
+            raise
+
+    async def _bridge(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self._start(work))
+
+
+class _EngineLaunch(Launch):
+    """Serves whoever holds the application."""
+
+    def __init__(self, config: ServerConfig, socket_dir: str, ready: Future[_EngineLaunch]) -> None:
+        super().__init__(config, socket_dir)
+        self.ready = ready
+        self.app: ASGIApp
+        self.loop: asyncio.AbstractEventLoop
+
+    async def serve(self, state: ServerState) -> None:
+        self.app = make_app(state)
+        self.loop = asyncio.get_running_loop()
+        watching = self.loop.create_task(self.watch())
+        self.ready.set_result(self)
+        await self.ending
+        watching.cancel()
+
+
+# ── requests on that loop ────────────────────────────────────────────────────────────────────
+
+
+class _Events:
+    """The objects of a stream."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._pieces = call.pieces()
+        self._rest = b""
+
+    async def next(self) -> Reply | None:
+        """None at the end. Raises: EngineError"""
+        while b"\n\n" not in self._rest:
+            piece = await anext(self._pieces, None)
+            if piece is None:
+                if self._call.status != 200:
+                    raise _error(msgspec.json.decode(self._rest or b"{}"), self._call.status)
+                return None
+            self._rest += piece
+        event, _, self._rest = self._rest.partition(b"\n\n")
+        if not event.startswith(b"data: "):  # a comment
+            return await self.next()
+        content = event.removeprefix(b"data: ")
+        if content == DONE:
+            return None
+        reply: Reply = msgspec.json.decode(content)
+        if "error" in reply:
+            raise _error(reply, reply["error"].get("code", 500))
+        return reply
+
+    async def close(self) -> None:
+        await self._call.close()
+
+
+async def _open(app: ASGIApp, path: str, body: Parameters) -> _Events:
+    return _Events(Call(app, path, body))
+
+
+async def _reply(app: ASGIApp, path: str, body: Parameters) -> Any:
+    if body.get("stream"):
+        raise EngineError("stream = true: use stream() or async_stream()", 400, "stream")
+    status, reply = await _post(app, path, body)
+    if status != 200:
+        raise _error(reply, status)
+    return reply
+
+
+async def _post(app: ASGIApp, path: str, body: Parameters) -> Answer:
+    call = Call(app, path, body)
+    try:
+        text = b"".join([piece async for piece in call.pieces()])
+    finally:
+        await call.close()
+    return Answer(call.status, msgspec.json.decode(text or b"{}"))
+
+
+def _error(reply: Reply, status: int) -> EngineError:
+    error = reply.get("error", {})
+    return EngineError(error.get("message", "the request failed"), status, error.get("param"))
+
+
+def _body(prompt: Any, sampling_params: Any, fields: Parameters) -> Parameters:
+    body = {"text": prompt, "sampling_params": sampling_params, **fields}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    pairs = zip(a, b)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

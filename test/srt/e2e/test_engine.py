@@ -1,0 +1,126 @@
+"""The engine as a library, a file of requests, and a server give the same texts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running_server import RunningServer
+
+from mamba_eagle import Engine, EngineError, run_batch
+from mamba_eagle.config import ConfigError
+
+GREEDY = {"max_new_tokens": 12, "temperature": 0}
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Greedy and sampled ones."""
+    return [
+        {
+            "text": f"Question: {number} + {number % 7} =",
+            "sampling_params": {
+                "max_new_tokens": 4 + number % 9,
+                "temperature": 0 if number % 2 else 0.8,
+                "sampling_seed": number,
+            },
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(device="cpu", dtype="float32", max_running_requests=8) as engine:
+        yield engine
+
+
+def test_library_file_and_server_give_the_same_texts(
+    engine: Engine, server: RunningServer, tmp_path: Path
+) -> None:
+    asked = bodies(50)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"custom_id": str(i), "method": "POST", "url": "/generate", "body": body})
+        for i, body in enumerate(asked)
+    ]
+    lines.insert(3, "{broken")
+    lines.insert(9, json.dumps({"custom_id": "no", "url": "/v2", "body": {}}))
+    lines.insert(9, json.dumps({"custom_id": "bad", "url": "/generate", "body": {"text": 1}}))
+    source.write_text("\n".join(lines))
+    # As if an earlier run had been killed in the middle of its second line.
+    target.write_text('{"custom_id": "7", "response": {"body": {"text": "old"}}}\n{"custom_')
+
+    async def by_library() -> list[str]:
+        replies = await asyncio.gather(*[engine.async_generate(**_as_call(one)) for one in asked])
+        return [reply["text"] for reply in replies]
+
+    async def by_file() -> int:
+        done = run_batch.read_done(str(target))
+        with open(target, "a", encoding="utf-8") as output:
+            return await run_batch.run(
+                engine, list(run_batch.read_lines(str(source))), done, output
+            )
+
+    texts = asyncio.run(by_library())
+    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+        assert [client.post("/generate", json=body).json()["text"] for body in asked] == texts
+    assert asyncio.run(by_file()) == 3
+    replies = {line["custom_id"]: line for line in map(json.loads, target.open())}
+    assert len(replies) == 53
+    assert replies["7"]["response"]["body"]["text"] == "old"
+    for i, text in enumerate(texts):
+        if i != 7:
+            assert replies[str(i)]["response"]["body"]["text"] == text
+            assert replies[str(i)]["error"] is None
+    assert "line 4 is not JSON" in replies["line-4"]["error"]["message"]
+    assert '"/v2"' in replies["no"]["error"]["message"]
+    assert replies["bad"]["response"]["status_code"] == 400
+
+
+def _as_call(body: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": body["text"], "sampling_params": body["sampling_params"]}
+
+
+def test_streams_in_pieces(engine: Engine) -> None:
+    whole = engine.generate("Question: 2 + 3 =", GREEDY)
+    assert (
+        "".join(piece["text"] for piece in engine.stream("Question: 2 + 3 =", GREEDY))
+        == (whole["text"])
+    )
+
+    async def by_loop() -> str:
+        pieces = engine.async_stream("Question: 2 + 3 =", GREEDY)
+        return "".join([piece["text"] async for piece in pieces])
+
+    assert asyncio.run(by_loop()) == whole["text"]
+    for _ in engine.stream("Question:", {"max_new_tokens": 900, "ignore_eos": True}):
+        break  # which ends the request
+    assert engine._launch.manager.num_live == 0
+    reply = engine.chat([{"role": "user", "content": "2 + 3"}], max_tokens=3, temperature=0)
+    assert reply["usage"]["completion_tokens"] == 3
+
+
+def test_scores_are_the_models_own(engine: Engine) -> None:
+    """A greedy continuation is likelier than others, and texts add up."""
+    best = engine.generate("Question: 2 + 3 =", {"max_new_tokens": 1, "temperature": 0})["text"]
+    scores = engine.score("Question: 2 + 3 =", [best, " 7", " 7 buses"])
+    assert scores[0] > scores[1] > scores[2]
+
+
+def test_errors_are_those_of_the_server(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="temperature = -1.0") as refused:
+        engine.generate("x", {"temperature": -1})
+    assert refused.value.status == 400
+    with pytest.raises(EngineError, match="use stream"):
+        engine.generate("x", stream=True)
+    with pytest.raises(EngineError, match="max_new_tokens"):
+        next(engine.stream("x", {"max_new_tokens": -1}))
+    with pytest.raises(ConfigError, match="speculative_steps"):
+        Engine(speculative_steps=3)
+    with pytest.raises(ConfigError, match="--model-path /no/such"):
+        Engine("/no/such/model")
