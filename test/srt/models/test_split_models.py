@@ -18,13 +18,15 @@ from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import TORCH
-from mamba_eagle.model_config import Mamba2Config, ModelConfig
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, Span
 from mamba_eagle.models.loader import created_as, load_weights, random_weights
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.models.split import split_model
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import Shard, local, problems, split_heads
 from mamba_eagle.parallel.vocabulary import whole_logits
+from mamba_eagle.quantization.matrix import Float8Matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -231,3 +233,36 @@ def test_a_model_with_too_few_heads_is_refused() -> None:
     assert problems(config, 6) == []
     (problem,) = problems(config, 8)
     assert problem == "--tp-size 8: the model has 6 heads in a Mamba2 layer; set it to 6"
+
+
+# ── matrices of few bits ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("block", [None, (8, 16)], ids=["scale-per-row", "scale-per-block"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        rows(Span(8, 24)),
+        rows(Span(0, 8), Span(24, 40)),
+        columns(Span(16, 48)),
+        once(40, Shard(1, 2)),
+    ],
+    ids=["rows", "rows-of-several-spans", "columns", "of-another-rank"],
+)
+def test_a_matrix_of_few_bits_is_cut_with_its_scales(
+    cut: Cut, block: tuple[int, int] | None
+) -> None:
+    weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(1))
+    scale = torch.rand(*((40, 1) if block is None else (5, 3))) + 0.5
+    matrix = Float8Matrix(weight.to(torch.float8_e4m3fn), scale, block)
+    found = cut.of(matrix)
+    assert isinstance(found, Tensor if cut.zero else Float8Matrix)
+    whole = found if cut.zero else found.dequantize()
+    assert torch.equal(whole, cut.of(matrix.dequantize()))
+
+
+def test_a_cut_inside_a_block_gives_the_weight_itself(caplog: pytest.LogCaptureFixture) -> None:
+    matrix = Float8Matrix(torch.ones(40, 48).to(torch.float8_e4m3fn), torch.rand(5, 3), (8, 16))
+    found = rows(Span(4, 24)).of(matrix)
+    assert torch.equal(found, matrix.dequantize()[4:24])
+    assert "loses its few bits" in caplog.text
