@@ -75,7 +75,7 @@ class SoftmaxRouter(Layer):
 
 class Experts(MatrixLayer):
     """The experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width]; of a
-    rank's experts alone if ``config.held`` says which.
+    rank's experts alone if ``held`` says which of ``count`` they are.
 
     ``inner`` is twice ``width`` if up_proj contains the gate projection too.
     """
@@ -84,15 +84,16 @@ class Experts(MatrixLayer):
 
     def __init__(
         self,
-        config: MoEConfig,
+        count: int,
         size: int,
         width: int,
         inner: int,
         act: Callable[[Tensor], Tensor],
+        held: Span | None = None,
     ) -> None:
         super().__init__()
-        self.act, self.held = act, config.held
-        count = self.count = config.num_experts if config.held is None else config.held.size
+        self.act, self.held = act, held
+        count = self.count = count if held is None else held.size
         self.up_proj = empty_weight(count, inner, size)
         self.down_proj = empty_weight(count, size, width)
         self._ops = TORCH
@@ -161,7 +162,7 @@ class LatentMoE(Layer):
         size = config.latent_size or hidden_size
         inner = config.intermediate_size
         self.gate = SigmoidRouter(config, hidden_size)
-        self.experts = Experts(config, size, inner, inner, relu_squared)
+        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared, config.held)
         self.shared_experts = ReluSquaredMLP(hidden_size, config.shared_intermediate_size, bias)
         self.has_latent = config.latent_size > 0
         if self.has_latent:
@@ -194,7 +195,12 @@ class GatedMoE(Layer):
         width, act_fn = config.intermediate_size, activation(act)
         self.router = SoftmaxRouter(config, hidden_size)
         self.experts = Experts(
-            config, hidden_size, width, 2 * width, lambda both: gated(both, act_fn)
+            config.num_experts,
+            hidden_size,
+            width,
+            2 * width,
+            lambda both: gated(both, act_fn),
+            config.held,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
