@@ -15,6 +15,7 @@ from typing import Any
 
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafters import DRAFTERS
+from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
 
 # Of the runner on any machine: tens of thousands would end it while it starts them.
@@ -130,6 +131,11 @@ class EngineConfig:
         "memory",
         minimum=1,
     )
+    max_journals: int = setting(
+        -1,
+        "number of saved journals, each with which the prefix cache continues at any of the tokens "
+        "that follow a state; -1: half as many as state slots; 0: none",
+    )
     mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
     chunked_prefill_size: int | None = setting(
         None,
@@ -147,6 +153,13 @@ class EngineConfig:
         0.0, "seconds that a request may wait to be started; then it gets status 504; 0: any"
     )
     disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
+    kv_events_config: str = setting(
+        "",
+        "publishes which blocks of tokens the prefix cache could reuse, in vLLM's format over ZMQ; "
+        'a JSON object, such as {"endpoint": "tcp://127.0.0.1:5557"} (default: none); prompts can '
+        "be read from it",
+        may_be_empty=True,
+    )
     disable_overlap_schedule: bool = setting(
         False, "wait for the result of each step before planning the next"
     )
@@ -157,8 +170,14 @@ class EngineConfig:
     mamba_ssm_dtype: str = setting(
         "float32",
         "dtype of the recurrent states in state slots",
-        ("float32", "bfloat16"),
+        ("float32", "bfloat16", "float16"),
         group="Mamba2 layers",
+    )
+    mamba_ssm_rounding: str = setting(
+        "stochastic",
+        "how a state is rounded to 16 bits when it is written; stochastic: up or down at random, "
+        "by the request's seed and the position, so that the average is right",
+        ("stochastic", "nearest"),
     )
     mamba_verify_mode: str = setting(
         "deferred",
@@ -220,6 +239,15 @@ class EngineConfig:
             and (value := getattr(self, spec.name)) is not None
             and value < minimum
         ]
+        try:
+            read_events_config(self.kv_events_config)
+        except ValueError as error:
+            wrong += str(error).splitlines()
+        if self.max_journals < -1:
+            wrong.append(
+                f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "
+                "state slots"
+            )
         if self.context_length == 1:
             wrong.append(
                 "--context-length 1: must be 2 or more, one prompt token and one of output; or "
@@ -246,6 +274,20 @@ class EngineConfig:
                     f"{self.model_path}"
                 )
         return wrong
+
+    @property
+    def num_journals(self) -> int | None:
+        """None: to be derived from the number of state slots."""
+        if self.disable_radix_cache:
+            return 0
+        return None if self.max_journals < 0 else self.max_journals
+
+    @property
+    def journal_rows(self) -> int:
+        """Tokens per saved journal: 64 before the end of any output, what three steps may add, and
+        enough room that anchors need not be moved with each step."""
+        accepts = self.tree_shape.depth + 1
+        return max(128, 96 + 3 * accepts)
 
     @property
     def tree_shape(self) -> TreeShape:
@@ -284,6 +326,12 @@ class ServerConfig(EngineConfig):
     )
     api_key_file: str = setting(
         "", "file of keys, one per line; clients must send any of them", may_be_empty=False
+    )
+    admin_api_key: str = setting(
+        "",
+        "key of an operator, who may also see the text in GET /cache?text=1 (default: none, and "
+        "nobody may)",
+        may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
     max_queued_requests: int = setting(

@@ -48,7 +48,7 @@ def tree(nodes: list[dict[str, Any]]) -> Tree:
 
 
 def summary(reply: dict[str, Any]) -> list[str]:
-    kv, states = reply["kv_slots"], reply["states"]
+    kv, states, journals = reply["kv_slots"], reply["states"], reply["journals"]
     held = kv["total"] - kv["free"] - kv["cached"]
     share = reply["cached_tokens"] / max(reply["prompt_tokens"], 1)
     hits = [
@@ -60,6 +60,9 @@ def summary(reply: dict[str, Any]) -> list[str]:
         f"{held} held by requests + {kv['free']} free; {kv['pinned']} pinned",
         f"states: {states['total']} = {states['cached']} cached + "
         f"{states['used']} held by requests + {states['free']} free; {states['pinned']} pinned",
+        f"journals: {journals['total']} = {journals['cached']} cached + "
+        f"{journals['total'] - journals['cached'] - journals['free']} held by requests + "
+        f"{journals['free']} free",
         f"prompts: {reply['cached_tokens']} of {reply['prompt_tokens']} tokens were cached "
         f"({share:.0%})",
         f"evicted: {reply['evicted_states']} states, {reply['evicted_tokens']} tokens",

@@ -20,6 +20,7 @@ from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.ops import LayerOps
@@ -103,6 +104,10 @@ class Backend(ABC):
 
         Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
+
+    @abstractmethod
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        """How states are rounded to ``dtype``. mode: as in --mamba-ssm-rounding."""
 
     @abstractmethod
     def rows_ahead(self, accepts: int) -> int:

@@ -51,6 +51,16 @@ class RequestRows:
         """Positions of the states, where the journals start: request slots [n] -> [n] int64."""
         return self.table.processed[slots] - self.journal_len[slots]
 
+    def newest(self, slots: Tensor, count: Tensor, width: int, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """The last ``count`` [b] tokens of the journals, in sequence order: their convolution
+        inputs [layers, b, width, conv_dim], and their rows of ``dt``, which is [layers, R, W, H].
+        Arbitrary past ``count``."""
+        first = self.history + self.journal_len[slots] - count
+        columns = first[:, None] + torch.arange(width, device=slots.device)
+        places = self.path[slots[:, None], columns]
+        rows = (places - self.history).clamp_(min=0)
+        return self.conv_in[:, slots[:, None], places], dt[:, slots[:, None], rows]
+
     def move_history(self, slots: Tensor, keep: Tensor) -> None:
         """Replace the history by that of the token ``keep`` tokens along the journal. slots, keep:
         [f] int64, request slots and numbers of tokens."""

@@ -69,6 +69,12 @@ class StateScheme(ABC):
         """Rows in each journal: slots [b] -> [b] int64. Only for schemes with journals."""
         raise AssertionError("the scheme has no journals")
 
+    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """What the tokens accepted last fed into the recurrence: slots [b], count [b] at most
+        ``width`` -> raw convolution inputs [layers, b, width, conv_dim] and dt [layers, b, width,
+        H], arbitrary past ``count``. Only for schemes with journals."""
+        raise AssertionError("the scheme has no journals")
+
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout | None:
         """The point where lanes branch off: a layout of tensors for the requests in ``slots`` [b],
         with ``lanes`` free rows per request and without parents. None if the scheme has no

@@ -14,8 +14,9 @@ from mamba_eagle.message.indices import Indices, indices
 
 Tokens = NDArray[np.int32]
 # Why a state was saved: at the end of a prompt, where prompts part, at a multiple of the interval
-# in case that prompts will part there, at the end of an output, where a client asked for it.
-StateKind = Literal["tail", "branch", "spare", "output", "asked"]
+# in case that prompts will part there, behind an output, where a client asked for it. A hit is of
+# kind "journal" if it is behind the state, by rows.
+StateKind = Literal["tail", "branch", "spare", "output", "asked", "journal"]
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
@@ -56,11 +57,13 @@ class Node:
         "children",
         "end",
         "inflation",
+        "journals",
         "kind",
         "kv_slots",
         "locks",
         "parent",
         "pins",
+        "reaching",
         "salt",
         "spare",
         "state_pins",
@@ -87,6 +90,8 @@ class Node:
         self.kind: StateKind = "tail"
         self.spare = False  # stored although no request is known to ask for it, and not hit so far
         self.state_used_at = 0  # the cache's clock when it was stored or last hit
+        self.journals: list[Journal] = []  # which begin there
+        self.reaching: list[Journal] = []  # whose last token is of this edge
         self.inflation = 0  # the cache's inflation at that time (RadixCache says what it is for)
 
     @property
@@ -107,14 +112,44 @@ class Node:
             node = node.parent
 
 
+class Journal:
+    """Rows of the tokens that follow a node's state on some path, in a journal slot."""
+
+    __slots__ = ("bottom", "node", "slot", "tokens", "used_at")
+
+    def __init__(self, node: Node, bottom: Node, slot: int, tokens: Tokens, used_at: int) -> None:
+        """bottom: the node on whose edge its last token is."""
+        self.node, self.bottom, self.slot = node, bottom, slot
+        self.tokens, self.used_at = tokens, used_at
+
+    @property
+    def end(self) -> int:
+        """The deepest position that it serves."""
+        return self.node.end + len(self.tokens)
+
+
+class Fold(NamedTuple):
+    """What is to be done with a journal that was evicted: to bring the state that it begins at to
+    its end, where the cache has it from now on."""
+
+    journal: int  # journal slot
+    start: int
+    end: int
+    state_slot: int
+
+
 class Match(NamedTuple):
     """What the cache has of a prompt."""
 
     length: int  # tokens whose KV is cached
-    position: int  # tokens that need not be processed: the deepest cached state; 0 if there is none
+    position: int  # tokens that need not be processed: the deepest that a cached state, or one and
+    # rows behind it, give; 0 if there is none
     state_slot: int  # of that state; -1 if position is 0
     kv_slots: Indices  # of tokens [0, position), copied; the cache keeps the slots
     node: Node  # ends at ``position``; to be locked for as long as these slots are used
+    kind: StateKind = "tail"  # of the hit
+    journal: int = -1  # journal slot with the rows of [anchor, position); -1: the state is there
+    anchor: int = 0  # position of the state
 
 
 class Inserted(NamedTuple):
@@ -122,6 +157,27 @@ class Inserted(NamedTuple):
 
     taken: int  # the cache now owns the last ``taken`` of them; the others stay the caller's
     node: Node  # ends after the last token inserted
+
+
+class CacheWatcher:
+    """Told of what changes in a RadixCache's tree, each time right after the change."""
+
+    def leaf_added(self, leaf: Node) -> None: ...
+
+    def split(self, upper: Node, lower: Node) -> None: ...
+
+    def leaf_removed(self, leaf: Node) -> None:
+        """Nothing that ends or begins at the leaf is left; ``leaf.parent`` is still set."""
+
+    def state_added(self, node: Node) -> None: ...
+
+    def state_dropped(self, node: Node) -> None: ...
+
+    def journal_added(self, journal: Journal) -> None: ...
+
+    def journal_dropped(self, journal: Journal) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class PrefixCache(ABC):
@@ -157,6 +213,12 @@ class PrefixCache(ABC):
         until it is hit for the first time."""
 
     @abstractmethod
+    def attach_journal(self, node: Node, position: int, slot: int, end: int) -> bool:
+        """Gives the cache the rows of tokens [position, end) of the prefix that ends at ``node``,
+        or at a node below ``end``. Returns False, and the slot stays the caller's, if there is no
+        state at ``position`` or if it has a journal of these tokens already."""
+
+    @abstractmethod
     def lock(self, node: Node) -> None:
         """Protects the KV of the node's prefix from eviction. Its states may still be evicted."""
 
@@ -186,6 +248,14 @@ class PrefixCache(ABC):
         their prefixes stays."""
 
     @abstractmethod
+    def evict_journal(self, keep: Collection[int] = ()) -> Fold | None:
+        """Frees the journal slot of the journal that is least recently used, but for those that
+        begin at a state in ``keep``, and at ones that cannot be moved to their ends. The fold is to
+        be done before the journal slot is written again.
+
+        Returns None, and nothing is freed, if there is no such journal."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Evicts everything. Raises: RuntimeError if something is locked."""
 
@@ -196,10 +266,12 @@ class PrefixCache(ABC):
     num_kv: int  # KV slots owned
     evictable_kv: int  # KV slots owned and not locked
     num_states: int  # state slots owned
+    num_journals = 0  # journal slots owned
     pinned_kv = 0  # KV slots; what pins have in common counts for each
     pinned_states = 0
     evicted_kv = 0  # KV slots, since the start; a flush does not count
     evicted_states = 0
+    evicted_journals = 0
 
 
 class NoCache(PrefixCache):
@@ -220,6 +292,9 @@ class NoCache(PrefixCache):
     def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
         return False
 
+    def attach_journal(self, node: Node, position: int, slot: int, end: int) -> bool:
+        return False
+
     def lock(self, node: Node) -> None:
         pass
 
@@ -237,6 +312,9 @@ class NoCache(PrefixCache):
 
     def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
         return 0
+
+    def evict_journal(self, keep: Collection[int] = ()) -> Fold | None:
+        return None
 
     def flush(self) -> None:
         pass

@@ -9,8 +9,9 @@ from mamba_eagle.cache.base import Node
 from mamba_eagle.message import CacheNode
 
 
-def top_nodes(root: Node, max_nodes: int) -> list[CacheNode]:
-    """Up to ``max_nodes`` nodes below ``root``, each after its parent; the most recently used ones.
+def top_nodes(root: Node, max_nodes: int, max_tokens: int = 0) -> list[CacheNode]:
+    """Up to ``max_nodes`` nodes below ``root``, each after its parent; the most recently used ones,
+    with up to ``max_tokens`` of their tokens.
 
     A node was used whenever one below it was, so these are found without a walk over the tree:
     only the children of nodes that are returned are looked at.
@@ -41,6 +42,7 @@ def top_nodes(root: Node, max_nodes: int) -> list[CacheNode]:
                 locks=node.locks,
                 age=round(max(now - node.used_time, 0.0), 3),
                 children=len(node.children),
+                token_ids=node.tokens[:max_tokens].tolist(),
             )
         )
         discover(node, len(nodes) - 1)

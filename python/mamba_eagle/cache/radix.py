@@ -17,9 +17,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import (
+    CacheWatcher,
+    Fold,
     Inserted,
+    Journal,
     Match,
     Node,
     PrefixCache,
@@ -62,13 +67,24 @@ class RadixCache(PrefixCache):
     *Spare* states, which were stored in case a later prompt branches off there, have shown no value
     so far: they are evicted before all others, least recent first, and do not count as the next
     shallower state. With its first hit a spare state becomes an ordinary one.
+
+    A *journal* hangs on the node of the state that it begins at, its anchor, with tokens of its
+    own. It is shortened when KV under it is evicted, and leaves with its state, or before, least
+    recently used first.
     """
 
     stores = True
 
-    def __init__(self, kv: SlotAllocator, state_slots: SlotAllocator) -> None:
+    def __init__(
+        self,
+        kv: SlotAllocator,
+        state_slots: SlotAllocator,
+        journal_slots: SlotAllocator | None = None,
+    ) -> None:
         self.kv = kv
         self.state_slots = state_slots
+        self.journal_slots = journal_slots or SlotAllocator(0, "journal slot")
+        self.watcher = CacheWatcher()
         self._reset()
 
     def _reset(self) -> None:
@@ -79,6 +95,7 @@ class RadixCache(PrefixCache):
         self.inflation = 0  # score of the last state evicted: tokens
         self._leaves = LazyHeap(self._leaf_rank)  # those that are not locked
         self._states = LazyHeap(self._state_rank)  # nodes with a state
+        self._journals = LazyHeap(self._journal_rank)
         self._pins: dict[Node, Pin] = {}  # by the deepest node
         self._pins_in_order = LazyHeap(self._pin_rank)  # the keys of _pins
         self.pinned_kv = self.pinned_states = 0
@@ -87,12 +104,17 @@ class RadixCache(PrefixCache):
     def num_states(self) -> int:  # type: ignore[override]
         return len(self._states)
 
+    @property
+    def num_journals(self) -> int:  # type: ignore[override]
+        return len(self._journals)
+
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
     def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
         self.clock += 1
         now = time.monotonic()
         node, length, hit = self.root, 0, self.root
+        anchors: list[Node] = []
         data = tokens.tobytes()  # comparing bytes takes a quarter of the time
         while length < len(tokens):
             child = node.children.get(child_key(salt, int(tokens[length])))
@@ -102,17 +124,48 @@ class RadixCache(PrefixCache):
             end = child.end
             if data[length * TOKEN_BYTES : end * TOKEN_BYTES] != child.tokens.tobytes():
                 length += common_prefix(child.tokens, tokens[length:end])
+                node = child
                 break
             node, length = child, end
             if node.state_slot >= 0 and node.end <= limit:
                 hit = node
+                if node.journals:
+                    anchors.append(node)
+        journal, position = self._best_journal(anchors, tokens[: min(length, limit)], hit.end)
+        if journal is not None:
+            hit, ends_at = journal.node, self._node_at(node, position)
+            journal.used_at = self.clock
+        else:
+            ends_at = hit
         kv_slots = indices()
-        for part in reversed(list(hit.ancestors())):
+        for part in reversed(list(ends_at.ancestors())):
             kv_slots += part.kv_slots
         if hit is not self.root:
             self._renew(hit)
             self._set_ordinary(hit)
-        return Match(length, hit.end, hit.state_slot, kv_slots, hit)
+        if journal is None:
+            return Match(length, hit.end, hit.state_slot, kv_slots, hit, hit.kind, -1, hit.end)
+        place = (journal.slot, hit.end)
+        return Match(length, position, hit.state_slot, kv_slots, ends_at, "journal", *place)
+
+    @staticmethod
+    def _best_journal(
+        anchors: Sequence[Node], tokens: Tokens, position: int
+    ) -> tuple[Journal | None, int]:
+        """The journal that serves the deepest position beyond ``position``, and that position.
+
+        anchors: nodes with journals on the path of ``tokens``.
+        """
+        best = None
+        for node in reversed(anchors):
+            rest = tokens[node.end :]
+            for journal in node.journals:
+                if journal.end <= position:
+                    continue
+                end = node.end + common_prefix(journal.tokens, rest)
+                if end > position:
+                    best, position = journal, end
+        return best, position
 
     def _renew(self, node: Node) -> None:
         node.state_used_at = self.clock
@@ -168,6 +221,32 @@ class RadixCache(PrefixCache):
         self._states.put(node)
         if not spare:
             self._rerank_below(node)
+        self.watcher.state_added(node)
+        return True
+
+    def attach_journal(self, node: Node, position: int, slot: int, end: int) -> bool:
+        if end <= position:
+            return False
+        parts = [part for part in node.ancestors() if part.end > position and part.start < end]
+        tokens = np.concatenate([part.tokens for part in reversed(parts)])
+        first = parts[-1].start
+        tokens = tokens[position - first : end - first]
+        anchor = self._node_at(node, position)
+        if anchor.state_slot < 0:
+            return False
+        for other in list(anchor.journals):
+            shared = common_prefix(other.tokens, tokens)
+            if shared == len(tokens):
+                return False
+            if shared == len(other.tokens):
+                self._drop_journal(other)
+        self.clock += 1
+        bottom = next(part for part in node.ancestors() if part.start < end)
+        journal = Journal(anchor, bottom, slot, tokens, self.clock)
+        anchor.journals.append(journal)
+        bottom.reaching.append(journal)
+        self._journals.put(journal)
+        self.watcher.journal_added(journal)
         return True
 
     def _node_at(self, node: Node, position: int) -> Node:
@@ -208,6 +287,7 @@ class RadixCache(PrefixCache):
         self._leaves.put(leaf)
         self.num_kv += len(kv_slots)
         self.evictable_kv += len(kv_slots)
+        self.watcher.leaf_added(leaf)
         return leaf
 
     def _split(self, node: Node, at: int) -> Node:
@@ -222,6 +302,12 @@ class RadixCache(PrefixCache):
         node.tokens = node.tokens[at:]
         node.kv_slots = node.kv_slots[at:]
         upper.children[node.key] = node
+        for journal in list(node.reaching):
+            if journal.end <= upper.end:
+                node.reaching.remove(journal)
+                upper.reaching.append(journal)
+                journal.bottom = upper
+        self.watcher.split(upper, node)
         if node in self._leaves:  # its first slot is another now
             self._leaves.put(node)
         return upper
@@ -262,6 +348,8 @@ class RadixCache(PrefixCache):
             part.state_pins -= 1
             if part in self._states:
                 self._states.put(part)
+            for journal in part.journals:
+                self._journals.put(journal)
         for part in deepest.ancestors():
             part.pins -= 1
             if part in self._leaves:
@@ -313,12 +401,77 @@ class RadixCache(PrefixCache):
                 return node.inflation + node.end - part.end
         return node.inflation + node.end
 
+    def evict_journal(self, keep: Collection[int] = ()) -> Fold | None:
+        kept: list[Journal] = []
+        fold = None
+        while fold is None and (journal := self._journals.first()) is not None:
+            if journal.node.state_slot not in keep:
+                fold = self._fold(journal)
+            if fold is None:
+                kept.append(journal)
+                self._journals.remove(journal)
+        for journal in kept:
+            self._journals.put(journal)
+        return fold
+
+    def _fold(self, journal: Journal) -> Fold | None:
+        """The state that the journal begins at moves to its end, and the journal goes. None if it
+        cannot: others begin there, it is pinned, or there is a state already."""
+        anchor = journal.node
+        if len(anchor.journals) > 1 or anchor.state_pins:
+            return None
+        end = self._node_at(journal.bottom, journal.end)
+        if end.state_slot >= 0:
+            return None
+        fold = Fold(journal.slot, anchor.end, end.end, anchor.state_slot)
+        self._drop_journal(journal)
+        self._states.remove(anchor)
+        end.state_slot, anchor.state_slot = anchor.state_slot, -1
+        end.kind, end.spare, anchor.spare = anchor.kind, anchor.spare, False
+        end.state_used_at, end.inflation = anchor.state_used_at, anchor.inflation
+        self._states.put(end)
+        if not end.spare:
+            self._rerank_below(end)
+        self.watcher.state_dropped(anchor)
+        self.watcher.state_added(end)
+        self.evicted_journals += 1
+        return fold
+
+    @staticmethod
+    def _journal_rank(journal: Journal) -> Rank:
+        """The lowest is evicted first."""
+        return journal.node.state_pins > 0, journal.used_at
+
+    def _drop_journal(self, journal: Journal) -> None:
+        self._journals.remove(journal)
+        journal.node.journals.remove(journal)
+        journal.bottom.reaching.remove(journal)
+        self.journal_slots.free([journal.slot])
+        self.watcher.journal_dropped(journal)
+
+    def _shorten_journals(self, leaf: Node) -> None:
+        """The leaf's KV is about to go: what reaches there reaches to its parent's end."""
+        assert leaf.parent is not None
+        for journal in list(leaf.reaching):
+            if journal.node.end >= leaf.start:
+                self._drop_journal(journal)
+                continue
+            self.watcher.journal_dropped(journal)
+            leaf.reaching.remove(journal)
+            journal.tokens = journal.tokens[: leaf.start - journal.node.end]
+            journal.bottom = leaf.parent
+            leaf.parent.reaching.append(journal)
+            self.watcher.journal_added(journal)
+
     def _drop_state(self, node: Node) -> None:
+        for journal in list(node.journals):
+            self._drop_journal(journal)
         self.state_slots.free([node.state_slot])
         self.evicted_states += 1
         node.state_slot = -1
         node.spare = False
         self._states.remove(node)
+        self.watcher.state_dropped(node)
         if node in self._leaves:  # without a state it is evicted sooner
             self._leaves.put(node)
 
@@ -327,10 +480,12 @@ class RadixCache(PrefixCache):
         self._leaves.remove(leaf)
         if leaf.state_slot >= 0:
             self._drop_state(leaf)
+        self._shorten_journals(leaf)
         self.kv.free(leaf.kv_slots)
         self.num_kv -= len(leaf.kv_slots)
         self.evictable_kv -= len(leaf.kv_slots)
         del leaf.parent.children[leaf.key]
+        self.watcher.leaf_removed(leaf)
         self._offer_leaf(leaf.parent)
 
     def flush(self) -> None:
@@ -341,7 +496,9 @@ class RadixCache(PrefixCache):
             self.kv.free(node.kv_slots)
             if node.state_slot >= 0:
                 self.state_slots.free([node.state_slot])
+            self.journal_slots.free(journal.slot for journal in node.journals)
         self._reset()
+        self.watcher.cleared()
 
     # ── checking ─────────────────────────────────────────────────────────────────────────────
 
@@ -354,7 +511,7 @@ class RadixCache(PrefixCache):
 
     def check_integrity(self) -> None:
         num_kv = evictable = 0
-        leaves, with_state = set(), set()
+        leaves, with_state, journals, reaching = set(), set(), set(), set()
         for node in self._nodes():
             assert node.parent is not None
             right = (
@@ -377,6 +534,21 @@ class RadixCache(PrefixCache):
                 leaves.add(node)
             if node.state_slot >= 0:
                 with_state.add(node)
+            journals.update(node.journals)
+            if any(each.node is not node or node.state_slot < 0 for each in node.journals):
+                raise RuntimeError(f"radix node [{node.start}, {node.end}): a journal of no state")
+            reaching.update(node.reaching)
+            if any(
+                each.bottom is not node or not node.start < each.end <= node.end
+                for each in node.reaching
+            ):
+                raise RuntimeError(
+                    f"radix node [{node.start}, {node.end}): a journal ends elsewhere"
+                )
+        if not journals == reaching == set(self._journals):
+            raise RuntimeError(
+                f"radix cache: {len(journals)} journals in the tree, {len(self._journals)} counted"
+            )
         found = (num_kv, evictable, len(leaves), len(with_state))
         counted = (self.num_kv, self.evictable_kv, len(self._leaves), len(self._states))
         if found != counted or leaves != set(self._leaves) or with_state != set(self._states):
@@ -385,7 +557,12 @@ class RadixCache(PrefixCache):
                 f"are {found} in the tree but {counted} by its counters"
             )
         self._check_pins()
-        orders = {"leaves": self._leaves, "states": self._states, "pins": self._pins_in_order}
+        orders: dict[str, LazyHeap] = {
+            "leaves": self._leaves,
+            "states": self._states,
+            "journals": self._journals,
+            "pins": self._pins_in_order,
+        }
         for name, order in orders.items():
             if problem := order.problem():
                 raise RuntimeError(f"radix cache, order of {name}: {problem}")

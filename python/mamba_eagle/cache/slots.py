@@ -42,11 +42,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import Match, NoCache, Node, PrefixCache, StateKind, Tokens
+from mamba_eagle.cache.base import Fold, Match, NoCache, Node, PrefixCache, StateKind, Tokens
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message.indices import Indices, indices
+
+
+@dataclass(slots=True)
+class Trail:
+    """What is kept behind a running request, so that the cache can continue after any of its last
+    tokens: a state, and a journal of all that came after it."""
+
+    journal: int  # journal slot
+    state_slot: int  # of the anchor
+    anchor: int  # its position
+    first: int  # its position when the output began
+    inside: list[tuple[int, int]] = field(default_factory=list)  # positions and slots of states
+    # that the anchor has left behind
+
+
+@dataclass(slots=True)
+class PromptJournal:
+    """Rows of a prompt's last tokens, while its chunks are being sent."""
+
+    slot: int  # journal slot
+    start: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -64,11 +87,30 @@ class HeldSlots:
     inserted: int  # tokens that are in the cache's tree
     folded: int  # position that S0 was last known to be at
     salt: int = 0  # of its prefix in the cache
+    load_journal: int = -1  # the cache's rows of [load_at, hit), which the state is followed by
+    load_at: int = 0  # position of the state that is loaded
+    prompt_journal: PromptJournal | None = None
+    trail: Trail | None = None
     duplicates: Indices = field(default_factory=indices)  # own slots of tokens in the tree
 
     @property
     def num_own_kv(self) -> int:
         return len(self.duplicates) + len(self.kv) - self.inserted
+
+    @property
+    def num_states(self) -> int:
+        return 1 + (0 if self.trail is None else 1 + len(self.trail.inside))
+
+    @property
+    def num_journals(self) -> int:
+        return (self.prompt_journal is not None) + (self.trail is not None)
+
+
+class Released(NamedTuple):
+    """What the cache has of a request that has left."""
+
+    stored: bool  # its tokens
+    state_kept: bool  # S0, as the state after the last one
 
 
 class Slots:
@@ -78,12 +120,26 @@ class Slots:
     """
 
     def __init__(
-        self, max_kv_slots: int, max_state_slots: int, max_requests: int, use_cache: bool = True
+        self,
+        max_kv_slots: int,
+        max_state_slots: int,
+        max_requests: int,
+        use_cache: bool = True,
+        max_journals: int = 0,
+        folds_journals: bool = True,
     ) -> None:
+        """folds_journals: whether a state can be moved to the end of a journal by its rows alone;
+        otherwise journals leave with their states only."""
         self.kv = SlotAllocator(max_kv_slots, "KV slot")
         self.states = SlotAllocator(max_state_slots, "state slot")
         self.requests = SlotAllocator(max_requests, "request slot")
-        self.cache: PrefixCache = RadixCache(self.kv, self.states) if use_cache else NoCache()
+        self.journals = SlotAllocator(max_journals if use_cache else 0, "journal slot")
+        self.folds_journals = folds_journals
+        self._folds: list[Fold] = []
+        self.num_trails = 0
+        self.cache: PrefixCache = NoCache()
+        if use_cache:
+            self.cache = RadixCache(self.kv, self.states, self.journals)
 
     @property
     def available_kv(self) -> int:
@@ -122,13 +178,15 @@ class Slots:
                     state_slot=state_slot,
                     kv=match.kv_slots + kv,
                     node=match.node,
-                    hit_kind=match.node.kind,
+                    hit_kind=match.kind,
                     hit=match.position,
                     branch=match.length,
                     load_from=match.state_slot,
                     inserted=match.position,
                     folded=match.position,
                     salt=salt,
+                    load_journal=match.journal,
+                    load_at=match.anchor,
                 )
         cache.unlock(match.node)
         return None
@@ -139,6 +197,59 @@ class Slots:
             self.cache.evict_states(1, keep)
         slots = self.states.allocate(1)
         return slots[0] if slots else None
+
+    def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
+        """A journal slot; None if there is none that can be had for it. keep: state slots that are
+        not moved to the end of their journal for it; ``take_folds`` has the one that is."""
+        if self.journals.num_free == 0 and self.folds_journals:
+            fold = self.cache.evict_journal(keep)
+            if fold is not None:
+                self._folds.append(fold)
+        slots = self.journals.allocate(1)
+        return slots[0] if slots else None
+
+    def take_folds(self) -> list[Fold]:
+        """What is to be done first in the plan that is being built."""
+        folds, self._folds = self._folds, []
+        return folds
+
+    def start_trail(self, held: HeldSlots, position: int, keep: Collection[int] = ()) -> None:
+        """Reserves what is kept behind a request whose prompt ends at ``position``; nothing if a
+        quarter of the states already serves that."""
+        if self.num_trails >= self.states.total // 4:
+            return
+        journal = self.reserve_journal(keep)
+        if journal is None:
+            return
+        state_slot = self.reserve_state(keep)
+        if state_slot is None:
+            self.journals.free([journal])
+            return
+        held.trail = Trail(journal, state_slot, position, position)
+        self.num_trails += 1
+
+    def end_trail(self, held: HeldSlots) -> None:
+        """Nothing is kept behind the request any more."""
+        if held.trail is not None:
+            self.journals.free([held.trail.journal])
+            self.states.free([held.trail.state_slot])
+            self.states.free(slot for _, slot in held.trail.inside)
+            held.trail = None
+            self.num_trails -= 1
+
+    def keep_prompt_journal(self, held: HeldSlots) -> None:
+        """The tokens of the prompt's journal are inserted: the cache gets it, if it still has the
+        state that it begins at."""
+        journal = held.prompt_journal
+        assert journal is not None
+        held.prompt_journal = None
+        if not self.cache.attach_journal(held.node, journal.start, journal.slot, journal.end):
+            self.journals.free([journal.slot])
+
+    def drop_prompt_journal(self, held: HeldSlots) -> None:
+        if held.prompt_journal is not None:
+            self.journals.free([held.prompt_journal.slot])
+            held.prompt_journal = None
 
     def insert(self, held: HeldSlots, tokens: Tokens) -> None:
         """The tokens from ``inserted`` on enter the tree, and S0 is the state after them: the plan
@@ -183,28 +294,46 @@ class Slots:
         held.kv.extend(tree[node] for node in accepted)
         self.kv.free(slot for node, slot in enumerate(tree) if node not in kept)
 
-    def release(self, held: HeldSlots, tokens: Tokens | None) -> bool:
+    def release(self, held: HeldSlots, tokens: Tokens | None) -> Released:
         """The request gives up everything; nothing in flight may name it.
 
-        tokens: those from ``inserted`` on whose KV slots the cache may have, S0 being the state
-        after the last of them; None: the cache gets nothing.
-
-        Returns whether the cache stores what it was given.
+        tokens: those from ``inserted`` on whose KV slots the cache may have, S0 or the trail being
+        good for the state after the last of them; None: the cache gets nothing.
         """
         stored = tokens is not None and self.cache.stores
         state_kept = False
         if tokens is not None and stored:
             self.insert(held, tokens)
-            state_kept = self.cache.attach_state(
+            # A journal that reaches the end takes the place of the state there.
+            state_kept = not self._keep_trail(held) and self.cache.attach_state(
                 held.node, held.inserted, held.state_slot, "output"
             )
+        self.end_trail(held)
+        self.drop_prompt_journal(held)
         self.kv.free(held.duplicates)
         self.kv.free(held.kv[held.inserted :])
         if not state_kept:
             self.states.free([held.state_slot])
         self.cache.unlock(held.node)
         self.requests.free([held.slot])
-        return stored
+        return Released(stored, state_kept)
+
+    def _keep_trail(self, held: HeldSlots) -> bool:
+        """The cache gets what is kept behind the request. Returns whether that serves the
+        end: by these rows, or by those that it had of the same tokens."""
+        trail, end, node = held.trail, held.inserted, held.node
+        if trail is None or trail.anchor > end:
+            return False
+        for position, slot in trail.inside:
+            if not self.cache.attach_state(node, position, slot, "spare"):
+                self.states.free([slot])
+        if not self.cache.attach_state(node, trail.anchor, trail.state_slot, "output"):
+            self.states.free([trail.state_slot])
+        if not self.cache.attach_journal(node, trail.anchor, trail.journal, end):
+            self.journals.free([trail.journal])
+        held.trail = None
+        self.num_trails -= 1
+        return True
 
     def _take_kv(self, count: int) -> Indices | None:
         """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
@@ -226,10 +355,14 @@ class Slots:
         """
         self.cache.check_integrity()
         cache, held = self.cache, list(held)
+        trails = sum(each.trail is not None for each in held)
+        if trails != self.num_trails:
+            raise RuntimeError(f"{self.num_trails} trails are counted, but requests have {trails}")
         held_kv = sum(each.num_own_kv for each in held) + sum(map(len, trees))
         for pool, cached, in_use in (
             (self.kv, cache.num_kv, held_kv),
-            (self.states, cache.num_states, len(held)),
+            (self.states, cache.num_states, sum(each.num_states for each in held)),
+            (self.journals, cache.num_journals, sum(each.num_journals for each in held)),
             (self.requests, 0, len(held)),
         ):
             if pool.num_free + cached + in_use != pool.total:

@@ -61,6 +61,9 @@ class Drafter(ABC):
     # whether ``propose`` and ``observe_accepted`` never wait for the host, so that a captured graph
     # can repeat them
     on_device = True
+    # whether its own state, or anything else that it needs of a prefix besides keys and values, is
+    # kept in state slots alone: then it processes again what the target takes from a journal
+    recurrent = False
 
     @abstractmethod
     def observe_prefill(

@@ -85,7 +85,9 @@ class ModelDrafter(Drafter):
             parts.state_slots,
             net.mamba,
             network.carry_size,
-            getattr(torch, config.mamba_ssm_dtype),
+            backend.state_rounding(
+                config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), parts.table
+            ),
             backend.dtype,
             backend.device,
         )
@@ -112,6 +114,7 @@ class ModelDrafter(Drafter):
         self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
         attends = not net.num_attention_layers or backend.attention_on_device
         on_device = self.scheme.on_device and attends
+        self.recurrent = net.mamba is not None or network.carry_size > 0
         self.on_device = on_device and backend.experts_on_device(net.moe)
 
     # ── following the sequences ──

@@ -80,10 +80,12 @@ class GetState(Message):
 
 
 class GetCache(Message):
-    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree."""
+    """What the prefix cache holds, and the first ``max_nodes`` nodes of its tree, with up to
+    ``max_tokens`` of their tokens each."""
 
     call_id: int
     max_nodes: int
+    max_tokens: int = 0
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -207,10 +209,11 @@ class CacheNode(msgspec.Struct, kw_only=True):
     locks: int  # requests that read it
     age: float  # seconds since a prompt or an output last ran through it
     children: int
+    token_ids: list[int] = []  # the first ones, if they were asked for
 
 
 class CacheReply(Message):
-    """Numbers alone: neither tokens nor text."""
+    """Answers a GetCache."""
 
     call_id: int
     state: dict[str, float]  # as in StateReply
@@ -228,6 +231,22 @@ class StateSave(msgspec.Struct, array_like=True):
     state_slot: int
 
 
+class JournalPart(msgspec.Struct, array_like=True):
+    """Rows of the tokens [start, end) of a request, in a journal slot."""
+
+    slot: int
+    start: int
+    end: int
+
+
+class AnchorMove(msgspec.Struct, array_like=True):
+    """Advance the state in a state slot, which is that after ``journal.start`` tokens, by rows."""
+
+    journal: JournalPart
+    state_slot: int
+    save: int = -1  # >= 0: copy the state to this state slot before
+
+
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Process prompt tokens [start, start + len(token_ids)) of the request in ``slot``."""
 
@@ -242,6 +261,8 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_last: bool = True  # sample the first output token after this chunk
     # only in the first chunk:
     load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
+    replay: JournalPart | None = None  # rows up to ``start``: the state is that at replay.start
+    replay_token_ids: Indices = msgspec.field(default_factory=indices)  # of these rows
     prefix_kv_slots: Indices = msgspec.field(default_factory=indices)  # KV slots of [0, start)
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
@@ -251,6 +272,8 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_spec_trace: bool = False
     # in every chunk:
     track: bool = True  # the drafter tracks the request
+    journal: JournalPart | None = None  # keep the rows of these prompt tokens
+    trail: int = -1  # journal slot that keeps the rows of the output
     logprob_start: int = -1  # position of the first requested logprob in this chunk; -1: none
     top_logprobs: int = 0
     return_logprob: bool = False
@@ -270,14 +293,17 @@ class Release(msgspec.Struct, array_like=True):
     slot: int  # request slot
     fold_to: int = -1  # >= 0: first bring its state slot to that position, since the prefix cache
     # keeps it; -1: its state is discarded
+    keep_to: int = -1  # >= 0: the prefix cache keeps that many of its first tokens
 
 
 class Plan(Message):
-    """One step: releases first, then prefill, then decode."""
+    """One step: releases first, then anchors, then prefill, then decode."""
 
     step: int
     untrack: list[int] = []  # request slots that become untracked, before everything else
     releases: list[Release] = []
+    end_trails: list[int] = []  # request slots whose output is no longer kept
+    moves: list[AnchorMove] = []
     prefill: list[PrefillItem] = []
     decode: DecodeBatch | None = None
 
@@ -307,6 +333,10 @@ class RunnerReady(Message):
     pid: int
     rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
+    max_journals: int = 0  # journal slots
+    journal_rows: int = 0  # of each
+    keeps_outputs: bool = False  # whether rows of output tokens can be kept
+    moves_anchors: bool = False  # whether an anchor can be brought forward by rows alone
     details: dict[str, str | int | float] = {}
 
 

@@ -49,6 +49,8 @@ GAUGES = {
     "num_cached_checkpoints": "state slots of the prefix cache",
     "num_pinned_checkpoints": "states that clients have pinned",
     "num_free_checkpoints": "state slots that nobody has",
+    "num_cached_journals": "saved journals of the prefix cache",
+    "num_free_journals": "journal slots that nobody has",
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens per verify step",
     "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.journals import journal_bytes
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
@@ -16,6 +17,9 @@ MIN_GRAPH_BYTES = 250_000_000
 # the memory of a 9B model's state. With 16 nodes the kernel's products are 32 wide; a journal of
 # more than 16 rows would make them 64 wide.
 JOURNAL_ROWS = 17
+# Journal slots, unless a flag sets their number. With half as many as states, which is what a
+# finished request leaves of both, they take a quarter of the states' memory at 9B sizes.
+JOURNALS_PER_STATE = 0.5
 
 
 class MemoryPlan(NamedTuple):
@@ -27,6 +31,8 @@ class MemoryPlan(NamedTuple):
     kv_slot_bytes: int
     state_slot_bytes: int
     request_bytes: int = 0  # rows or node states of a running request
+    journals: int = 0  # journal slots
+    journal_bytes: int = 0  # of a journal slot
     graph_bytes: int = 0  # logits of the largest step, and memory that CUDA graphs reserve
 
 
@@ -71,17 +77,24 @@ def plan_memory(
     running, padding = config.max_running_requests, place.padding_slots
     left = available.budget - plan.graph_bytes - (running + padding) * plan.request_bytes
     left -= padding * plan.state_slot_bytes
-    state_slots = config.max_mamba_cache_size
+    state_slots, journals = config.max_mamba_cache_size, config.num_journals
     if not state_slots:
         cached = place.max_cached_states
         if cached is None:
             cached = available.budget // plan.state_slot_bytes
-        state_slots = max(running, min(running + cached, left // 2 // plan.state_slot_bytes))
+        pair_bytes = plan.state_slot_bytes
+        if journals is None:
+            pair_bytes += int(plan.journal_bytes * JOURNALS_PER_STATE)
+        state_slots = max(running, min(running + cached, left // 2 // pair_bytes))
+    if journals is None:
+        journals = int(state_slots * JOURNALS_PER_STATE)
     left -= state_slots * plan.state_slot_bytes
+    if journals:
+        left -= (journals + 1) * plan.journal_bytes  # one for padding
     kv_slots = config.max_total_tokens
     if not kv_slots:
         kv_slots = max(0, min(place.max_kv_slots, left // max(plan.kv_slot_bytes, 64)))
-    plan = plan._replace(kv_slots=kv_slots, state_slots=state_slots)
+    plan = plan._replace(kv_slots=kv_slots, state_slots=state_slots, journals=journals)
     problems += _shortage(plan, config, left, available.text)
     if problems:
         raise ConfigError(problems)
@@ -109,7 +122,19 @@ def _sizes(
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
-    return MemoryPlan(0, 0, rows, kv_bytes, state_slot_bytes, request_bytes, graphs)
+    own_journal = journal_bytes(
+        model.mamba, model.num_mamba_layers, config.journal_rows, feature_size, size
+    )
+    return MemoryPlan(
+        kv_slots=0,
+        state_slots=0,
+        rows=rows,
+        kv_slot_bytes=kv_bytes,
+        state_slot_bytes=state_slot_bytes,
+        request_bytes=request_bytes,
+        journal_bytes=own_journal,
+        graph_bytes=graphs,
+    )
 
 
 def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str) -> list[str]:
@@ -124,7 +149,8 @@ def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str)
         return [
             f"{memory_table(plan, config, available)}\n"
             f"exceeds available memory by {gigabytes(excess)}: lower --max-running-requests, "
-            "--max-mamba-cache-size or --max-total-tokens, or use --mamba-ssm-dtype bfloat16"
+            "--max-mamba-cache-size, --max-journals or --max-total-tokens, or use "
+            "--mamba-ssm-dtype bfloat16"
         ]
     if plan.kv_slots < required:
         return [
@@ -213,6 +239,7 @@ def memory_table(plan: MemoryPlan, config: EngineConfig, head: str = "") -> str:
     lines = [
         ("KV", plan.kv_slots, "tokens", plan.kv_slot_bytes),
         ("state slots", plan.state_slots, "states", plan.state_slot_bytes),
+        ("journals", plan.journals, "journals", plan.journal_bytes),
         (what, running, "requests", plan.request_bytes),
     ]
     table = [

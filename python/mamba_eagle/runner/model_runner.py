@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
+from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
@@ -19,6 +20,7 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.weights import weight_bytes, weights_come_late
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
@@ -42,7 +44,13 @@ from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState
-from mamba_eagle.runner.steps.decode_step import DecodeStep, EagerRun, EagerSteps
+from mamba_eagle.runner.steps.decode_step import (
+    DecodeStep,
+    EagerRun,
+    EagerSteps,
+    Outcome,
+    Verified,
+)
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
@@ -88,8 +96,9 @@ class ModelRunner:
             DraftSize(source.config, source.rows) if source and source.config else None,
             self.backend,
         )
-        slots = group.smallest([self.memory.kv_slots, self.memory.state_slots])
-        self.memory = self.memory._replace(kv_slots=slots[0], state_slots=slots[1])
+        own = self.memory
+        kv_slots, states, journals = group.smallest([own.kv_slots, own.state_slots, own.journals])
+        self.memory = own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
         weights = f"weights {size_text(weight_bytes(self.model))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
@@ -116,7 +125,9 @@ class ModelRunner:
             self.sampling,
             self.chooser,
         )
-        self.prompts = PromptRunner(self.step, self.pool, self.model_config.eos_token_ids)
+        self.prompts = PromptRunner(
+            self.step, self.pool, self.journals, self.model_config.eos_token_ids
+        )
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
         self._ended = self.backend.place.timestamp()  # end of the previous step
         self.warm_up()
@@ -148,6 +159,8 @@ class ModelRunner:
             self.drafter.untrack(plan.untrack)
         if plan.releases:
             self._release(plan.releases)
+        self.journals.end_trails(plan.end_trails)
+        self.journals.move(plan.moves)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
         trees, decode_began = None, began
         if plan.decode is not None:
@@ -166,11 +179,24 @@ class ModelRunner:
         after = verified.positions + 1
         target = self.chooser.sample(batch.slots, verified.logits, after, verified.tree)
         outcome = run.commit(target)
+        if any(self.journals.has_trail[slot] for slot in batch.slots):
+            self._keep_rows(run.slots, verified, outcome)
         return PendingDecode(self.chooser, self.table, batch, verified, outcome)
+
+    def _keep_rows(self, slots: Tensor, verified: Verified, outcome: Outcome) -> None:
+        """Copy the rows of accepted tokens to the journals of the requests that have one."""
+        nodes, count = outcome.accepted.nodes, outcome.accepted.count
+        at = nodes[..., None].expand(-1, -1, verified.features.shape[2])
+        features = verified.features.gather(1, at)
+        conv_in = dt = features  # not read without Mamba2 layers
+        if self.scheme.has_journal:
+            conv_in, dt = self.scheme.accepted_inputs(slots, count, nodes.shape[1])
+        self.journals.append(slots, count, conv_in, dt, features)
 
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]
-        self.drafter.release(slots, [release.fold_to for release in releases])
+        self.journals.end_trails(slots)
+        self.drafter.release(slots, [max(each.fold_to, each.keep_to) for each in releases])
         kept = [(release.slot, release.fold_to) for release in releases if release.fold_to >= 0]
         if kept:
             kept_slots, ends = self.backend.place.to_device(list(zip(*kept)))
@@ -297,7 +323,9 @@ class ModelRunner:
             memory.state_slots + padding,
             model.mamba,
             self.model.feature_size,
-            getattr(torch, config.mamba_ssm_dtype),
+            backend.state_rounding(
+                config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), self.table
+            ),
             backend.dtype,
             backend.device,
         )
@@ -310,17 +338,27 @@ class ModelRunner:
         )
         mode = config.mamba_verify_mode
         self.scheme = backend.state_scheme(mode, model.mamba, size, self.table, self.pool)
+        mixers = [part for part in self.model.modules() if isinstance(part, Mamba2Mixer)]
+        self.journals = SavedJournals(
+            memory.journals,
+            config.journal_rows,
+            sorted(mixers, key=lambda mixer: mixer.index),
+            self.pool,
+            self.table,
+            backend.place,
+        )
         self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, backend)
         self.chooser = make_chooser(self.sampling, self.group)
 
     def _describe(self) -> RunnerReady:
         memory = self.memory
         # of all ranks together
-        weights, kv, states, verify, draft, graphs = self.group.total(
+        weights, kv, states, journals, verify, draft, graphs = self.group.total(
             [
                 weight_bytes(self.model),
                 self.kv.num_bytes,
                 self.pool.num_bytes,
+                self.journals.num_bytes,
                 self.scheme.num_bytes,
                 self.drafter.num_bytes,
                 self.steps.num_bytes,
@@ -336,6 +374,10 @@ class ModelRunner:
             eos_token_ids=list(self.model_config.eos_token_ids),
             pid=os.getpid(),
             chunked_prefill_size=self.backend.place.prompt_tokens,
+            max_journals=self.journals.num_slots,
+            journal_rows=self.journals.size,
+            keeps_outputs=self.scheme.has_journal or self.model_config.mamba is None,
+            moves_anchors=not self.drafter.recurrent,
             details={
                 "architecture": self.model_config.architecture,
                 "model_type": self.model_config.model_type,
@@ -345,6 +387,7 @@ class ModelRunner:
                 "weight_bytes": weights,
                 "kv_bytes": kv,
                 "checkpoint_bytes": states,
+                "journal_bytes": journals,
                 "verify_bytes": verify,
                 "draft_bytes": draft,
                 "graph_bytes": graphs,

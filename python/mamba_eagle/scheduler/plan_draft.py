@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mamba_eagle.cache.base import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
-from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release
+from mamba_eagle.message import AnchorMove, DecodeBatch, Plan, PrefillItem, Release
 from mamba_eagle.message.indices import Indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Choice
@@ -40,6 +40,8 @@ class PlanDraft:
 
     number: int
     releases: list[Release] = field(default_factory=list)
+    end_trails: list[int] = field(default_factory=list)  # request slots
+    moves: list[AnchorMove] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decodes: list[DecodeItem] = field(default_factory=list)
     untracked: list[Request] = field(default_factory=list)  # the drafter stops following them
@@ -63,6 +65,8 @@ class PlanDraft:
             step=self.number,
             untrack=[each.held.slot for each in self.untracked if each.held is not None],
             releases=self.releases,
+            end_trails=self.end_trails,
+            moves=self.moves,
             prefill=[chunk.item for chunk in self.chunks],
             decode=decode,
         )

@@ -6,13 +6,11 @@ import bisect
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from mamba_eagle.cache.base import Match, StateKind, as_tokens, common_prefix
-from mamba_eagle.cache.slots import HeldSlots, Slots
+from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
-from mamba_eagle.message import PrefillItem, StateSave
+from mamba_eagle.message import JournalPart, PrefillItem, RunnerReady, StateSave
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy
@@ -28,11 +26,12 @@ class PrefillManager:
     """The queue, and the prompts that are being processed."""
 
     def __init__(
-        self, config: EngineConfig, policy: ShapePolicy, slots: Slots, chunk_size: int
+        self, config: EngineConfig, policy: ShapePolicy, slots: Slots, runner: RunnerReady
     ) -> None:
-        """chunk_size: most prompt tokens in one step."""
         self.policy, self.slots = policy, slots
-        self.chunk_size = chunk_size
+        # most prompt tokens in one step
+        self.chunk_size = config.chunked_prefill_size or runner.chunked_prefill_size
+        self.journal_rows, self.keeps_outputs = runner.journal_rows, runner.keeps_outputs
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes
@@ -116,8 +115,9 @@ class PrefillManager:
             if other.salt != request.salt:
                 continue
             end = other.reusable or 0
-            far = match.position + MIN_SHARED_TOKENS <= end <= request.hit_limit
-            if far and np.array_equal(as_tokens(other.tokens[:end]), request.to_prefill[:end]):
+            shared = common_prefix(as_tokens(other.tokens[:end]), request.to_prefill)
+            reach = min(shared, request.hit_limit)
+            if reach > match.position and other.will_serve(reach):
                 return True
         for other in self.chunked:
             if other.salt != request.salt:
@@ -162,6 +162,10 @@ class PrefillManager:
         start = held.inserted
         end = min(start + budget, len(request.to_prefill))
         saves, kinds = self._saves(request, held, end, plan)
+        if end == len(request.to_prefill) and self._keeps_output(request):
+            self.slots.start_trail(held, end, plan.reads)
+            if held.trail is not None:
+                saves.append(StateSave(end, held.trail.state_slot))
         item = PrefillItem(
             slot=held.slot,
             state_slot=held.state_slot,
@@ -176,6 +180,10 @@ class PrefillManager:
             return_logprob=request.return_logprob,
             track=request.drafts.tracked,
         )
+        if (rows := held.prompt_journal) is not None:
+            item.journal = JournalPart(rows.slot, rows.start, rows.end)
+        if held.trail is not None:
+            item.trail = held.trail.journal
         if request.wants_input_logprobs and request.logprob_start < end:
             item.logprob_start = max(request.logprob_start, start)
         if item.is_first:
@@ -184,6 +192,9 @@ class PrefillManager:
             item.prefix_kv_slots = held.kv[:start]
             if start > 0:
                 item.load_from = held.load_from
+            if held.load_journal >= 0:
+                item.replay = JournalPart(held.load_journal, held.load_at, start)
+                item.replay_token_ids = request.tokens[held.load_at : start]
             if request.sampling.needs_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         plan.chunks.append(Chunk(request, held, item, kinds))
@@ -198,16 +209,21 @@ class PrefillManager:
         by position."""
         if not self.slots.cache.stores:
             return [], {}
-        start, tail = held.inserted, len(request.to_prefill) - 1
+        start = held.inserted
+        tail = self._tail(request, held, end, plan)
         state_slots: dict[int, int] = {}  # by position
         asked = request.cache_hints.positions
         for position in [tail, *asked, *self._shared_positions(request, held), held.branch]:
             inside = max(start, held.hit) < position <= min(end, tail)
+            if position in asked:
+                inside = max(start, held.hit) < position <= end
             if inside and position not in state_slots:
                 state_slot = self.slots.reserve_state(keep=plan.reads)
                 if state_slot is None:
                     break
                 state_slots[position] = state_slot
+        if held.prompt_journal is not None and start < tail and tail not in state_slots:
+            self.slots.drop_prompt_journal(held)  # without the state that it begins at
         kinds: dict[int, StateKind] = {
             position: ("tail" if position == tail else "asked" if position in asked else "branch")
             for position in state_slots
@@ -220,6 +236,24 @@ class PrefillManager:
             state_slots[position] = state_slot
             kinds[position] = "spare"
         return [StateSave(*save) for save in sorted(state_slots.items())], kinds
+
+    def _tail(self, request: Request, held: HeldSlots, end: int, plan: PlanDraft) -> int:
+        """Where the state is saved that serves the prompt's end: there, or before the last tokens
+        whose rows are kept, from which any of them can be continued."""
+        tail = len(request.to_prefill) - 1
+        if held.prompt_journal is not None:
+            return held.prompt_journal.start
+        first = max(tail - self.journal_rows, held.hit + 1)
+        if held.inserted < first <= end and first < tail:
+            journal = self.slots.reserve_journal(plan.reads)
+            if journal is not None:
+                held.prompt_journal = PromptJournal(journal, first, tail)
+                return first
+        return tail
+
+    def _keeps_output(self, request: Request) -> bool:
+        left = request.sampling.max_new_tokens - request.num_output
+        return self.slots.cache.stores and self.keeps_outputs and left > 1
 
     def _shared_positions(self, request: Request, held: HeldSlots) -> list[int]:
         """Ends of prefixes shared with waiting requests; those that save most tokens first."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from typing import Any
 
 import zmq
 
 from mamba_eagle.cache.look import top_nodes
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.events_config import read_events_config
 from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
@@ -38,6 +41,7 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.scheduler.events import EventPublisher
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("mamba_eagle.scheduler")
@@ -58,6 +62,7 @@ class SchedulerProcess:
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
         self.scheduler: Scheduler
+        self.events: EventPublisher | None = None
         self.flushes: list[int] = []  # calls that wait for the last plans to come back
         self.changed = False  # since the last integrity check
         self.checked_at = 0.0
@@ -76,6 +81,9 @@ class SchedulerProcess:
             found[answer.rank] = answer
         ready = found[0]
         self.scheduler = Scheduler(self.config, ready)
+        events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
+        if events is not None and isinstance(cache, RadixCache):
+            self.events = EventPublisher(events, cache)
         self.outputs.send(
             Ready(
                 max_kv_slots=ready.max_kv_slots,
@@ -147,7 +155,11 @@ class SchedulerProcess:
                             call_id=message.call_id,
                             state=self.scheduler.state(),
                             cache=self.scheduler.cache_use(),
-                            nodes=top_nodes(self.scheduler.slots.cache.root, message.max_nodes),
+                            nodes=top_nodes(
+                                self.scheduler.slots.cache.root,
+                                message.max_nodes,
+                                message.max_tokens,
+                            ),
                         )
                     )
         self.send_outputs(outputs)
@@ -155,6 +167,8 @@ class SchedulerProcess:
     def send_plans(self) -> None:
         while (plan := self.scheduler.plan()) is not None:
             self.plans.send(plan)
+            if self.events is not None:
+                self.events.publish()
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
@@ -188,12 +202,16 @@ class SchedulerProcess:
             self.flushes.clear()
         elif self.scheduler.idle:
             self.scheduler.flush()
+            if self.events is not None:
+                self.events.publish()
             for call_id in self.flushes:
                 self.outputs.send(FlushReply(call_id=call_id, ok=True, message="cache flushed"))
             self.flushes.clear()
 
     def close(self) -> None:
         """Tells the runner to end as well."""
+        if self.events is not None:
+            self.events.close()
         self.plans.linger(GOODBYE_MS)
         self.plans.send(Shutdown())
         pipes: tuple[Any, ...] = (
@@ -212,7 +230,10 @@ def main() -> None:
     context = zmq.Context()
     process = SchedulerProcess(config, context, socket_dir)
     try:
-        process.start()
+        try:
+            process.start()
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
         process.run()
     finally:
         ignore_end_signal()

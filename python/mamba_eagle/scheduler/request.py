@@ -113,9 +113,19 @@ class Request:
         if there is nothing that it should have."""
         if self.held is None or (self.finish is not None and self.finish.kind == "abort"):
             return None
-        # A late StopAt may have cut tokens that S0 has taken in already.
-        exact = max(self.held.folded, 1) <= self.processed <= len(self.tokens)
-        return self.processed if exact else None
+        # A late StopAt may have cut tokens that S0 has taken in already; what is kept behind the
+        # request may still be exact there.
+        end = self.processed
+        exact = max(self.held.folded, 1) <= end or self._on_trail(end)
+        return end if exact and end <= len(self.tokens) else None
+
+    def will_serve(self, position: int) -> bool:
+        """Whether the cache can continue after so many of its tokens once it is released."""
+        return position == self.reusable or self._on_trail(position)
+
+    def _on_trail(self, position: int) -> bool:
+        trail = self.held.trail if self.held is not None else None
+        return trail is not None and 1 <= trail.anchor <= position <= self.processed
 
     # ── what happens to it ───────────────────────────────────────────────────────────────────
 

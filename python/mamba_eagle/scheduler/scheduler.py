@@ -11,9 +11,11 @@ from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, TreeShape
 from mamba_eagle.message import (
+    AnchorMove,
     CacheUse,
     DecodeResult,
     Generate,
+    JournalPart,
     Plan,
     PrefillResult,
     Release,
@@ -30,6 +32,7 @@ from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.results import decode_problem, prefill_problem
 from mamba_eagle.scheduler.speculation import Choice, Outcome, shape_policy
 from mamba_eagle.scheduler.stats import Stats
+from mamba_eagle.scheduler.trails import TrailKeeper
 
 log = logging.getLogger("mamba_eagle.scheduler")
 
@@ -57,9 +60,11 @@ class Scheduler:
             runner.max_state_slots,
             runner.max_running_requests,
             use_cache=not config.disable_radix_cache,
+            max_journals=runner.max_journals,
+            folds_journals=runner.moves_anchors,
         )
-        chunk_size = config.chunked_prefill_size or runner.chunked_prefill_size
-        self.prefill = PrefillManager(config, self.policy, self.slots, chunk_size)
+        self.prefill = PrefillManager(config, self.policy, self.slots, runner)
+        self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
         self._live: dict[str, Request] = {}  # requests that have not ended
@@ -171,6 +176,8 @@ class Scheduler:
         if last is not None:
             self._retract(last)
             self._release_leaving(plan)
+        for item in plan.decodes:
+            self.trails.make_room(item.request, item.held, plan)
 
     def _step_back(self) -> None:
         """A running request makes room for one of higher priority that did not get any."""
@@ -194,11 +201,11 @@ class Scheduler:
         held, end = request.held, request.reusable
         assert held is not None
         rest = None if end is None else as_tokens(request.tokens[held.inserted : end])
-        stored = self.slots.release(held, rest)
+        released = self.slots.release(held, rest)
         # Between two chunks of a prompt S0 is where it should be and needs no fold.
-        fold_to = end if stored and end is not None and request.prefill_sent else -1
+        keep_to = end if released.stored and end is not None and request.prefill_sent else -1
         request.held = None
-        return Release(held.slot, fold_to)
+        return Release(held.slot, keep_to if released.state_kept else -1, keep_to)
 
     def _retract(self, request: Request) -> None:
         """It waits again once no plan in flight names it and its slots are released."""
@@ -211,6 +218,9 @@ class Scheduler:
         on, for the plans after it."""
         self.stats.num_steps += 1
         self._in_flight.append(plan)
+        for fold in self.slots.take_folds():
+            rows = JournalPart(fold.journal, fold.start, fold.end)
+            plan.moves.append(AnchorMove(rows, fold.state_slot))
         for request in plan.untracked:
             self.policy.untrack(request.drafts)
         for request, _, _ in plan.decodes:
@@ -225,9 +235,12 @@ class Scheduler:
             end = item.start + len(item.token_ids)
             self.slots.insert(held, request.to_prefill[item.start : end])
             for save in item.saves:
-                kind = kinds[save.position]
-                self.slots.attach_state(held, save.position, save.state_slot, kind)
+                if save.position in kinds:  # others are the request's own
+                    kind = kinds[save.position]
+                    self.slots.attach_state(held, save.position, save.state_slot, kind)
             if item.is_last:
+                if held.prompt_journal is not None:
+                    self.slots.keep_prompt_journal(held)
                 self.prefill.remove(request)
                 self._pin(request, held)
 
@@ -371,6 +384,9 @@ class Scheduler:
             "token_usage": used / max(slots.kv.total, 1),
             "num_free_checkpoints": slots.states.num_free,
             "num_cached_checkpoints": cache.num_states,
+            "max_journals": slots.journals.total,
+            "num_free_journals": slots.journals.num_free,
+            "num_cached_journals": cache.num_journals,
             "num_pinned_checkpoints": cache.pinned_states,
             "num_used_checkpoints": slots.states.total - slots.states.num_free - cache.num_states,
             "max_mamba_cache_size": slots.states.total,

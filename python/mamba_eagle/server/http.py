@@ -76,7 +76,8 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(HTTPException, _refuse_route)
     app.add_exception_handler(Exception, _internal_error)
     if state.api_keys:
-        app.add_middleware(KeyAuth, keys=state.api_keys, open_paths=OPEN_PATHS)
+        admin = [state.config.admin_api_key] if state.config.admin_api_key else []
+        app.add_middleware(KeyAuth, keys=[*state.api_keys, *admin], open_paths=OPEN_PATHS)
     guard_origins(app, state.config)
     app.add_middleware(PlainPaths, root_path=state.config.root_path)
     app.add_middleware(RequestIds)
@@ -187,6 +188,7 @@ async def server_info(request: Request) -> Response:
     engine = state.manager.engine
     arguments = dataclasses.asdict(state.config)
     arguments["api_key"] = "***" if state.api_keys else ""
+    arguments["admin_api_key"] = "***" if state.config.admin_api_key else ""
     scheduler = await _scheduler_state(state)
     averages = {
         "avg_spec_accept_length": state.recorder.accept_length,

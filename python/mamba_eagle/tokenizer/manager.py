@@ -333,12 +333,14 @@ class TokenizerManager:
         assert isinstance(reply, StateReply)
         return reply
 
-    async def cache(self, max_nodes: int, timeout: float = 5.0) -> CacheReply:
-        """What the prefix cache holds, and the first nodes of its tree.
+    async def cache(self, max_nodes: int, max_tokens: int = 0, timeout: float = 5.0) -> CacheReply:
+        """What the prefix cache holds, and the first nodes of its tree with up to ``max_tokens`` of
+        their tokens each.
 
         Raises: EngineDead, TimeoutError
         """
-        item = GetCache(call_id=next(self._numbers), max_nodes=max_nodes)
+        number = next(self._numbers)
+        item = GetCache(call_id=number, max_nodes=max_nodes, max_tokens=max_tokens)
         reply = await self._call(item, timeout)
         assert isinstance(reply, CacheReply)
         return reply

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
+from tiny_tokenizer import spell
 
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import (
@@ -56,6 +58,9 @@ CACHE_STATE = {
     "num_free_checkpoints": 3.0,
     "num_cached_checkpoints": 4.0,
     "num_used_checkpoints": 1.0,
+    "max_journals": 4.0,
+    "num_free_journals": 1.0,
+    "num_cached_journals": 2.0,
     "prompt_tokens_total": 140.0,
     "cached_tokens_total": 70.0,
 }
@@ -158,6 +163,9 @@ class FakeEngine:
             )
         elif isinstance(item, GetCache):
             nodes = NODES[: item.max_nodes]
+            if item.max_tokens:
+                first = msgspec.structs.replace(nodes[0], token_ids=spell("hello"))
+                nodes = [first, *nodes[1:]]
             reply = CacheReply(
                 call_id=item.call_id, state=CACHE_STATE, cache=CACHE_USE, nodes=nodes
             )

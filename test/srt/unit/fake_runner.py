@@ -23,6 +23,7 @@ from mamba_eagle.message import (
     DecodeBatch,
     DecodeResult,
     Generate,
+    JournalPart,
     Plan,
     PrefillItem,
     PrefillResult,
@@ -77,6 +78,7 @@ class Slot:
     traced: bool = False
     logprobs: bool = False  # whether logprobs of output tokens are requested
     tracked: bool = True  # whether the drafter tracks the request
+    trail: int = -1  # journal slot that keeps the rows of output tokens
 
     @property
     def num_output(self) -> int:
@@ -130,9 +132,20 @@ def goes_on_after_a_stop(result: DecodeResult, slot: Slot) -> None:
 
 
 class FakeRunner:
-    """``rows``: tokens that a request can process before a fold must update its state slot."""
+    """``rows``: tokens that a request can process before a fold must update its state slot.
+    ``journals``: journal slots, whose rows record the prefix that ends with their token."""
 
-    def __init__(self, kv_slots: int, state_slots: int, requests: int, context: int, rows: int = 9):
+    def __init__(
+        self,
+        kv_slots: int,
+        state_slots: int,
+        requests: int,
+        context: int,
+        rows: int = 9,
+        journals: int = 0,
+        journal_rows: int = 128,
+        moves_anchors: bool = True,
+    ):
         self.ready = RunnerReady(
             max_kv_slots=kv_slots,
             max_state_slots=state_slots,
@@ -141,7 +154,13 @@ class FakeRunner:
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             pid=0,
+            max_journals=journals,
+            journal_rows=journal_rows,
+            keeps_outputs=journals > 0,
+            moves_anchors=moves_anchors,
         )
+        self.journals: list[dict[int, tuple[int, ...]]] = [{} for _ in range(journals)]
+        self.replays = self.moves = 0
         self.rows = rows
         self.needs_history = False  # whether all requests need it, as with some drafters
         self.kv: list[tuple[int, int] | None] = [None] * kv_slots  # (token, position)
@@ -164,7 +183,17 @@ class FakeRunner:
             assert self.slots[slot].tracked, "untracked twice"
             self.slots[slot].tracked = False
         for release in plan.releases:
+            assert release.fold_to in (-1, release.keep_to)
             self._release(release.slot, release.fold_to)
+        for ended in plan.end_trails:
+            assert self.slots[ended].trail >= 0, "a trail ended twice"
+            self.slots[ended].trail = -1
+        for move in plan.moves:
+            if move.save >= 0:
+                self.state_slots[move.save] = self.state_slots[move.state_slot]
+            state = self._replay(move.journal, move.state_slot)
+            self.state_slots[move.state_slot] = state
+            self.moves += 1
         self.tracked += sum(item.is_first and item.track for item in plan.prefill)
         written: list[int] = []
         for item in plan.prefill:
@@ -186,6 +215,19 @@ class FakeRunner:
         decode = self._decode(plan.decode) if plan.decode is not None else []
         seconds = 1.0 + noise("seconds", plan.step) % 4 / 10  # no shape is clearly the best
         return StepResult(step=plan.step, prefill=prefill, decode=decode, decode_seconds=seconds)
+
+    def _write_row(self, journal: int, prefix: tuple[int, ...]) -> None:
+        self.journals[journal][(len(prefix) - 1) % self.ready.journal_rows] = prefix
+
+    def _replay(self, part: JournalPart, state_slot: int) -> tuple[int, ...]:
+        """The tokens of the state after a journal's part."""
+        state = self.state_slots[state_slot]
+        assert state is not None and len(state) == part.start < part.end
+        for position in range(part.start, part.end):
+            row = self.journals[part.slot].get(position % self.ready.journal_rows)
+            assert row is not None and row[:-1] == state, "not the row of the next token"
+            state = row
+        return state
 
     def _release(self, slot_id: int, fold_to: int) -> None:
         slot = self.slots.pop(slot_id)
@@ -220,6 +262,11 @@ class FakeRunner:
             slot.tokens.append(token)
             slot.table.append(kv)
         self.prefilled_tokens += len(item.token_ids)
+        if item.journal is not None:
+            rows = item.journal
+            assert rows.end - rows.start <= self.ready.journal_rows
+            for position in range(max(rows.start, item.start), min(rows.end, len(slot.tokens))):
+                self._write_row(rows.slot, tuple(slot.tokens[: position + 1]))
         end, before = len(slot.tokens), item.start
         for save in item.saves:
             assert before < save.position <= end, "saves must increase within the chunk"
@@ -235,7 +282,7 @@ class FakeRunner:
                 for position in range(item.logprob_start, end)
             ]
         if item.is_last:
-            slot.decoding = True
+            slot.decoding, slot.trail = True, item.trail
             if slot.sampling.max_new_tokens > 0:
                 first = DecodeResult(nodes=[0])
                 self._emit(slot, first)
@@ -253,7 +300,13 @@ class FakeRunner:
         prefix: tuple[int, ...] = ()
         if item.load_from >= 0:
             state = self.state_slots[item.load_from]
-            assert state is not None and len(state) == item.start
+            assert state is not None
+            if item.replay is not None:
+                assert item.replay.end == item.start
+                state = self._replay(item.replay, item.load_from)
+                assert tuple(item.replay_token_ids) == state[item.replay.start :]
+                self.replays += 1
+            assert len(state) == item.start
             prefix = state
         assert len(item.prefix_kv_slots) == item.start == len(prefix)
         slot = Slot(
@@ -314,6 +367,8 @@ class FakeRunner:
         for node in path:
             self.kv[kv_slots[node]] = (slot.tokens[-1], len(slot.table))
             slot.table.append(kv_slots[node])
+            if slot.trail >= 0:
+                self._write_row(slot.trail, tuple(slot.tokens))
             result.nodes.append(node)
             self._emit(slot, result)
             if slot.ended:
@@ -391,5 +446,6 @@ class Server:
         assert slots.kv.num_free + cache.num_kv == slots.kv.total
         assert cache.evictable_kv == cache.num_kv
         assert slots.states.num_free + cache.num_states == slots.states.total
+        assert slots.journals.num_free + cache.num_journals == slots.journals.total
         assert slots.requests.num_free == slots.requests.total
         assert not self.runner.slots

@@ -22,6 +22,7 @@ SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
 SHOWN = {
     "kv_slots": {"total": 100, "free": 40, "cached": 50, "locked": 20, "pinned": 10},
     "states": {"total": 8, "free": 3, "cached": 4, "used": 1, "pinned": 2},
+    "journals": {"total": 4, "free": 1, "cached": 2},
     "prompt_tokens": 140,
     "cached_tokens": 70,
     "hits": {"tail": 3, "output": 1},
@@ -32,6 +33,7 @@ SHOWN = {
 DRAWN = """\
 KV slots: 100 = 50 cached (20 of them being read) + 10 held by requests + 40 free; 10 pinned
 states: 8 = 4 cached + 1 held by requests + 3 free; 2 pinned
+journals: 4 = 2 cached + 1 held by requests + 1 free
 prompts: 70 of 140 tokens were cached (50%)
 evicted: 2 states, 30 tokens
 hits by the kind of state:
@@ -106,6 +108,7 @@ def test_hits_are_counted_by_what_they_hit():
         "spare": 192,
         "branch": 200,
         "asked": 0,
+        "journal": 0,
     }
     assert sum(use.saved_tokens.values()) == state["cached_tokens_total"]
     assert state["num_locked_tokens"] == state["num_used_checkpoints"] == 0
@@ -132,6 +135,30 @@ def test_the_route_gives_numbers_and_no_tokens() -> None:
                 refused = await server.client.get("/cache", params={"nodes": wrong})
                 assert refused.status_code == 400
                 assert "must be 0 to 1000" in refused.json()["error"]["message"]
+
+    run(test())
+
+
+def test_the_text_is_shown_to_the_operator_alone() -> None:
+    async def test() -> None:
+        async with serving(says("x"), api_key="client", admin_api_key="boss") as server:
+
+            async def ask(key: str, query: str = "text=1"):
+                headers = {"x-api-key": key}
+                return await server.client.get(f"/cache?{query}", headers=headers)
+
+            assert (await ask("client")).status_code == (await ask("wrong")).status_code == 401
+            nodes = (await ask("boss")).json()["nodes"]
+            assert [node["text"] for node in nodes] == ["hello", "", ""]
+            assert all("token_ids" not in node for node in nodes)
+            assert all("text" not in node for node in (await ask("client", "")).json()["nodes"])
+            assert (await ask("boss", "text=yes")).status_code == 400
+            info = (await server.client.get("/server_info", headers={"x-api-key": "boss"})).text
+            assert '"admin_api_key":"***"' in info.replace(" ", "") and "boss" not in info
+        async with serving(says("x")) as server:
+            refused = await server.client.get("/cache?text=1")
+            assert refused.status_code == 403
+            assert "--admin-api-key" in refused.json()["error"]["message"]
 
     run(test())
 

@@ -122,6 +122,7 @@ class OwnersOfSlots(RuleBasedStateMachine):
         end = len(held.kv) if sample.decodes else held.inserted
         rest = as_tokens(sample.tokens[held.inserted : end]) if wanted and end > 0 else None
         stored = self.slots.release(held, rest)
+        stored = stored.stored
         assert stored == (rest is not None and self.slots.cache.stores)
         if stored:
             match = self.slots.cache.match(as_tokens(sample.tokens[:end]), end)
@@ -184,6 +185,6 @@ def test_of_two_equal_prompts_at_once_the_cache_keeps_one_state_and_one_kv_slot_
     assert slots.cache.num_kv == 4 and slots.cache.num_states == 1
     assert not first.duplicates and second.duplicates == second.kv
     slots.check_integrity([first, second])
-    assert slots.release(second, prompt[4:]) and not slots.release(first, None)
+    assert slots.release(second, prompt[4:]).stored and not slots.release(first, None).stored
     slots.check_integrity()
     assert slots.kv.num_free == KV - 4 and slots.states.num_free == STATES - 2

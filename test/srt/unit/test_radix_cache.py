@@ -24,7 +24,10 @@ class CacheAgainstDict(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool, self.state_slots = SlotAllocator(40), SlotAllocator(6)
-        self.cache = RadixCache(self.pool, self.state_slots)
+        self.journal_slots = SlotAllocator(4, "journal slot")
+        self.cache = RadixCache(self.pool, self.state_slots, self.journal_slots)
+        # journal slot -> anchor (a prefix) and the prefix that it ends with
+        self.journals: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.kv: dict[tuple[int, ...], int] = {}
         self.states: dict[tuple[int, ...], int] = {}
         self.locked: list[tuple[tuple[int, ...], object]] = []
@@ -39,8 +42,21 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert match.length == self.longest(prompt, salt)
         hits = [n for n in range(1, limit + 1) if (salt, *prompt[:n]) in self.states]
         hits = [n for n in hits if n <= len(prompt)]
-        assert match.position == max(hits, default=0) == match.node.end
-        assert match.state_slot == self.states.get((salt, *prompt[: match.position]), -1)
+        reach = min(match.length, limit)
+        behind = {
+            slot: common_prefix(as_tokens(end[1:]), as_tokens(prompt[:reach]))
+            for slot, (anchor, end) in self.journals.items()
+            if anchor == (salt, *prompt[: len(anchor) - 1]) and len(anchor) - 1 <= reach
+        }
+        best = max([*hits, *behind.values()], default=0)
+        assert match.position == best == match.node.end
+        if match.journal >= 0:
+            assert best > max(hits, default=0) and behind[match.journal] == best
+            assert match.anchor == len(self.journals[match.journal][0]) - 1
+            assert match.kind == "journal"
+        else:
+            assert match.anchor == match.position == max(hits, default=0)
+        assert match.state_slot == self.states.get((salt, *prompt[: match.anchor]), -1)
         expected = [self.kv[(salt, *prompt[: n + 1])] for n in range(match.position)]
         assert match.kv_slots.tolist() == expected
         return match
@@ -52,6 +68,13 @@ class CacheAgainstDict(RuleBasedStateMachine):
         gone_states = set(self.states.values()) - {node.state_slot for node in nodes}
         self.kv = {key: slot for key, slot in self.kv.items() if slot not in gone_kv}
         self.states = {key: slot for key, slot in self.states.items() if slot not in gone_states}
+        left = {journal.slot for node in nodes for journal in node.journals}
+        for slot, (anchor, end) in list(self.journals.items()):
+            while end not in self.kv:  # evicted KV shortens it
+                end = end[:-1]
+            self.journals[slot] = (anchor, end)
+            assert (slot in left) == (anchor in self.states and len(end) > len(anchor))
+        self.journals = {slot: each for slot, each in self.journals.items() if slot in left}
         for prefix in self.kv:
             assert len(prefix) == 2 or prefix[:-1] in self.kv
         for prefix in self.states:
@@ -104,6 +127,51 @@ class CacheAgainstDict(RuleBasedStateMachine):
             self.states[key] = slots[0]
         else:
             self.state_slots.free(slots)
+
+    @rule(prompt=PROMPT, position=st.integers(1, 9), salt=SALT)
+    def attach_journal(self, prompt, position, salt):
+        size = self.longest(prompt, salt)
+        slots = self.journal_slots.allocate(1)
+        if slots is None or position > size:
+            self.journal_slots.free(slots or [])
+            return
+        node, anchor, end = self.node_of(prompt, size, salt), prompt[:position], prompt[:size]
+        known = [
+            ended[: size + 1] == (salt, *end)
+            for began, ended in self.journals.values()
+            if began == (salt, *anchor)
+        ]
+        useful = (salt, *anchor) in self.states and position < size and not any(known)
+        assert self.cache.attach_journal(node, position, slots[0], size) == useful
+        if not useful:
+            self.journal_slots.free(slots)
+            return
+        left = {journal.slot for node in self.cache._nodes() for journal in node.journals}
+        self.journals = {slot: each for slot, each in self.journals.items() if slot in left}
+        self.journals[slots[0]] = ((salt, *anchor), (salt, *end))
+
+    @rule(keep=st.sets(st.integers(0, 5)))
+    def evict_a_journal(self, keep):
+        fold = self.cache.evict_journal(keep)
+        if fold is not None:
+            anchor, end = self.journals.pop(fold.journal)
+            assert (fold.start, fold.end) == (len(anchor) - 1, len(end) - 1)
+            assert fold.state_slot == self.states.pop(anchor) not in keep
+            assert end not in self.states and end in self.kv
+            self.states[end] = fold.state_slot
+        else:
+            began = [anchor for anchor, _ in self.journals.values()]
+            for anchor, end in self.journals.values():
+                pinned = self.node_with(self.states[anchor]).state_pins
+                assert (
+                    self.states[anchor] in keep
+                    or pinned
+                    or began.count(anchor) > 1
+                    or (end not in self.kv or end in self.states)
+                )
+
+    def node_with(self, state_slot):
+        return next(node for node in self.cache._nodes() if node.state_slot == state_slot)
 
     @rule(prompt=PROMPT, salt=SALT, above=st.integers(0, 4), seconds=st.integers(1, 9))
     def pin(self, prompt, salt, above, seconds):
@@ -178,7 +246,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
             self.cache.flush()
             self.locked.clear()  # only the root can have been
             assert (self.cache.pinned_kv, self.cache.pinned_states) == (0, 0)
-            self.kv, self.states = {}, {}
+            self.kv, self.states, self.journals = {}, {}, {}
         else:
             with pytest.raises(RuntimeError, match="in use"):
                 self.cache.flush()
@@ -189,6 +257,8 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert self.cache.num_kv == len(self.kv) == self.pool.total - self.pool.num_free
         held = self.state_slots.total - self.state_slots.num_free
         assert self.cache.num_states == len(self.states) == held
+        held = self.journal_slots.total - self.journal_slots.num_free
+        assert self.cache.num_journals == len(self.journals) == held
         locked = {prefix[:n] for prefix, _ in self.locked for n in range(2, len(prefix) + 1)}
         # Locks are of whole nodes, which end where a state slot is or was.
         assert self.cache.evictable_kv == len(self.kv) - len(locked)

@@ -87,7 +87,11 @@ def test_same_text_cached_or_not_retracted_or_not(shape, pool, mode):
         "no-spare": {"mamba_checkpoint_interval": 0, "chunked_prefill_size": 7},
     }[mode]
     rng = random.Random(f"{shape} {pool} {mode}")
-    server = Server(config(**SHAPES[shape], **settings), FakeRunner(*POOLS[pool], 400), rng)
+    journals = {"overlap": 6, "no-overlap": 2, "lpm": 20, "no-spare": 3}.get(mode, 0)
+    runner = FakeRunner(
+        *POOLS[pool], 400, journals=journals, journal_rows=24, moves_anchors=mode != "lpm"
+    )
+    server = Server(config(**SHAPES[shape], **settings), runner, rng)
     wanted = {}
     for i, prompt in enumerate(prompts(rng, 40)):
         sampling = sampling_of(rng)
@@ -148,7 +152,8 @@ def test_aborts_and_stops_at_any_moment_free_all(seed):
     pool = rng.choice(list(POOLS.values()))
     settings = rng.choice([{}, {"disable_overlap_schedule": True}, {"disable_radix_cache": True}])
     settings.update(rng.choice(list(SHAPES.values())))
-    server = Server(config(**settings), FakeRunner(*pool, 400), rng)
+    runner = FakeRunner(*pool, 400, journals=seed % 5, journal_rows=24)
+    server = Server(config(**settings), runner, rng)
     wanted, stopped = {}, {}
     for i, prompt in enumerate(prompts(rng, 60)):
         sampling = sampling_of(rng)
@@ -259,7 +264,9 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
         schedule_policy=rng.choice(["fcfs", "lpm", "priority"]),
     )
     pool = [rng.choice(s) for s in ([115, 130, 160, 300, 2000], [1, 2, 3, 5, 9, 40], [1, 2, 4, 8])]
-    server = Server(settings, FakeRunner(*pool, 400, rows=rng.choice([0, 4, 9, 30])), rng)
+    journals = rng.choice([0, 1, 3, 30])
+    runner = FakeRunner(*pool, 400, rng.choice([0, 4, 9, 30]), journals, rng.choice([20, 40]))
+    server = Server(settings, runner, rng)
     wanted, stopped = {}, {}
     for i, prompt in enumerate(prompts(rng, 30)):
         sampling, rid = sampling_of(rng), f"r{i}"

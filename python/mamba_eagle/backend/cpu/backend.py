@@ -10,10 +10,12 @@ from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
+from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
@@ -55,6 +57,9 @@ class CpuBackend(TorchBackend):
         if config is None or pool.ssm.dtype != torch.float32:
             return super().state_scheme(mode, config, size, table, pool)
         return CPU_SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed, CpuStochastic)
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)

@@ -105,6 +105,9 @@ class CpuDeferred(CpuScheme):
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
+    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        return self.rows.newest(slots, count, width, self.recurrence.dt)
+
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         layout = self._layout(slots.numpy(), lanes, None)
         return TreeLayout(*(None if part is None else torch.from_numpy(part) for part in layout))

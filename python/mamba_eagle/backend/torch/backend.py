@@ -13,6 +13,7 @@ from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch import accept
@@ -77,6 +78,9 @@ class TorchBackend(Backend):
         if config is None:
             return StatelessScheme(table, pool)
         return TORCH_SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed)
 
     def rows_ahead(self, accepts: int) -> int:
         return 0

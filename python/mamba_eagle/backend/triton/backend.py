@@ -12,6 +12,7 @@ from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
@@ -23,6 +24,7 @@ from mamba_eagle.backend.triton.layer import sizes_supported
 from mamba_eagle.backend.triton.layer_ops import FlashInferOps, TritonOps
 from mamba_eagle.backend.triton.pending import TritonPendingEntries
 from mamba_eagle.backend.triton.prefill import TritonPrefillContext
+from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
@@ -86,6 +88,9 @@ class TritonBackend(TorchBackend):
         if not sizes_supported(config):
             return super().state_scheme(mode, config, size, table, pool)
         return SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed, TritonStochastic)
 
     def rows_ahead(self, accepts: int) -> int:
         """Folds are decided before the step's path is known, so the journal needs room for a whole

@@ -29,6 +29,12 @@ def _finalize(x):
 
 
 @triton.jit
+def mixed(x):
+    """SplitMix64's output that follows the state x, an int64."""
+    return _xor_shifted(_finalize(x + GAMMA), 31)
+
+
+@triton.jit
 def _gumbel_kernel(
     seed,  # [n] int64
     position,  # [n] int64
@@ -39,8 +45,7 @@ def _gumbel_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    key = _xor_shifted(_finalize(tl.load(seed + row) + GAMMA), 31)
-    key = _xor_shifted(_finalize((key ^ tl.load(position + row)) + GAMMA), 31)
+    key = mixed(mixed(tl.load(seed + row)) ^ tl.load(position + row))
     x = _finalize(key + (column + 1).to(tl.int64) * GAMMA)
     bits = (x.to(tl.uint64) >> SHIFT).to(tl.int64)
     if ONLY_BITS:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
@@ -66,11 +69,68 @@ class PendingPrefill:
         return results
 
 
+class Shown(NamedTuple):
+    """Prompt chunks as a drafter observes them: n tokens, concatenated in the items' order."""
+
+    items: Sequence[PrefillItem]
+    tokens: Tensor  # [n] int64
+    features: Tensor  # [n, F]
+    before: Tensor  # [items, F]: the feature of the token before each chunk
+
+    def only(self, chosen: Sequence[int], place: Place) -> Shown:
+        """These items alone."""
+        parts = prefill_parts(self.items)
+        ranges = [range(parts[i].first, parts[i].first + parts[i].length) for i in chosen]
+        flat = place.to_device([index for indices in ranges for index in indices])
+        items = [self.items[i] for i in chosen]
+        before = self.before[place.to_device(chosen)]
+        return Shown(items, self.tokens[flat], self.features[flat], before)
+
+    def extended(self, pool: StatePool, journals: SavedJournals) -> Shown:
+        """With the tokens that the target took from a journal: a drafter that is recurrent itself
+        has a state at the anchor only, and processes them from their features."""
+        items, tokens, features, before = [], [], [], []
+        for i, part in enumerate(prefill_parts(self.items)):
+            item, span = part.item, slice(part.first, part.first + part.length)
+            tokens.append(self.tokens[span])
+            features.append(self.features[span])
+            before.append(self.before[i])
+            if item.is_first and (rows := item.replay) is not None:
+                index = torch.arange(rows.start, rows.end, device=self.tokens.device)
+                kept = journals.feature[rows.slot, index % journals.size]
+                replayed = torch.as_tensor(np.asarray(item.replay_token_ids), dtype=torch.int64)
+                tokens[-1] = torch.cat([replayed.to(self.tokens.device), tokens[-1]])
+                features[-1] = torch.cat([kept.to(self.features.dtype), features[-1]])
+                before[-1] = pool.feature[item.load_from]
+                item = msgspec.structs.replace(
+                    item,
+                    start=rows.start,
+                    token_ids=item.replay_token_ids + item.token_ids,
+                    kv_slots=item.prefix_kv_slots[rows.start :] + item.kv_slots,
+                )
+            items.append(item)
+        return Shown(items, torch.cat(tokens), torch.cat(features), torch.stack(before))
+
+
+def _begun(item: PrefillItem) -> PrefillItem:
+    """The item, if its own state slot holds the state at ``start`` already."""
+    if item.replay is None or not item.is_first:
+        return item
+    return msgspec.structs.replace(item, load_from=item.state_slot)
+
+
 class PromptRunner:
     """Admits requests and processes their prompts."""
 
-    def __init__(self, step: DecodeStep, pool: StatePool, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        step: DecodeStep,
+        pool: StatePool,
+        journals: SavedJournals,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
         self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
+        self.journals = journals
         self.place = step.backend.place
         # by request slot: the position that output must not reach; a retracted request may have
         # generated some of its output before
@@ -81,15 +141,21 @@ class PromptRunner:
         model, table = self.step.model, self.step.table
         for item in items:
             self._admit(item)
+        self.journals.begin(items)
+        given, items = items, [_begun(item) for item in items]
         parts = prefill_parts(items)
         tokens = self._indices([token for item in items for token in item.token_ids])
-        ctx = self.step.backend.prefill_context(
+        inner = self.step.backend.prefill_context(
             parts, self.pool, self.step.kv, table.kv_slots, model.config.mamba
         )
+        places = self.journals.places(parts)
+        ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
         state_slots = self._indices([item.state_slot for item in items])
         before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
         features = model(tokens, ctx)
         self._keep_features(parts, features)
+        if places is not None:
+            self.journals.write_features(places, features)
         table.processed[self._indices([item.slot for item in items])] = self._indices(
             [item.start + len(item.token_ids) for item in items]
         )
@@ -97,7 +163,8 @@ class PromptRunner:
             span = slice(part.first, part.first + part.length)
             self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
         start_finished(self.step.scheme, items, self.place)
-        self._show_drafter(parts, tokens, features, before)
+        self.journals.start_trails(items)
+        self._show_drafter(Shown(given, tokens, features, before))
         pending = PendingPrefill(items)
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
@@ -107,25 +174,19 @@ class PromptRunner:
             self._first_tokens(finished, features, pending)
         return pending
 
-    def _show_drafter(
-        self, parts: Sequence[PrefillPart], tokens: Tensor, features: Tensor, before: Tensor
-    ) -> None:
-        """Pass the chunks of tracked requests to the drafter.
-
-        tokens [n], features [n, F] of all parts; before [parts, F]: the feature of the token before
-        each chunk.
-        """
-        drafter = self.step.drafter
-        untracked = [part.item.slot for part in parts if part.item.is_first and not part.item.track]
+    def _show_drafter(self, shown: Shown) -> None:
+        """Pass the chunks of tracked requests to the drafter."""
+        drafter, items = self.step.drafter, shown.items
+        untracked = [item.slot for item in items if item.is_first and not item.track]
         if untracked:
             drafter.untrack(untracked)
-        tracked = [i for i, part in enumerate(parts) if part.item.track]
-        if len(tracked) < len(parts):
-            ranges = [range(p.first, p.first + p.length) for p in map(parts.__getitem__, tracked)]
-            flat = self._indices([index for indices in ranges for index in indices])
-            tokens, features, before = tokens[flat], features[flat], before[self._indices(tracked)]
+        if drafter.recurrent and any(item.replay for item in items):
+            shown = shown.extended(self.pool, self.journals)
+        tracked = [i for i, item in enumerate(items) if item.track]
+        if len(tracked) < len(items):
+            shown = shown.only(tracked, self.place)
         if tracked:
-            drafter.observe_prefill([parts[i].item for i in tracked], tokens, features, before)
+            drafter.observe_prefill(*shown)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return self.place.to_device(values)
@@ -145,6 +206,7 @@ class PromptRunner:
         params = item.sampling
         assert params is not None
         table.state_slot[slot] = item.state_slot
+        table.seed[slot] = params.seed
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids))
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs

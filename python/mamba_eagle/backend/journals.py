@@ -1,0 +1,241 @@
+"""Saved journals: what the last tokens before some position fed into the recurrence.
+
+A state can be continued from its own position only. A *saved journal* makes every position behind
+it usable: it holds the inputs of the tokens that follow the state, its *anchor*, so the state after
+any of them is the anchor and a fold. Its room is a *journal slot* of C rows, and the token at
+position q is always in row ``q % C``:
+
+    position    0 ──────────── anchor ──────────────────── end
+                state slot:    journal slot: the inputs of tokens [anchor, end), at most C
+                the state here
+
+A row holds a token's raw convolution input, ``dt`` after softplus, and its feature; x and B are
+computed again from the convolution inputs, which halves the memory. All tensor operations are
+torch's, on any device: a replay is rare, and takes all layers of a group at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import RequestTable, StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.kernels.tree_verify.torch import Rows, fold
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.context import Rotation
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.message import AnchorMove, JournalPart, PrefillItem
+from mamba_eagle.model_config import Mamba2Config
+
+MAX_REPLAY_ELEMENTS = 1 << 25  # of a group's float32 convolution inputs: 128 MiB
+
+
+class Convolutions(NamedTuple):
+    """What a replay needs of all layers' weights."""
+
+    taps: Tensor  # [layers, K, conv_dim] float32
+    bias: Tensor  # [layers, 1, conv_dim] float32
+    decay_rate: Tensor  # [layers, 1, H] float32: A
+
+
+class Places(NamedTuple):
+    """Which of a flat input's tokens go to which rows."""
+
+    tokens: Tensor  # [n] int64
+    slots: Tensor  # [n] int64: journal slots
+    rows: Tensor  # [n] int64
+
+
+class SavedJournals:
+    """``num_slots`` journal slots of ``size`` rows for all Mamba2 layers of one model.
+
+    The scheduler assigns the slots. A request whose output is kept has one of its own, its
+    *trail*, to which the rows of accepted tokens are copied after each step.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        size: int,
+        mixers: Sequence[Mamba2Mixer],
+        pool: StatePool,
+        table: RequestTable,
+        place: Place,
+    ) -> None:
+        """mixers: those of the model, in the order of the pool's layers."""
+        self.num_slots, self.size, self.pool, self.table = num_slots, size, pool, table
+        self.mixers, self.place = list(mixers), place
+        slots = num_slots + 1 if num_slots else 0  # the last one is for what is not kept
+        layers, _, _, channels = pool.conv.shape if self.mixers else (0, 0, 0, 0)
+        heads = self.mixers[0].decay_rate().shape[0] if self.mixers else 0
+        device, dtype = pool.conv.device, pool.conv.dtype
+        self.conv_in = torch.zeros(layers, slots, size, channels, dtype=dtype, device=device)
+        self.dt = torch.zeros(layers, slots, size, heads, device=device)
+        features = pool.feature.shape[1]
+        self.feature = torch.zeros(
+            slots, size, features, dtype=pool.feature.dtype, device=pool.feature.device
+        )
+        requests = table.processed.shape[0]
+        self.trail = torch.full_like(table.processed, num_slots)  # [requests] journal slots
+        self.has_trail = [False] * requests
+        self._weights: Convolutions | None = None
+
+    # ── prompts ──
+
+    def begin(self, items: Sequence[PrefillItem]) -> None:
+        """Before a pass over prompt chunks: bring the states of those that start inside a journal
+        to their positions, in the requests' own state slots."""
+        for item in items:
+            if item.is_first and item.replay is not None:
+                if item.load_from != item.state_slot:
+                    self.pool.copy(item.load_from, item.state_slot)
+                self.replay(item.replay, item.state_slot)
+
+    def places(self, parts: Sequence[PrefillPart]) -> Places | None:
+        """The rows that a pass over these chunks has to keep; None if there are none."""
+        found = []
+        for part in parts:
+            item, journal = part.item, part.item.journal
+            if journal is None:
+                continue
+            first = max(journal.start, item.start)
+            for position in range(first, min(journal.end, item.start + part.length)):
+                token = part.first + position - item.start
+                found.append((token, journal.slot, position % self.size))
+        return Places(*self.place.to_device(list(zip(*found)))) if found else None
+
+    def write(self, layer: Mamba2Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
+        """xbc [n, conv_dim] before the convolution and raw dt [n, H], of a pass."""
+        at = (layer.index, places.slots, places.rows)
+        self.conv_in[at] = xbc[places.tokens].to(self.conv_in.dtype)
+        self.dt[at] = layer.step_size(dt[places.tokens])
+
+    def write_features(self, places: Places, features: Tensor) -> None:
+        """features [n, F], of the same pass."""
+        self.feature[places.slots, places.rows] = features[places.tokens].to(self.feature.dtype)
+
+    # ── outputs ──
+
+    def start_trails(self, items: Sequence[PrefillItem]) -> None:
+        """The output of finished prompts is to be kept, or not."""
+        for item in items:
+            if item.is_last and (item.trail >= 0 or self.has_trail[item.slot]):
+                self.has_trail[item.slot] = item.trail >= 0
+                self.trail[item.slot] = item.trail if item.trail >= 0 else self.num_slots
+
+    def end_trails(self, slots: Sequence[int]) -> None:
+        """Nothing more is kept of the requests in ``slots``."""
+        for slot in slots:
+            if self.has_trail[slot]:
+                self.has_trail[slot] = False
+                self.trail[slot] = self.num_slots
+
+    def append(
+        self, slots: Tensor, count: Tensor, conv_in: Tensor, dt: Tensor, features: Tensor
+    ) -> None:
+        """Keep the rows of the tokens that a decode step has just accepted.
+
+        slots [b] request slots; count [b] int64; conv_in [layers, b, D, conv_dim], dt [layers, b,
+        D, H] and features [b, D, F] of the accepted tokens, arbitrary past ``count``. ``processed``
+        includes them already.
+        """
+        offsets = torch.arange(features.shape[1], device=slots.device)
+        positions = (self.table.processed[slots] - count)[:, None] + offsets
+        kept = offsets < count[:, None]
+        trail = torch.where(kept, self.trail[slots][:, None], self.num_slots)
+        rows = positions % self.size
+        if self.conv_in.shape[0]:
+            self.conv_in[:, trail, rows] = conv_in
+            self.dt[:, trail, rows] = dt
+        self.feature[trail, rows] = features.to(self.feature.dtype)
+
+    def move(self, moves: Sequence[AnchorMove]) -> None:
+        """Bring anchors of running requests forward, so that their journals have room again."""
+        for move in moves:
+            if move.save >= 0:
+                self.pool.copy(move.state_slot, move.save)
+            self.replay(move.journal, move.state_slot)
+
+    # ── replay ──
+
+    def replay(self, part: JournalPart, state_slot: int) -> None:
+        """Advance the state in ``state_slot``, which is that after ``part.start`` tokens, by the
+        rows of tokens [part.start, part.end)."""
+        count = part.end - part.start
+        assert 0 < count <= self.size, f"{count} of {self.size} rows"
+        rows = torch.arange(part.start, part.end, device=self.trail.device) % self.size
+        if self.mixers:
+            group = max(1, MAX_REPLAY_ELEMENTS // (count * self.conv_in.shape[3]))
+            for first in range(0, len(self.mixers), group):
+                self._replay_layers(slice(first, first + group), part.slot, rows, state_slot)
+        self.pool.feature[state_slot] = self.feature[part.slot, rows[-1]]
+
+    def _replay_layers(self, layers: slice, slot: int, rows: Tensor, state_slot: int) -> None:
+        weights, pool, count = self._convolutions(), self.pool, len(rows)
+        raw = torch.cat([pool.conv[layers, state_slot], self.conv_in[layers, slot][:, rows]], dim=1)
+        taps = weights.taps[layers]
+        width = taps.shape[1]
+        out = weights.bias[layers].expand(-1, count, -1)
+        for tap in range(width):
+            out = torch.addcmul(out, raw[:, tap : tap + count].float(), taps[:, tap, None])
+        x, B, _ = self.mixers[0].split_xbc(F.silu(out).to(raw.dtype))
+        dt = self.dt[layers, slot][:, rows]
+        log_decay = (dt * weights.decay_rate[layers]).cumsum(1)
+        in_journal = torch.ones(dt.shape[:2], dtype=torch.bool, device=dt.device)
+        state = pool.ssm[layers, state_slot]
+        folded = fold(Rows(x, B, dt, log_decay), in_journal, log_decay[:, -1], state)
+        pool.ssm[layers, state_slot] = folded.to(pool.ssm.dtype)
+        pool.conv[layers, state_slot] = raw[:, count:]
+
+    def _convolutions(self) -> Convolutions:
+        if self._weights is None:
+            taps = [mixer.conv1d.weight.detach()[:, 0].t().float() for mixer in self.mixers]
+            bias = [
+                taps[0].new_zeros(taps[0].shape[1])
+                if mixer.conv1d.bias is None
+                else mixer.conv1d.bias.detach().float()
+                for mixer in self.mixers
+            ]
+            decays = [mixer.decay_rate().detach() for mixer in self.mixers]
+            self._weights = Convolutions(
+                torch.stack(taps), torch.stack(bias)[:, None], torch.stack(decays)[:, None]
+            )
+        return self._weights
+
+    @property
+    def num_bytes(self) -> int:
+        return self.conv_in.nbytes + self.dt.nbytes + self.feature.nbytes
+
+
+class JournaledPrefill:
+    """The context of a pass over prompt chunks that also writes rows to journal slots."""
+
+    rotation: Rotation | None = None
+
+    def __init__(self, inner: PrefillContext, journals: SavedJournals, places: Places) -> None:
+        self.inner, self.journals, self.places = inner, journals, places
+
+    @property
+    def positions(self) -> Tensor:
+        return self.inner.positions
+
+    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner.attention(layer, q, k, v)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        self.journals.write(layer, self.places, xbc, dt)
+        return self.inner.mamba(layer, xbc, dt)
+
+
+def journal_bytes(
+    config: Mamba2Config | None, layers: int, rows: int, feature_size: int, itemsize: int
+) -> int:
+    """Bytes of a journal slot."""
+    per_layer = 0 if config is None else config.conv_dim * itemsize + config.num_heads * 4
+    return rows * (layers * per_layer + feature_size * itemsize)

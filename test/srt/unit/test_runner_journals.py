@@ -1,0 +1,109 @@
+"""Prompts that begin with any part of an earlier prompt or output: text and drafts are those of an
+engine without a cache, and the state that rows give is that of a prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cache_rig import Sequential, Served
+from runner_harness import SETTINGS, Engine, Settings, random_prompt, sampled
+from tensor_checks import torch_path
+from tiny_drafters import DRAFTERS
+from tiny_model import write_head, write_model
+
+from mamba_eagle.message import JournalPart, Plan
+
+torch.set_num_threads(1)
+
+SCHEMES = ["none", "tree", "chain", "tree-torch", "tree-snapshot", "none-torch"]
+TREE = Settings(topk=2, steps=3, nodes=6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"), model)
+
+
+def check_cuts(
+    cached: Sequential, plain: Sequential, outputs: bool = True, drafts: bool = True
+) -> None:
+    """A prompt, its output, and both cut at several tokens."""
+
+    def same(one: Served, other: Served) -> bool:
+        return one == other if drafts else one.tokens == other.tokens
+
+    prompt = random_prompt(150, seed=1)
+    first = cached.serve(prompt, sampled(90, 3))
+    assert same(first, plain.serve(prompt, sampled(90, 3)))
+    text = prompt + first.tokens
+    for kept in (30, 99, 149, 150, 151, 177, 238, 239):
+        longer = [*text[:kept], 5, 6, 7]
+        served = cached.serve(longer, sampled(9, kept))
+        assert same(served, plain.serve(longer, sampled(9, kept)))
+        if kept in (99, 149, 239) or (outputs and kept > 176):
+            assert served.cached == min(kept, 239), f"of {kept} tokens"
+    assert cached.hits("journal") >= 3
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_text_and_drafts_are_those_without_a_cache(model: Path, head: Path, name: str) -> None:
+    settings = SETTINGS[name]
+    cached = Sequential(settings, model, head)
+    plain = Sequential(settings, model, head, disable_radix_cache=True)
+    check_cuts(cached, plain, outputs=settings.scheme == "deferred")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_drafter_is_blind_behind_a_journal(model: Path, tmp_path: Path, name: str) -> None:
+    """Recurrent ones process again what the target takes from rows."""
+    drafter = DRAFTERS[name]
+    folder = drafter.write(tmp_path / "drafter", model)
+    settings = TREE._replace(algorithm=drafter.algorithm)
+    cached = Sequential(settings, model, folder)
+    plain = Sequential(settings, model, folder, disable_radix_cache=True)
+    # n-grams are counted once per token that was run, so drafts depend on what was cached
+    check_cuts(cached, plain, cached.runner.ready.moves_anchors, drafter.algorithm != "NGRAM")
+
+
+@pytest.mark.parametrize("name", ["tree", "tree-torch"])
+@pytest.mark.parametrize("position", [101, 102, 130, 155])
+def test_the_state_after_rows_is_that_of_a_prefill(
+    model: Path, head: Path, name: str, position: int
+) -> None:
+    engine = Engine(model, head, SETTINGS[name], max_journals=2)
+    prompt = random_prompt(160, seed=2)
+    live = engine.admit(prompt, sampled(1, 0))
+    item = engine.chunk(live, 160, saves=(100, position))
+    item.journal = JournalPart(1, 100, 160)
+    engine.after_chunk(live, item, engine.execute(prefill=[item]).prefill[0])
+    anchor, wanted = live.saved[100].state_slot, live.saved[position].state_slot
+    pool = engine.runner.pool
+    with torch_path(not engine.fused), torch.inference_mode():
+        engine.runner.journals.replay(JournalPart(1, 100, position), anchor)
+    scale = pool.ssm[:, wanted].norm()
+    assert (pool.ssm[:, anchor] - pool.ssm[:, wanted]).norm() <= 3e-6 * scale
+    assert torch.equal(pool.conv[:, anchor], pool.conv[:, wanted])
+    torch.testing.assert_close(pool.feature[anchor], pool.feature[wanted], rtol=0, atol=1e-5)
+
+
+def test_rows_of_an_ended_request_are_kept_no_longer(model: Path, head: Path) -> None:
+    """Its journal slot may be another's already."""
+    engine = Engine(model, head, SETTINGS["tree"], max_journals=2)
+    live = engine.admit(random_prompt(20, seed=3), sampled(30, 0))
+    item = engine.chunk(live, 20)
+    item.trail = 1
+    engine.after_chunk(live, item, engine.execute(prefill=[item]).prefill[0])
+    engine.execute(decode=[live])
+    journals = engine.runner.journals
+    assert journals.conv_in[:, 1].abs().sum() > 0
+    engine.runner.execute(Plan(step=99, end_trails=[live.slot]))
+    journals.conv_in[:, 1] = 0
+    engine.execute(decode=[live])
+    assert journals.conv_in[:, 1].abs().sum() == 0
