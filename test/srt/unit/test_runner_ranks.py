@@ -1,7 +1,7 @@
 """Several ranks serve what one rank serves: the same tokens for random requests with every drafter,
 in both verify modes, with cache hits, retraction and aborts.
 
-MAMBA_EAGLE_CASES gives the number of random engines (CI: 4), each with a dozen requests.
+MAMBA_EAGLE_CASES gives the number of random engines (CI: 3), each with a dozen requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from mamba_eagle.runner.agreement import RanksDiffer
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
-CASES = int(os.environ.get("MAMBA_EAGLE_CASES", "4"))
+CASES = int(os.environ.get("MAMBA_EAGLE_CASES", "3"))
+FIRST_SEED = 6  # the first engines hit, retract and draft
 REQUESTS = 12
 CHECKED = ("eagle", "eagle-mamba", "mtp", "ngram")  # drafters in CI; all of them in the long form
 
@@ -70,7 +71,8 @@ class Case(NamedTuple):
     aborts: dict[str, int]  # request -> the step before which it is aborted
 
 
-def random_case(rng: random.Random, folders: Any) -> Case:
+def random_case(rng: random.Random, folders: Any, tight: bool) -> Case:
+    """tight: with so few KV slots that requests are retracted."""
     drafter = rng.choice([*(DRAFTERS if CASES > 100 else CHECKED), "none"])
     model, head = folders(rng.choice(list(MODELS)), drafter)
     topk, steps, nodes = rng.choice([(1, 3, 4), (2, 3, 8), (4, 4, 12), (3, 1, 4)])
@@ -79,8 +81,8 @@ def random_case(rng: random.Random, folders: Any) -> Case:
     config = settings.config(
         model,
         head,
-        max_running_requests=rng.choice([2, 5]),
-        max_total_tokens=rng.choice([130, 400]),
+        max_running_requests=5 if tight else rng.choice([2, 5]),
+        max_total_tokens=130 if tight else 400,
         max_mamba_cache_size=rng.choice([6, 24]),
         chunked_prefill_size=rng.choice([7, 32, None]),
         disable_radix_cache=rng.random() < 0.2,
@@ -95,7 +97,7 @@ def random_case(rng: random.Random, folders: Any) -> Case:
         if rng.random() < 0.3:
             requests[-1].return_logprob, requests[-1].top_logprobs = True, 3
             requests[-1].logprob_start = rng.choice([-1, 0, 2])
-    arrivals = [rng.randrange(20) for _ in requests]
+    arrivals = [rng.randrange(2 if tight else 20) for _ in requests]
     cut = rng.sample(range(REQUESTS), 2)
     return Case(config, requests, arrivals, {str(i): arrivals[i] + rng.randrange(9) for i in cut})
 
@@ -148,8 +150,8 @@ def serve(case: Case, runner: Any) -> tuple[dict[str, list[int]], Counter[str]]:
 def test_random_requests_get_the_tokens_that_one_rank_gives(folders) -> None:
     total: Counter[str] = Counter()
     for number in range(CASES):
-        rng = random.Random(number)
-        case = random_case(rng, folders)
+        rng = random.Random(FIRST_SEED + number)
+        case = random_case(rng, folders, tight=number % 2 == 0)
         expected, _ = serve(case, ModelRunner(case.config))
         size = rng.choice([2, 3, 4])
         ranks = RunnerRanks(replace(case.config, tp_size=size), size)
@@ -198,7 +200,7 @@ def test_a_rank_that_drafts_something_else_changes_nothing(two: RunnerRanks) -> 
 def test_slots_are_as_many_as_fit_on_every_rank(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 9 heads rank 0 of two has 4 and rank 1 has 5: more bytes per state, fewer slots."""
     model, _ = folders("groups-straddle", "none")
-    free = FreeMemory(12_000_000, None, "memory")
+    free = FreeMemory(32_000_000, None, "memory")
     monkeypatch.setattr(Host, "memory", lambda self: free)
     config = EngineConfig(
         model_path=str(model), device="cpu", speculative_algorithm="NONE", tp_size=2

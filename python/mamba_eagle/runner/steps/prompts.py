@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
+from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
