@@ -356,6 +356,11 @@ class ServerConfig(EngineConfig):
         "web pages that may use the server, by origin (https://host[:port], with commas between): "
         "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
     )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "address of an OpenTelemetry collector that gets spans of requests, such as "
+        "http://localhost:4318/v1/traces (default: none)",
+    )
     metrics_prefix: str = setting(
         "sglang,vllm",
         "other servers under whose names /metrics shows the numbers too, with commas between: "

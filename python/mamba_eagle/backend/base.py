@@ -15,7 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
@@ -86,6 +92,10 @@ class Backend(ABC):
         slots: [b] request slots. max_lanes: spare KV slots that the pool has per request, for the
         lanes of all depths. None if the pool has no layers.
         """
+
+    @abstractmethod
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        """Attention of the rows of drafted blocks."""
 
     # ── recurrence ──
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
-from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
+from mamba_eagle.backend.cpu.attention import CpuBlocks, CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
@@ -45,6 +51,9 @@ class CpuBackend(TorchBackend):
         if not pool.num_layers:
             return None
         return CpuLanes(pool, slot_table, slots, prefix, max_lanes)
+
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return CpuBlocks(pool, rows)
 
     def state_scheme(
         self,

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
@@ -17,7 +23,7 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.backend.triton.attention import TritonLanes, TritonTreeAttention
+from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.layer import sizes_supported
@@ -74,6 +80,9 @@ class TritonBackend(TorchBackend):
         if not pool.num_layers:
             return None
         return TritonLanes(pool, slot_table, slots, prefix, max_lanes)
+
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return TritonBlocks(pool, rows)
 
     def state_scheme(
         self,
