@@ -151,9 +151,14 @@ class CausalLM(Layer):
         """All tokens' logits on all ranks, for drafters, without the conversion to float32 where
         that loses nothing: [n, hidden_size or feature_size] -> [n, vocab_size]."""
         if self.logits_scale != 1.0:
-            own = self.compute_logits(hidden)
-        else:
-            own = self.lm_head(hidden[..., : self.config.hidden_size])
+            return self._whole(self.compute_logits(hidden))
+        return self.whole_head(hidden[..., : self.config.hidden_size])
+
+    def whole_head(self, hidden: Tensor) -> Tensor:
+        """``lm_head`` for drafters, all of it on all ranks: [n, hidden_size] -> [n, vocab_size]."""
+        return self._whole(self.lm_head(hidden))
+
+    def _whole(self, own: Tensor) -> Tensor:
         if self.config.head_tokens is None:
             return own
         return whole_logits(own, self._ops.group, self.config.vocab_size)
