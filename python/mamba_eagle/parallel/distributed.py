@@ -49,20 +49,20 @@ class ProcessGroup(Group):
         # The first operation makes the connections, which no captured graph could.
         self.sum(torch.zeros(1, device=device))
 
-    def sum(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, dist.ReduceOp.SUM)
         return x
 
-    def max(self, x: Tensor) -> Tensor:
+    def _max(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty(self.size, *x.shape)
         all_gather(whole.view(-1), x.view(-1))
         return whole
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def _from_first(self, x: Tensor) -> Tensor:
         dist.broadcast(x, src=0)
         return x
 

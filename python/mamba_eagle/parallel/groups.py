@@ -8,8 +8,9 @@ ranks as threads; distributed.py has gloo and NCCL.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Group(ABC):
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard, self.device = shard, device
+        self._quiet = shard.size == 1
 
     @property
     def rank(self) -> int:
@@ -32,21 +34,43 @@ class Group(ABC):
     def size(self) -> int:
         return self.shard.size
 
-    @abstractmethod
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within, this rank exchanges nothing: each operation takes its own tensor for all ranks'.
+        For rehearsals, whose results nobody reads."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the same order of addition on all of them."""
+        return x if self._quiet else self._sum(x)
 
-    @abstractmethod
     def max(self, x: Tensor) -> Tensor:
         """The largest of each entry over ranks."""
+        return x if self._quiet else self._max(x)
 
-    @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' tensors: x [...] -> [ranks, ...]."""
+        return torch.stack([x] * self.size) if self._quiet else self._gather(x)
 
-    @abstractmethod
     def from_first(self, x: Tensor) -> Tensor:
         """Rank 0's tensor."""
+        return x if self._quiet else self._from_first(x)
+
+    @abstractmethod
+    def _sum(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _max(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _gather(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _from_first(self, x: Tensor) -> Tensor: ...
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over ranks; waits for the device."""
@@ -68,16 +92,16 @@ class Alone(Group):
     def __init__(self) -> None:
         super().__init__(Shard(), torch.device("cpu"))
 
-    def sum(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor) -> Tensor:
         return x
 
-    def max(self, x: Tensor) -> Tensor:
+    def _max(self, x: Tensor) -> Tensor:
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         return x[None]
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def _from_first(self, x: Tensor) -> Tensor:
         return x
 
     def close(self) -> None: ...

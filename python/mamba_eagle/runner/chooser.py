@@ -99,7 +99,7 @@ class ShardedChooser(Chooser):
         seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
         noise = state.backend.gumbel(seeds, positions.reshape(-1), state.vocab_size)
         own = self.columns.of(noise).view(kept.shape)
-        return self._best(torch.addcmul(kept, own, temperature))
+        return self._best(own.mul(temperature).add_(kept))  # two roundings, as in ``sample``
 
     def _best(self, scores: Tensor) -> Tensor:
         return self.columns.best(scores.flatten(0, 1)).view(scores.shape[:2])

@@ -172,6 +172,12 @@ class HttpLaunch(Launch):
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if (warning := exposure_warning(self.config)) is not None:
             log.warning(warning)
+        if self.config.simulate_acc_len:
+            log.warning(
+                "SIMULATED: --simulate-acc-len forces %g accepted tokens per step and request; "
+                "texts mean nothing, and every reply says so in its headers",
+                self.config.simulate_acc_len,
+            )
         self.is_serving = True
         scheme = "https" if self.config.ssl_certfile else "http"
         self.say(f"Server is ready at {scheme}://{host}:{self.config.port}{self.config.root_path}")

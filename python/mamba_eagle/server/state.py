@@ -40,6 +40,7 @@ class ServerState:
         """Raises: ConfigError for an API key that cannot be read."""
         self.api_keys = api_keys(self.config)
         self.recorder.tokenizer = self.manager.tokenizer
+        self.recorder.simulates(self.config.simulate_acc_len)
         self.bodies = Bodies(self.config.max_body_size * 2**20)
 
     @property

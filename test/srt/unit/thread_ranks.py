@@ -60,19 +60,19 @@ class ThreadGroup(Group):
         assert x.is_contiguous()
         return self.meeting.exchange(self.rank, x, name)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor) -> Tensor:
         first, *others = self._all(x, "sum")
         for other in others:
             first = first + other
         return first
 
-    def max(self, x: Tensor) -> Tensor:
+    def _max(self, x: Tensor) -> Tensor:
         return torch.stack(self._all(x, "max")).amax(0)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._all(x, "gather"))
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def _from_first(self, x: Tensor) -> Tensor:
         return self._all(x, "from_first")[0].clone()
 
     def close(self) -> None: ...
