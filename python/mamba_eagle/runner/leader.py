@@ -28,11 +28,17 @@ END_SECONDS = 10.0  # for the other ranks to end by themselves
 
 
 class LeadingRunner:
-    """What ``ModelRunner`` is to a benchmark, on all ranks at once."""
+    """What ``ModelRunner`` is to a benchmark, on all ranks at once. A process can lead one set of
+    ranks at a time: a new one ends those of the one before."""
+
+    leading: LeadingRunner | None = None
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises: as ModelRunner. If another rank cannot start, this process ends with its error
         message, since it may be waiting for that rank."""
+        if LeadingRunner.leading is not None:
+            LeadingRunner.leading.close()
+        LeadingRunner.leading = self
         self.folder = make_socket_dir()
         self.others: list[subprocess.Popen[bytes]] = []
         self.ending = False
@@ -86,6 +92,7 @@ class LeadingRunner:
         if self.ending:
             return
         self.ending = True
+        LeadingRunner.leading = None
         with contextlib.suppress(AttributeError):  # it failed before there were any
             self.plans.send(Shutdown())
             self.group.close()

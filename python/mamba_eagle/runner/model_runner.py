@@ -282,7 +282,10 @@ class ModelRunner:
         return steps
 
     def _capturable(self) -> bool:
-        """Whether no part of a step waits for the host."""
+        """Whether no part of a step waits for the host, on any rank: all must warm up alike."""
+        return bool(self.group.smallest([self._never_waits()])[0])
+
+    def _never_waits(self) -> bool:
         if self.config.disable_cuda_graph or not self.backend.captures_graphs:
             return False
         model = self.model_config
@@ -301,7 +304,8 @@ class ModelRunner:
 
     def _load_target(self, whole: ModelConfig) -> CausalLM:
         make = model_class(whole)
-        split = split_model(make, whole, self.group.shard)
+        with created_as(self.backend.dtype, torch.device("meta")):
+            split = split_model(make, whole, self.group.shard)
         ops = self.backend.layer_ops.over(self.group)
         return self._load(lambda: make(self.model_config), self.config.model_path, split, ops)
 

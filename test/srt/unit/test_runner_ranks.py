@@ -21,11 +21,14 @@ from tiny_drafters import DRAFTERS
 from tiny_model import write_model
 
 from mamba_eagle.backend.place import FreeMemory, Host
+from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.message import DecodeBatch, Generate, Plan
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.agreement import RanksDiffer
+from mamba_eagle.runner.leader import LeadingRunner
+from mamba_eagle.runner.make import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -216,6 +219,30 @@ def test_slots_are_as_many_as_fit_on_every_rank(folders, monkeypatch: pytest.Mon
         assert runner.ready.details["checkpoint_bytes"] == sum(
             each.pool.num_bytes for each in ranks.runners
         )
+
+
+def test_a_benchmark_leads_ranks_in_processes_of_their_own(folders) -> None:
+    """Over gloo; the next set of ranks ends the one before."""
+    model, head = folders("groups-straddle", "eagle")
+    config = Settings(topk=2, steps=3, nodes=8).config(model, head, check_ranks=2)
+    prompts = [random_prompt(9, seed) for seed in (1, 2)]
+    expected = BatchEngine(config, ModelRunner(config)).generate(prompts, greedy(12)).tokens
+    leader = make_runner(replace(config, tp_size=2))
+    assert isinstance(leader, LeadingRunner)
+    try:
+        assert BatchEngine(config, leader).generate(prompts, greedy(12)).tokens == expected
+        assert leader.ready.details["tp_size"] == 2
+    finally:
+        leader.close()
+    assert [process.returncode for process in leader.others] == [0]
+    assert not Path(leader.folder).exists()
+
+
+def test_a_rehearsal_exchanges_nothing(two: RunnerRanks) -> None:
+    """Ranks whose kernels are there already have none, so the others must not wait for them."""
+    before = two.ranks.meeting.operations
+    two.ranks.run(lambda group: two.runners[1]._rehearse() if group.rank == 1 else None)
+    assert two.ranks.meeting.operations == before
 
 
 def test_too_many_ranks_are_refused(folders) -> None:
