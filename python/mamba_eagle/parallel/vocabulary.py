@@ -62,6 +62,13 @@ class Columns:
         none = (key == LARGEST) | ((key >> 32) == nothing)
         return (self.vocab_size - 1 - (key & LOW_BITS)).masked_fill_(none, NO_TOKEN)
 
+    def forbid(self, scores: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        """-inf for tokens whose bit is not set: scores [n, own V]; rows [m] int64 of them; masks
+        [m, W] int32, a bit for each of the V tokens, bit ``v % 32`` of number ``v // 32``."""
+        ids = torch.arange(*self.span, device=scores.device)
+        bits = (masks[:, ids // 32] >> (ids % 32)) & 1
+        return scores.index_copy(0, rows, scores[rows].masked_fill(bits == 0, -torch.inf))
+
     def largest(self, scores: Tensor) -> Tensor:
         """The highest score over all ranks: [n, own V] float32 -> [n, 1]."""
         return self.group.max(scores.amax(dim=-1, keepdim=True))

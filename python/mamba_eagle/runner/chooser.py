@@ -7,7 +7,7 @@ each other for ever. Shapes as in sampler.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,18 @@ class Chooser:
         return tree
 
 
+class Allowed(Protocol):
+    """What the grammars of some requests leave (``Columns.forbid``)."""
+
+    @property
+    def rows(self) -> Tensor:
+        """[m] int64, indices of nodes in the flat batch [b * T]."""
+
+    @property
+    def masks(self) -> Tensor:
+        """[m, W] int32, a bit per token."""
+
+
 class Limits(NamedTuple):
     """The parameters of some requests that limit which tokens are kept, [b, 1, 1] each."""
 
@@ -70,14 +82,20 @@ class ShardedChooser(Chooser):
         return Tree(tokens, parents, depths, packed[..., 3:].bool(), tree.scores)
 
     def sample(
-        self, slots: list[int], logits: Tensor, positions: Tensor, tree: Tree | None
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None,
+        allowed: Allowed | None = None,
     ) -> Tensor:
         state, needs = self.state, self.state.needs(slots)
         logits = logits.float()
         if not any(any(need) for need in needs):
-            return self._best(logits)
+            return self._best(self._constrained(logits, allowed))
         device_slots = self.place.to_device(slots)
         logits = self._adjusted(device_slots, needs, logits, positions, tree)
+        logits = self._constrained(logits, allowed)
         if not any(need.noise for need in needs):
             return self._best(logits)
 
@@ -100,6 +118,12 @@ class ShardedChooser(Chooser):
         noise = state.backend.gumbel(seeds, positions.reshape(-1), state.vocab_size)
         own = self.columns.of(noise).view(kept.shape)
         return self._best(own.mul(temperature).add_(kept))  # two roundings, as in ``sample``
+
+    def _constrained(self, logits: Tensor, allowed: Allowed | None) -> Tensor:
+        if allowed is None:
+            return logits
+        flat = self.columns.forbid(logits.flatten(0, 1), allowed.rows, allowed.masks)
+        return flat.view(logits.shape)
 
     def _best(self, scores: Tensor) -> Tensor:
         return self.columns.best(scores.flatten(0, 1)).view(scores.shape[:2])

@@ -131,6 +131,28 @@ def test_trees_are_those_of_the_first_rank() -> None:
             assert torch.equal(part, expected)
 
 
+def test_what_a_grammar_forbids_is_forbidden_on_every_rank() -> None:
+    """Whether or not a rank's tokens begin at a word of the mask."""
+    vocab, generator = 101, torch.Generator().manual_seed(2)
+    scores = torch.randn(6, vocab, generator=generator)
+    rows = torch.tensor([4, 0, 5])
+    is_allowed = torch.rand(3, vocab, generator=generator) < 0.3
+    masks = torch.zeros(3, 4, dtype=torch.int64)
+    for token in range(vocab):
+        masks[:, token // 32] |= is_allowed[:, token].long() << (token % 32)
+    words = masks.to(torch.int32)  # the highest bit becomes the sign
+    expected = scores.clone()
+    expected[rows] = scores[rows].masked_fill(~is_allowed, -torch.inf)
+
+    def work(group: ThreadGroup) -> Tensor:
+        columns = Columns(group, vocab)
+        return columns.whole(columns.forbid(columns.of(scores), rows, words))
+
+    for size in (2, 3):
+        for got in ThreadRanks(size).run(work):
+            assert torch.equal(got, expected)
+
+
 def test_keys_order_scores_and_give_them_back() -> None:
     scores = torch.tensor([[-torch.inf, -3.5, -0.0, 0.0, 1e-40, 2.0, 2.0, torch.inf]])
 
