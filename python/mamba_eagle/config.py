@@ -131,6 +131,12 @@ class EngineConfig:
         "memory",
         minimum=1,
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of keys and values in KV slots; auto: --dtype; fp8_e4m3: half of the memory of 16 "
+        "bits, rounded",
+        ("auto", "fp8_e4m3"),
+    )
     max_journals: int = setting(
         -1,
         "number of saved journals, each with which the prefix cache continues at any of the tokens "

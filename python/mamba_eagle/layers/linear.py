@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,9 @@ class Linear(MatrixLayer):
         The weights of the parts become views of the fused weight, so that nothing is stored twice.
         The parts must not be called afterwards. None if the parts are not of one form.
         """
-        matrices = [part.matrix for part in parts]
-        joined = None
-        if any(matrix is not None for matrix in matrices):
-            joined = joined_matrix(matrices)
-            if joined is None:
-                return None
+        joined = joined_matrix(parts)
+        if joined is None and any(part.matrix is not None for part in parts):
+            return None
         sizes = [part.weight.shape[0] for part in parts]
         with weights_come_late():
             whole = Linear(parts[0].weight.shape[1], sum(sizes))
@@ -60,6 +57,26 @@ class Linear(MatrixLayer):
             for part, size in zip(parts, sizes):
                 part.matrices["weight"] = joined.narrow(-2, first, size)
                 first += size
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        return whole
+
+    @classmethod
+    def copied(cls, parts: Sequence[Linear]) -> Linear:
+        """One product with the rows of all parts, which stay as they are."""
+        joined = joined_matrix(parts)
+        with weights_come_late():
+            whole = Linear(parts[0].weight.shape[1], sum(part.weight.shape[0] for part in parts))
+        if joined is not None:
+            whole.hold("weight", joined)
+        else:
+            weights = [
+                part.weight.detach() if part.matrix is None else part.matrix.dequantize()
+                for part in parts
+            ]
+            dtype = parts[0].weight.dtype
+            weight = torch.cat([part.to(dtype) for part in weights])
+            whole.weight = nn.Parameter(weight, requires_grad=False)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return whole
@@ -81,9 +98,9 @@ class Linear(MatrixLayer):
         return F.linear(x, self.weight, self.bias)
 
 
-def joined_matrix(parts: list[Matrix | None]) -> Matrix | None:
-    """One matrix with the rows of all parts; None if they are not of one form."""
-    first = parts[0]
-    if first is None or any(type(part) is not type(first) for part in parts):
+def joined_matrix(parts: Sequence[Linear]) -> Matrix | None:
+    """One matrix with the rows of all parts'; None if they are not of one form."""
+    matrices = [part.matrix for part in parts if part.matrix is not None]
+    if len(matrices) < len(parts) or any(type(one) is not type(matrices[0]) for one in matrices):
         return None
-    return type(first).join([part for part in parts if part is not None])
+    return type(matrices[0]).join(matrices)

@@ -126,9 +126,9 @@ class LayerOps:
 
     # ── products ──
 
-    def keeps(self, matrix: Matrix) -> bool:
-        """Whether products read ``matrix`` as it is. Where they do not, it is dequantized as it is
-        loaded."""
+    def keeps(self, matrix: Matrix, device: torch.device) -> bool:
+        """Whether products on ``device`` read ``matrix`` as it is. Where they do not, it is
+        dequantized as it is loaded."""
         return False
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:

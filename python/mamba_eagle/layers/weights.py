@@ -40,6 +40,7 @@ class MatrixLayer(Layer):
     """
 
     matrix_names: tuple[str, ...] = ("weight",)
+    may_hold = True  # False: something else reads the parameters, so they keep their dtype
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class MatrixLayer(Layer):
         if empty.device == META:
             self._replace(name, torch.empty_like(empty, device=device))
             for index, matrix in self._stacks.pop(name, {}).items():
-                getattr(self, name)[index].copy_(matrix.dequantize())
+                getattr(self, name).detach()[index].copy_(matrix.dequantize())
 
     def hold(self, name: str, matrix: Matrix, index: int | None = None) -> None:
         """Use ``matrix`` in place of the parameter, or of its slice ``index``."""
@@ -61,7 +62,7 @@ class MatrixLayer(Layer):
             self._replace(name, torch.empty_like(weight, device=META))
             self.matrices[name] = matrix
         elif weight.device != META:  # other slices are not of few bits
-            weight[index].copy_(matrix.dequantize())
+            weight.detach()[index].copy_(matrix.dequantize())
         else:
             self._stacks.setdefault(name, {})[index] = matrix
 

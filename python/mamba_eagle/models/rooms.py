@@ -65,7 +65,7 @@ class FewBitRooms(Rooms):
         model: nn.Module,
         device: torch.device,
         policy: Policy,
-        supported: Callable[[Matrix], bool],
+        supported: Callable[[Matrix, torch.device], bool],
     ) -> None:
         """supported: whether products of the device read a matrix as it is."""
         super().__init__(model, device)
@@ -85,10 +85,10 @@ class FewBitRooms(Rooms):
 
     def _matrix(self, target: Target, value: Tensor | Matrix) -> Matrix | None:
         """What the layer holds instead of a parameter."""
-        if target.name not in self.layers:
+        if target.name not in self.layers or not self.layers[target.name][0].may_hold:
             return None
         if isinstance(value, Matrix):
-            if not self.policy.keeps(value, self.supported(value)):
+            if not self.policy.keeps(value, self.supported(value, self.device)):
                 return None
             matrix = value if is_one(target.scale) else value.times(target.scale)
             return None if matrix is None else matrix.to(self.device)

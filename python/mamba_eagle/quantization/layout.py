@@ -12,8 +12,7 @@ from torch import Tensor
 from mamba_eagle.quantization.matrix import Matrix
 
 # Tensors that checkpoints hold beside their matrices and that no product needs: scales of inputs
-# that are not rounded, of what
-# products return, and of a quantized KV cache.
+# that are not rounded, of what products return, and of a quantized KV cache.
 UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
 Read = Callable[[str], Tensor]  # a stored tensor, by name

@@ -146,6 +146,11 @@ class Float8Matrix(Matrix):
             scale = torch.cat([part._row_scales() for part in parts], dim=-2)
         return replace(first, values=_cat_rows([part.values for part in parts]), scale=scale)
 
+    @property
+    def has_one_scale(self) -> bool:
+        """For each matrix of a stack."""
+        return self.block is None and self.scale.shape[-2] == 1
+
     def _joins(self, other: Float8Matrix) -> bool:
         alike = self.block == other.block and self.values.dtype == other.values.dtype
         return alike and same_rounding(self.rounding, other.rounding)
@@ -191,29 +196,31 @@ def float8_matrix(
     """A matrix as files store it.
 
     Args:
-        values: [out, in] float8.
-        scale: one; [out] or [out, 1]; for one per block [out blocks, in blocks], or ModelOpt's
-            [out blocks, 1, in blocks, 1].
+        values: [..., out, in] float8.
+        scale: one for all; [...] one per expert; [..., out] or [..., out, 1]; for one per block
+            [..., out blocks, in blocks], or ModelOpt's [out blocks, 1, in blocks, 1].
         block: rows and columns per block, for scales that are neither one nor one per row.
 
     Raises: ValueError if the scales do not fit the weight.
     """
-    rows, columns = values.shape
+    stack, (rows, columns) = values.shape[:-2], values.shape[-2:]
     size = block or (128, 128)
     misfit = ValueError(
         f"scales {list(scale.shape)} do not fit {list(values.shape)} in blocks of {list(size)}"
     )
     scale = scale.float()
     if scale.numel() == 1:
-        return Float8Matrix(values, scale.reshape(1, 1), None, rounding)
-    if scale.ndim == 1:
-        scale = scale[:, None]
+        return Float8Matrix(values, scale.reshape(1).expand(*stack, 1, 1), None, rounding)
+    if stack and scale.shape == stack:
+        return Float8Matrix(values, scale[..., None, None], None, rounding)
+    if scale.ndim == values.ndim - 1:
+        scale = scale[..., None]
     elif scale.ndim == values.ndim + 2:
         scale = scale.squeeze(-1).squeeze(-2)
-    if scale.ndim != 2:
+    if scale.ndim != values.ndim or scale.shape[:-2] != stack:
         raise misfit
     sizes = []
-    for length, count, wanted in zip((rows, columns), scale.shape, size, strict=True):
+    for length, count, wanted in zip((rows, columns), scale.shape[-2:], size, strict=True):
         found = {-(-length // wanted): wanted, length: 1, 1: length}.get(count)
         if found is None:
             raise misfit

@@ -30,8 +30,12 @@ class Policy(NamedTuple):
         in_float8 = isinstance(matrix, Float8Matrix) and matrix.rounding is not None
         return supported or (self.mode == "fp8" and in_float8)
 
-    def rounds(self, name: str, weight: Tensor) -> Matrix | None:
-        """A weight [..., out, in] that is stored in 16 or 32 bits as float8; None: it stays."""
+    def chooses(self, name: str, weight: Tensor) -> bool:
+        """Whether a weight [..., out, in] that is stored in 16 or 32 bits becomes float8."""
         if self.mode != "fp8" or weight.shape[-1] % MULTIPLE:
-            return None
-        return quantized(weight) if name != HEAD or self.lm_head else None
+            return False
+        return self.lm_head or name != HEAD
+
+    def rounds(self, name: str, weight: Tensor) -> Matrix | None:
+        """Such a weight as float8; None: it stays."""
+        return quantized(weight) if self.chooses(name, weight) else None

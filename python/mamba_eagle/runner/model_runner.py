@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
 from mamba_eagle.backend.journals import SavedJournals
-from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
@@ -356,6 +356,7 @@ class ModelRunner:
             model.attention,
             backend.dtype,
             backend.device,
+            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
         )
         self.pool = StatePool(
             model.num_mamba_layers,

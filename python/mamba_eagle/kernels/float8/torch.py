@@ -58,7 +58,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
     missing = -x.shape[1] % rounding.group  # the last group may be shorter
     groups = torch.nn.functional.pad(x, (0, missing)).unflatten(1, (-1, rounding.group))
     scale = row_scale(groups)
-    values = to_e4m3(groups / scale).flatten(1)[:, : x.shape[1]]
+    values = to_e4m3((groups / scale).flatten(1)[:, : x.shape[1]].contiguous())
     return Rounded(values, scale[..., 0], rounding.group)
 
 
