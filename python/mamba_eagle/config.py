@@ -199,6 +199,12 @@ class EngineConfig:
         2_000_000, "NGRAM: maximum number of n-grams kept, 40 bytes of host memory each"
     )
 
+    simulate_acc_len: float = setting(
+        0.0,
+        "for benchmarks with dummy weights: every step accepts so many tokens on average, whatever "
+        "the target says, and texts mean nothing; 0: off (SGLang: SGLANG_SIMULATE_ACC_LEN)",
+    )
+
     log_level: str = setting(
         "info",
         "least severe messages that are logged",
@@ -251,7 +257,24 @@ class EngineConfig:
                     "--speculative-draft-model-path, the folder of a drafter made for "
                     f"{self.model_path}"
                 )
-        return wrong
+        return wrong + self.simulation_problems()
+
+    def simulation_problems(self) -> list[str]:
+        """Why --simulate-acc-len cannot be had."""
+        length, most = self.simulate_acc_len, self.tree_shape.depth + 1
+        flag = f"--simulate-acc-len {length:g}"
+        if length == 0.0:
+            return []
+        if self.speculative_algorithm == "NONE":
+            return [
+                f"{flag}: without a drafter each step makes one token; set --speculative-algorithm"
+            ]
+        if not 1 <= length <= most:
+            return [
+                f"{flag}: must be between 1 and {most}, the most that a tree of "
+                f"--speculative-num-steps {self.tree_shape.depth} can gain per step; or 0 for off"
+            ]
+        return []
 
     @property
     def num_journals(self) -> int | None:
@@ -334,6 +357,11 @@ class ServerConfig(EngineConfig):
         "web pages that may use the server, by origin (https://host[:port], with commas between): "
         "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
     )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "address of an OpenTelemetry collector that gets spans of requests, such as "
+        "http://localhost:4318/v1/traces (default: none)",
+    )
     metrics_prefix: str = setting(
         "sglang,vllm",
         "other servers under whose names /metrics shows the numbers too, with commas between: "
@@ -367,6 +395,11 @@ class ServerConfig(EngineConfig):
 
     def problems(self) -> list[str]:
         wrong = super().problems()
+        if self.simulate_acc_len and self.speculative_adaptive:
+            wrong.append(
+                f"--simulate-acc-len {self.simulate_acc_len:g}: smaller trees than the one that is "
+                "set would not accept that many; add --no-speculative-adaptive"
+            )
         wrong += [
             f"--metrics-prefix {name}: must be sglang, vllm or none, with commas between"
             for name in self.metrics_prefixes

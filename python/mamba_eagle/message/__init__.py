@@ -364,6 +364,7 @@ class StepResult(Message):
     seconds: float = 0.0  # the runner's time for the whole step
     decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting
     idle_seconds: float = 0.0  # between the end of the previous step and the start of this one
+    num_compiled: int = 0  # kernels and graphs that the runner made since it was ready: none
 
 
 # ── scheduler and runner → watchdog of the server process ────────────────────────────────────

@@ -19,8 +19,10 @@ from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
+from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.message.indices import indices
 from mamba_eagle.model_config import UnsupportedModel
@@ -40,7 +42,7 @@ from mamba_eagle.runner.steps.decode_step import (
     Outcome,
     Verified,
 )
-from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
+from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
 from mamba_eagle.tree.shapes import step_shapes
@@ -64,6 +66,7 @@ class ModelRunner:
         self.config = config
         self.model_config = read_model_config(config.model_path)
         self.backend = _choose_backend(config, self.model_config.dtype)
+        self.backend.prepare_builds(f"{config} {self.model_config}")
         self.context_length = self._context_length()
         self.shape = config.tree_shape
 
@@ -104,15 +107,26 @@ class ModelRunner:
             self.drafter,
             self.sampling,
         )
+        self.step.forced_length = config.simulate_acc_len or None
         self.prompts = PromptRunner(
             self.step, self.pool, self.journals, self.model_config.eos_token_ids
         )
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
         self._ended = self.backend.place.timestamp()  # end of the previous step
+        self.compilations: Compilations | None = None  # counted from the end of the start on
         self.warm_up()
+        self.compilations = Compilations()
+        self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
 
     # ── one step ──
+
+    @property
+    def num_compiled(self) -> int:
+        """Kernels that were compiled or loaded, and graphs that were captured, since the start."""
+        if self.compilations is None:
+            return 0
+        return self.compilations.count + self.steps.num_graphs - self.graphs_at_start
 
     @property
     def overlaps(self) -> bool:
@@ -146,12 +160,14 @@ class ModelRunner:
             trees = self._decode(plan.decode, run)
         previous, self._ended = self._ended, now()
         times = Times(previous, began, decode_began, self._ended)
-        return Launched(plan.step, prompts, trees, times)
+        return Launched(plan.step, prompts, trees, times, self.num_compiled)
 
     def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
         verified = run.verify()
-        after = verified.positions + 1
-        target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
+        target = None
+        if not run.samples:
+            after = verified.positions + 1
+            target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
         outcome = run.commit(target)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
             self._keep_rows(run.slots, verified, outcome)
@@ -186,43 +202,59 @@ class ModelRunner:
         For benchmarks with dummy weights. Call it before the first step.
         """
         self.step.forced_length = length
-        self.steps = self._make_steps()
+        if self._capturable():
+            self.steps = self._make_steps(GraphedSteps)
 
     # ── start-up ──
 
     def warm_up(self) -> None:
-        """Generate two tokens, so that no request waits for kernels to be compiled.
+        """Launch everything that serving can need, so that no request waits for a kernel that is
+        compiled or a graph that is captured."""
+        self.backend.build_kernels(self._rehearse)
+        self._generate()
+        if self._capturable():
+            self.steps = self._make_steps(GraphedSteps)
+
+    def _rehearse(self) -> None:
+        """As ``warm_up``, and captures nothing."""
+        self._generate()
+        if self._capturable():
+            self._make_steps(RehearsedSteps)
+
+    def _generate(self) -> None:
+        """Make two tokens, greedy and then sampled.
 
         Leftovers in request slot 0, state slot 0 and the KV slots are overwritten by the requests
         that take these slots.
         """
         nodes = self.shape.nodes
-        prompt = PrefillItem(
-            slot=0,
-            state_slot=0,
-            start=0,
-            token_ids=indices([0]),
-            kv_slots=indices([0]),
-            sampling=SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True),
-            output_start=1,
-        )
-        tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
-        self.execute(Plan(step=0, prefill=[prompt]))
-        self.execute(Plan(step=0, decode=tree))
-        self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
-        self.steps = self._make_steps()
+        for temperature, top_k in ((0.0, -1), (1.0, 2)):
+            sampling = SamplingParams(
+                temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
+            )
+            prompt = PrefillItem(
+                slot=0,
+                state_slot=0,
+                start=0,
+                token_ids=indices([0]),
+                kv_slots=indices([0]),
+                sampling=sampling,
+                output_start=1,
+            )
+            tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
+            self.execute(Plan(step=0, prefill=[prompt]))
+            self.execute(Plan(step=0, decode=tree))
+            self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
 
     @torch.inference_mode()
-    def _make_steps(self) -> EagerSteps | GraphedSteps:
-        """Graphed steps if no part of a step waits for the host, otherwise eager ones."""
-        if not self._capturable():
-            return EagerSteps(self.step)
+    def _make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
-        steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
+        steps = kind(self.step, running, self.shape.nodes, vocab)
         steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
 
     def _capturable(self) -> bool:
+        """Whether no part of a step waits for the host."""
         if self.config.disable_cuda_graph or not self.backend.captures_graphs:
             return False
         model = self.model_config
@@ -267,7 +299,8 @@ class ModelRunner:
         config, model, memory, backend = self.config, self.model_config, self.memory, self.backend
         padding = backend.place.padding_slots
         running = config.max_running_requests + padding
-        self.table = RequestTable(running, self.context_length, backend.device)
+        stops = 8 if backend.place.on_host else MAX_STOP_TOKEN_IDS + len(model.eos_token_ids)
+        self.table = RequestTable(running, self.context_length, backend.device, stops)
         self.table.state_slot[config.max_running_requests :] = memory.state_slots
         self.kv = KVPool(
             model.num_attention_layers,

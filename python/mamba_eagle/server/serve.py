@@ -6,6 +6,7 @@ port bound ─▶ scheduler, runner started ─▶ Ready ─▶ listening ─▶
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import signal
 import socket
@@ -68,6 +69,11 @@ def _report(ending: Ending) -> int:
 def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
     problems = descriptors.problems()
+    if config.otlp_traces_endpoint and importlib.util.find_spec("opentelemetry.sdk") is None:
+        problems.append(
+            "--otlp-traces-endpoint needs packages that are not installed: "
+            "pip install 'mamba-eagle[otel]'"
+        )
     for check in (api_keys, tls_context):
         try:
             check(config)
@@ -166,6 +172,12 @@ class HttpLaunch(Launch):
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if (warning := exposure_warning(self.config)) is not None:
             log.warning(warning)
+        if self.config.simulate_acc_len:
+            log.warning(
+                "SIMULATED: --simulate-acc-len forces %g accepted tokens per step and request; "
+                "texts mean nothing, and every reply says so in its headers",
+                self.config.simulate_acc_len,
+            )
         self.is_serving = True
         scheme = "https" if self.config.ssl_certfile else "http"
         self.say(f"Server is ready at {scheme}://{host}:{self.config.port}{self.config.root_path}")

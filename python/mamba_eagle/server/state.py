@@ -21,6 +21,7 @@ from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.prompts import PromptReader
+from mamba_eagle.server.request_id import trace_parent
 from mamba_eagle.tokenizer.manager import DuplicateRid, EngineDead, QueueFull, TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
 
@@ -39,6 +40,7 @@ class ServerState:
         """Raises: ConfigError for an API key that cannot be read."""
         self.api_keys = api_keys(self.config)
         self.recorder.tokenizer = self.manager.tokenizer
+        self.recorder.simulates(self.config.simulate_acc_len)
         self.bodies = Bodies(self.config.max_body_size * 2**20)
 
     @property
@@ -93,7 +95,7 @@ class ServerState:
     def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
         """Raises: RequestError 400 or 503."""
         try:
-            return self.manager.submit(rid, prompts)
+            return self.manager.submit(rid, prompts, trace_parent.get())
         except DuplicateRid as error:
             raise RequestError(str(error), param="rid") from None
         except QueueFull as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class TorchBackend(Backend):
     @property
     def description(self) -> str:
         return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
+
+    def prepare_builds(self, about: str) -> None: ...
+
+    def build_kernels(self, rehearse: Callable[[], None]) -> None: ...
 
     @property
     def attention_on_device(self) -> bool:

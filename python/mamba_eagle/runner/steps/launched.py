@@ -79,9 +79,16 @@ class Launched:
     """A step whose work has been launched; its result can be read once the device is done."""
 
     def __init__(
-        self, number: int, prompts: PendingPrefill | None, trees: PendingDecode | None, times: Times
+        self,
+        number: int,
+        prompts: PendingPrefill | None,
+        trees: PendingDecode | None,
+        times: Times,
+        num_compiled: int = 0,
     ) -> None:
+        """num_compiled: kernels and graphs that were made since the runner was ready."""
         self.number, self.prompts, self.trees, self.times = number, prompts, trees, times
+        self.num_compiled = num_compiled
 
     @property
     def done(self) -> bool:
@@ -99,4 +106,5 @@ class Launched:
             seconds=times.began.until(times.ended),
             decode_seconds=times.decode_began.until(times.ended),
             idle_seconds=times.previous.until(times.began),
+            num_compiled=self.num_compiled,
         )
