@@ -10,13 +10,14 @@ from torch import Tensor
 from mamba_eagle.backend.attention import BlockRows
 from mamba_eagle.backend.contexts import BlockContext
 from mamba_eagle.backend.pending import PendingSize
-from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.backend.pools import KVPool, kv_dtype
 from mamba_eagle.backend.prefill import prefill_parts
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.block_trees import Block, BlockTrees
 from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
 from mamba_eagle.drafting.waiting import Waiting
+from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.dflash import BlockDraftModel
 from mamba_eagle.tree.accept import Truncated
@@ -52,6 +53,7 @@ class BlockDrafter(Drafter):
             backend.dtype,
             backend.device,
             num_spare=1 + requests * self.rows,
+            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
         )
         spare = torch.arange(requests * self.rows, device=backend.device)
         self.spare = (spare + self.kv.padding_slot + 1).view(requests, self.rows)
@@ -127,8 +129,7 @@ class BlockDrafter(Drafter):
     def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
         """Enter tokens into the context: taps [n, …], positions and kv_slots [n]."""
         k, v = self.model.context_kv(self.model.context(taps), positions)
-        self.kv.k.index_copy_(1, kv_slots, k.to(self.kv.k.dtype))
-        self.kv.v.index_copy_(1, kv_slots, v.to(self.kv.v.dtype))
+        self.kv.write_layers(kv_slots, k, v)
 
     # ── drafting ──
 
@@ -155,4 +156,4 @@ class BlockDrafter(Drafter):
 
     @property
     def num_bytes(self) -> int:
-        return self.kv.num_bytes + sum(p.nbytes for p in self.model.parameters())
+        return self.kv.num_bytes + weight_bytes(self.model)

@@ -11,7 +11,7 @@ from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.lanes import LaneRows, Lanes
 from mamba_eagle.backend.pending import PendingSize
-from mamba_eagle.backend.pools import KVPool, StatePool
+from mamba_eagle.backend.pools import KVPool, StatePool, kv_dtype
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import EngineConfig
@@ -80,6 +80,7 @@ class ModelDrafter(Drafter):
             backend.dtype,
             backend.device,
             num_spare=1 + requests * self.max_lanes,
+            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
         )
         self.pool = StatePool(
             net.num_mamba_layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -35,10 +36,16 @@ class Attention(Layer):
     def prepare(self, ops: LayerOps) -> None:
         # fuse the three input projections into one product
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-        qkv.prepare(ops)
-        self._qkv = [qkv]
+        if qkv is not None:
+            qkv.prepare(ops)
+            self._qkv = [qkv]
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self._qkv[0].rounding if self._qkv else None
+
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         c = self.config
         heads, kv_heads = c.num_heads, c.num_kv_heads
         if self._qkv:

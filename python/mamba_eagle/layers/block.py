@@ -36,6 +36,9 @@ class Block(Layer):
                 config.hidden_size, config.intermediate_size, config.mlp_bias
             )
 
+    def connect(self) -> None:
+        self.norm.rounding = getattr(self.mixer, "input_rounding", None)
+
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.mixer(self.norm(hidden), ctx)
 
@@ -57,3 +60,6 @@ def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:
     for module in model.modules():
         if isinstance(module, Layer):
             module.prepare(ops)
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.connect()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import TORCH, LayerOps
@@ -64,11 +65,17 @@ class GatedMLP(Layer):
     def prepare(self, ops: LayerOps) -> None:
         # fuse the two input projections into one product
         both = Linear.fused([self.gate_proj, self.up_proj])
-        both.prepare(ops)
-        self._both = [both]
+        if both is not None:
+            both.prepare(ops)
+            self._both = [both]
         self.gate.ops = ops
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self._both[0].rounding if self._both else None
+
+    def forward(self, hidden: Tensor | Rounded) -> Tensor:
         if self._both:
             return self.down_proj(self.gate(self._both[0](hidden)))
         return self.down_proj(self.gate.act(self.gate_proj(hidden)) * self.up_proj(hidden))

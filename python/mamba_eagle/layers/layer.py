@@ -32,3 +32,7 @@ class Layer(nn.Module):
         Outputs stay the same up to rounding. Afterwards the layer is not differentiable, and its
         weights must not change.
         """
+
+    def connect(self) -> None:
+        """Tell the layers inside what their neighbours need; called for every layer once all are
+        prepared."""

@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config
 
@@ -50,6 +52,15 @@ class Mamba2Mixer(Layer):
         self._decay_rate = -torch.exp(self.A_log.detach().float())
         self._dt_bias = self.dt_bias.detach().float()
 
+    def connect(self) -> None:
+        if isinstance(self.norm, GatedGroupRMSNorm):
+            self.norm.rounding = self.out_proj.rounding
+
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self.in_proj.rounding
+
     def decay_rate(self) -> Tensor:
         """A: [H] float32, negative."""
         return -torch.exp(self.A_log.float()) if self._decay_rate is None else self._decay_rate
@@ -73,7 +84,7 @@ class Mamba2Mixer(Layer):
             C.unflatten(-1, (c.num_groups, c.state_size)),
         )
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         c = self.config
         gate, xbc, dt = self.in_proj(hidden).split([c.inner_size, c.conv_dim, c.num_heads], dim=-1)
         y = ctx.mamba(self, xbc, dt)

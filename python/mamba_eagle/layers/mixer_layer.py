@@ -29,6 +29,10 @@ class MixerLayer(Layer):
             assert config.attention is not None
             self.self_attn = make_attention(config.attention, size, index, eps)
 
+    def connect(self) -> None:
+        mixer = self.mamba if self.is_mamba else self.self_attn
+        self.input_layernorm.rounding = mixer.input_rounding
+
     def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """hidden [n, hidden_size] -> the mixer's output [n, hidden_size], without the residual."""
         mixer = self.mamba if self.is_mamba else self.self_attn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -22,5 +23,13 @@ class ReluSquaredMLP(Layer):
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.down_proj(self._ops.relu_squared(self.up_proj(hidden)))
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self.up_proj.rounding
+
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
+        above, rounding = self.up_proj(hidden), self.down_proj.rounding
+        if rounding is None:
+            return self.down_proj(self._ops.relu_squared(above))
+        return self.down_proj(self._ops.rounded_relu_squared(above, rounding))

@@ -15,6 +15,8 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.products import GroupedProduct
+from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig
 
 
@@ -69,23 +71,39 @@ class SoftmaxRouter(Layer):
         return Routes(experts, best.softmax(-1))
 
 
-class Experts(Layer):
+class Experts(MatrixLayer):
     """All experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width].
 
     ``inner`` is twice ``width`` if up_proj contains the gate projection too.
     """
+
+    matrix_names = ("up_proj", "down_proj")
 
     def __init__(
         self, count: int, size: int, width: int, inner: int, act: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
         self.act = act
+        self.count = count
+        self.up_proj = empty_weight(count, inner, size)
+        self.down_proj = empty_weight(count, size, width)
         self._ops = TORCH
-        self.up_proj = nn.Parameter(torch.empty(count, inner, size))
-        self.down_proj = nn.Parameter(torch.empty(count, size, width))
+        self._products: dict[str, GroupedProduct] = {}  # of matrices of few bits
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
+        for name, matrix in list(self.matrices.items()):
+            product = ops.pack_experts(matrix, getattr(self, name).dtype)
+            if product is None:
+                self.widen(name)
+            else:
+                self._products[name] = product
+
+    def _grouped(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
+        if name in self._products:
+            return self._products[name](x, ends)
+        weight: Tensor = getattr(self, name)
+        return self._ops.grouped_linear(x, weight, ends)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
@@ -93,10 +111,10 @@ class Experts(Layer):
         flat = routes.experts.flatten()
         order = flat.argsort(stable=True)  # (token, expert) pairs, by expert
         ends = torch.searchsorted(
-            flat[order], torch.arange(self.up_proj.shape[0], device=x.device), right=True
+            flat[order], torch.arange(self.count, device=x.device), right=True
         )
-        hidden = self.act(self._ops.grouped_linear(x[order // k], self.up_proj, ends))
-        outputs = self._ops.grouped_linear(hidden, self.down_proj, ends)
+        hidden = self.act(self._grouped("up_proj", x[order // k], ends))
+        outputs = self._grouped("down_proj", hidden, ends)
         # back to token order, so that sums always have the same order and results are reproducible
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
         weighted = outputs[back].unflatten(0, (n, k)).float() * routes.weights[..., None]

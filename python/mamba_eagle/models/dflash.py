@@ -211,12 +211,7 @@ class _StackedContext:
         first, self.ops = layers[0], ops
         self.shape = (2, len(layers), first.config.num_kv_heads, first.config.head_dim)
         parts = [layer.k_proj for layer in layers] + [layer.v_proj for layer in layers]
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
-        self.product = Linear(0, 0)
-        weight = torch.cat([part.weight.detach() for part in parts])
-        self.product.weight = nn.Parameter(weight, requires_grad=False)
-        if biases:
-            self.product.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.product = Linear.copied(parts)
         self.product.prepare(ops)
         self.norms = torch.stack([layer.k_norm.weight.detach() for layer in layers])  # [L, D]
         self.ones, self.eps = torch.ones_like(self.norms[0]), first.k_norm.eps

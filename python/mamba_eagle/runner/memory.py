@@ -8,6 +8,7 @@ import torch
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import journal_bytes
+from mamba_eagle.backend.pools import kv_dtype
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
@@ -112,11 +113,12 @@ def _sizes(
     """A plan with the bytes per slot and request; the numbers of slots are left 0."""
     size = backend.dtype.itemsize
     ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
-    kv_bytes = kv_slot_bytes(model, size)
+    kv_size = kv_dtype(config.kv_cache_dtype, backend.dtype).itemsize
+    kv_bytes = kv_slot_bytes(model, kv_size)
     state_slot_bytes = state_bytes(model, ssm_size, size) + feature_size * size
     request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
     if draft is not None:
-        kv_bytes += kv_slot_bytes(draft.config, size)
+        kv_bytes += kv_slot_bytes(draft.config, kv_size)
         state_slot_bytes += state_bytes(draft.config, ssm_size, size)
         request_bytes += row_bytes(draft.config, "deferred", draft.rows, 0, size)
     graphs = 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.choose import choose_backend, reason, resolve_device, resolve_dtype
 from mamba_eagle.backend.journals import SavedJournals
-from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
@@ -22,6 +22,7 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafte
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.weights import weight_bytes, weights_come_late
 from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.message.indices import indices
@@ -33,6 +34,8 @@ from mamba_eagle.models.loader import (
     random_weights,
 )
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.rooms import FewBitRooms
+from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState, sample
 from mamba_eagle.runner.steps.decode_step import (
@@ -82,7 +85,7 @@ class ModelRunner:
             DraftSize(source.config, source.rows) if source and source.config else None,
             self.backend,
         )
-        weights = f"weights {size_text(sum(p.nbytes for p in self.model.parameters()))}"
+        weights = f"weights {size_text(weight_bytes(self.model))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
         self.drafter: Drafter = NoDrafter()
@@ -272,14 +275,17 @@ class ModelRunner:
         return requested or limit or UNLIMITED_CONTEXT
 
     def _load(self, make: Callable[[], Model], path: str) -> Model:
-        with created_as(self.backend.dtype, self.backend.device):
+        config, ops = self.config, self.backend.layer_ops
+        with created_as(self.backend.dtype, self.backend.device), weights_come_late():
             model = make()
-        if self.config.load_format == "dummy":
-            random_weights(model, self.config.random_seed)
+        policy = Policy(config.quantization, config.quantize_lm_head)
+        rooms = FewBitRooms(model, self.backend.device, policy, ops.keeps)
+        if config.load_format == "dummy":
+            random_weights(model, config.random_seed, rooms)
         else:
-            load_weights(model, path)
+            load_weights(model, path, rooms)
         model.eval().requires_grad_(False)
-        prepare_for_inference(model, self.backend.layer_ops)
+        prepare_for_inference(model, ops)
         return model
 
     def _draft_source(self) -> DraftSource | None:
@@ -308,6 +314,7 @@ class ModelRunner:
             model.attention,
             backend.dtype,
             backend.device,
+            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
         )
         self.pool = StatePool(
             model.num_mamba_layers,
@@ -341,7 +348,7 @@ class ModelRunner:
         self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, backend)
 
     def _describe(self) -> RunnerReady:
-        memory, weights = self.memory, sum(p.nbytes for p in self.model.parameters())
+        memory, weights = self.memory, weight_bytes(self.model)
         return RunnerReady(
             max_kv_slots=memory.kv_slots,
             max_state_slots=memory.state_slots,
