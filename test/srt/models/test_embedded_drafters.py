@@ -19,7 +19,7 @@ from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
 PROBLEMS, MAX_TOKENS = 24, 120
-MIN_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens a step, by temperature; measured: 5.7 and 5.5
+MIN_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens per step, by temperature; measured: 5.7 and 5.5
 Generate = Callable[[str, float], Generation]
 
 
