@@ -87,11 +87,33 @@ class EngineConfig:
         "dtype of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "auto",
+        "weights and products of few bits; auto: as the checkpoint stores them, where the device "
+        "multiplies them so; fp8: float8 for any checkpoint; none: all in --dtype",
+        ("auto", "fp8", "none"),
+    )
+    quantize_lm_head: bool = setting(
+        False, "with --quantization fp8, also multiply by lm_head in float8"
+    )
     cpu_threads: int | None = setting(
         None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
     )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
+    )
+
+    tp_size: int = setting(
+        1,
+        "tensor parallelism: number of processes that each hold a part of the model, on a GPU each",
+        minimum=1,
+        group="several processes",
+    )
+    check_ranks: int = setting(
+        0,
+        "compare the state of these processes every so many steps, and end at the first "
+        "difference; 0: never",
+        minimum=0,
     )
 
     max_running_requests: int = setting(
@@ -108,6 +130,12 @@ class EngineConfig:
         "number of state slots, for running requests and the prefix cache; auto: what fits into "
         "memory",
         minimum=1,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of keys and values in KV slots; auto: --dtype; fp8_e4m3: half of the memory of 16 "
+        "bits, rounded",
+        ("auto", "fp8_e4m3"),
     )
     max_journals: int = setting(
         -1,
@@ -335,6 +363,20 @@ class ServerConfig(EngineConfig):
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
+    chat_template: str = setting(
+        "",
+        "Jinja file of the chat template, or the template itself (default: the tokenizer's)",
+        may_be_empty=False,
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: nemotron_3, nemotron_nano_v2, granite_4, falcon_h1, "
+        "qwen3, qwen3_coder, hermes, or a JSON file like theirs; none: calls stay text; auto: the "
+        "tokenizer's response_template, else what its chat template shows",
+    )
+    reasoning_parser: str = setting(
+        "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
+    )
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0
     )

@@ -26,6 +26,7 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
+from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs.cpu import best
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.model_config import Mamba2Config
@@ -35,7 +36,8 @@ from mamba_eagle.tree.tree import Tree
 
 
 class CpuBackend(TorchBackend):
-    """torch processes prompts, and also the recurrence if states are not float32."""
+    """torch processes prompts, the recurrence if states are not float32, and attention if the KV
+    cache is not."""
 
     name = "cpu"
 
@@ -43,6 +45,8 @@ class CpuBackend(TorchBackend):
         super().__init__(place, torch.float32, CpuOps())
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
+        if pool.k.dtype != torch.float32:
+            return super().tree_attention(pool, nodes)
         return CpuTreeAttention(pool, nodes) if pool.num_layers else None
 
     def lane_attention(
@@ -50,9 +54,13 @@ class CpuBackend(TorchBackend):
     ) -> LaneAttention | None:
         if not pool.num_layers:
             return None
+        if pool.k.dtype != torch.float32:
+            return super().lane_attention(pool, slot_table, slots, prefix, max_lanes)
         return CpuLanes(pool, slot_table, slots, prefix, max_lanes)
 
     def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        if pool.k.dtype != torch.float32:
+            return super().block_attention(pool, rows)
         return CpuBlocks(pool, rows)
 
     def state_scheme(
@@ -95,6 +103,11 @@ class CpuBackend(TorchBackend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()
+        token_mask.mask_logits(*(part.numpy() for part in (logits, rows, masks, out)))
+        return out
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return CpuPendingEntries(table, size)
