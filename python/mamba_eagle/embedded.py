@@ -11,5 +11,6 @@ EMBEDDED_HEADS = {  # by drafter
     "EAGLE3": ASSETS / "mamba2-math-6m-eagle3",
     "MTP": ASSETS / "mamba2-math-6m-mtp",
     "NEXTN": ASSETS / "mamba2-math-6m-mtp",
+    "DSPARK": ASSETS / "mamba2-math-6m-dspark",
 }
 EMBEDDED_DRAFTERS = {**EMBEDDED_HEADS, "STANDALONE": ASSETS / "mamba2-math-1m"}

@@ -19,7 +19,8 @@ from mamba_eagle.runner.model_runner import ModelRunner
 
 torch.set_num_threads(1)
 PROBLEMS, MAX_TOKENS = 24, 120
-MIN_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens a step, by temperature; measured: 5.7 and 5.5
+MIN_LENGTH = {0.0: 5.0, 1.0: 4.6}  # tokens per step, by temperature; measured: 5.7 and 5.5
+SHORTER = {"DSPARK": 0.5}  # measured: 5.3 and 4.8
 Generate = Callable[[str, float], Generation]
 
 
@@ -63,7 +64,7 @@ def test_an_embedded_drafter_drafts_what_the_model_writes(
     """No folder is named: the drafter's is found. Texts are those of plain decoding."""
     made = generate(algorithm, temperature)
     assert made.tokens == generate("NONE", temperature).tokens
-    assert made.accept_length >= MIN_LENGTH[temperature]
+    assert made.accept_length >= MIN_LENGTH[temperature] - SHORTER.get(algorithm, 0.0)
 
 
 def test_the_embedded_model_drafts_with_its_eagle_head_unless_another_drafter_is_named() -> None:

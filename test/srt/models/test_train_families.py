@@ -33,7 +33,7 @@ FLAGS = {
 
 
 # Block drafters read hidden states and nothing else of a family: one of each kind is enough.
-BLOCKS_FOR = ("nemotron-3.5-lightning", "mamba2-groups", "falcon-h1", "llama")
+BLOCKS_FOR = ("nemotron-3.5-lightning", "mamba2-groups", "falcon-h1")
 FOLDERS = tuple(f"{name}0" for name in BLOCKS_FOR)  # as pytest numbers them
 
 
