@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +19,12 @@ from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.tree.candidates import Frontier
 
 Path = tuple[int, ...]  # drafted tokens
+
+
+def is_narrow(mask: npt.NDArray[np.uint32]) -> bool:
+    """Whether it forbids so much that a drafter would often be wrong: most words of it are empty.
+    Within a string of JSON most tokens are allowed, and the drafter is as good as without."""
+    return 2 * np.count_nonzero(mask) < len(mask)
 
 
 class GrammarGuide(KeyedNoise):
@@ -49,15 +56,15 @@ class GrammarGuide(KeyedNoise):
                 continue
             for lane, path in enumerate(self.paths[i]):
                 mask = grammar.mask_behind(path)
-                if mask is not None:
+                if mask is not None and is_narrow(mask):
                     rows.append(i * lanes + lane)
                     masks.append(mask)
         if not rows:
             return log_probs
         flat, index = log_probs.reshape(b * lanes, vocab), torch.tensor(rows)
         bits = torch.from_numpy(np.stack(masks).view(np.int32))
-        left = self.backend.mask_logits(flat, index, bits)[index].log_softmax(-1)
-        return flat.index_copy(0, index, left).view_as(log_probs)
+        left = self.backend.mask_logits(flat[index], torch.arange(len(rows)), bits)
+        return flat.index_copy(0, index, left.log_softmax(-1)).view_as(log_probs)
 
     def follow(self, frontier: Frontier) -> None:
         tokens, lanes = frontier.tokens.tolist(), frontier.lanes.tolist()
