@@ -87,11 +87,33 @@ class EngineConfig:
         "dtype of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "auto",
+        "weights and products of few bits; auto: as the checkpoint stores them, where the device "
+        "multiplies them so; fp8: float8 for any checkpoint; none: all in --dtype",
+        ("auto", "fp8", "none"),
+    )
+    quantize_lm_head: bool = setting(
+        False, "with --quantization fp8, also multiply by lm_head in float8"
+    )
     cpu_threads: int | None = setting(
         None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
     )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
+    )
+
+    tp_size: int = setting(
+        1,
+        "tensor parallelism: number of processes that each hold a part of the model, on a GPU each",
+        minimum=1,
+        group="several processes",
+    )
+    check_ranks: int = setting(
+        0,
+        "compare the state of these processes every so many steps, and end at the first "
+        "difference; 0: never",
+        minimum=0,
     )
 
     max_running_requests: int = setting(
@@ -108,6 +130,12 @@ class EngineConfig:
         "number of state slots, for running requests and the prefix cache; auto: what fits into "
         "memory",
         minimum=1,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of keys and values in KV slots; auto: --dtype; fp8_e4m3: half of the memory of 16 "
+        "bits, rounded",
+        ("auto", "fp8_e4m3"),
     )
     max_journals: int = setting(
         -1,
@@ -199,6 +227,12 @@ class EngineConfig:
         2_000_000, "NGRAM: maximum number of n-grams kept, 40 bytes of host memory each"
     )
 
+    simulate_acc_len: float = setting(
+        0.0,
+        "for benchmarks with dummy weights: every step accepts so many tokens on average, whatever "
+        "the target says, and texts mean nothing; 0: off (SGLang: SGLANG_SIMULATE_ACC_LEN)",
+    )
+
     log_level: str = setting(
         "info",
         "least severe messages that are logged",
@@ -251,7 +285,24 @@ class EngineConfig:
                     "--speculative-draft-model-path, the folder of a drafter made for "
                     f"{self.model_path}"
                 )
-        return wrong
+        return wrong + self.simulation_problems()
+
+    def simulation_problems(self) -> list[str]:
+        """Why --simulate-acc-len cannot be had."""
+        length, most = self.simulate_acc_len, self.tree_shape.depth + 1
+        flag = f"--simulate-acc-len {length:g}"
+        if length == 0.0:
+            return []
+        if self.speculative_algorithm == "NONE":
+            return [
+                f"{flag}: without a drafter each step makes one token; set --speculative-algorithm"
+            ]
+        if not 1 <= length <= most:
+            return [
+                f"{flag}: must be between 1 and {most}, the most that a tree of "
+                f"--speculative-num-steps {self.tree_shape.depth} can gain per step; or 0 for off"
+            ]
+        return []
 
     @property
     def num_journals(self) -> int | None:
@@ -312,6 +363,20 @@ class ServerConfig(EngineConfig):
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
+    chat_template: str = setting(
+        "",
+        "Jinja file of the chat template, or the template itself (default: the tokenizer's)",
+        may_be_empty=False,
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: nemotron_3, nemotron_nano_v2, granite_4, falcon_h1, "
+        "qwen3, qwen3_coder, hermes, or a JSON file like theirs; none: calls stay text; auto: the "
+        "tokenizer's response_template, else what its chat template shows",
+    )
+    reasoning_parser: str = setting(
+        "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
+    )
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0
     )
@@ -333,6 +398,11 @@ class ServerConfig(EngineConfig):
         "auto",
         "web pages that may use the server, by origin (https://host[:port], with commas between): "
         "*: all; off: only the server's own; auto: all with --api-key, else those of this machine",
+    )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "address of an OpenTelemetry collector that gets spans of requests, such as "
+        "http://localhost:4318/v1/traces (default: none)",
     )
     metrics_prefix: str = setting(
         "sglang,vllm",
@@ -367,6 +437,11 @@ class ServerConfig(EngineConfig):
 
     def problems(self) -> list[str]:
         wrong = super().problems()
+        if self.simulate_acc_len and self.speculative_adaptive:
+            wrong.append(
+                f"--simulate-acc-len {self.simulate_acc_len:g}: smaller trees than the one that is "
+                "set would not accept that many; add --no-speculative-adaptive"
+            )
         wrong += [
             f"--metrics-prefix {name}: must be sglang, vllm or none, with commas between"
             for name in self.metrics_prefixes

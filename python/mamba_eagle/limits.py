@@ -39,6 +39,9 @@ MAX_SAMPLES = 1024  # n
 MAX_CACHE_SALT = 256  # characters of cache_salt
 MAX_PIN_SECONDS = 3600  # pin_seconds
 MAX_CHECKPOINTS = 16  # positions of checkpoint
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 128  # characters
+MAX_DOCUMENTS = 256
 MAX_STOP_STRINGS = 512
 MAX_STOP_LENGTH = 1024  # characters of one
 MAX_STOP_CHARACTERS = 16_384  # of all together
@@ -59,6 +62,9 @@ MAX_PROMPT_TOKENS = 2**22  # of all samples: each carries its prompt
 MAX_TOKEN_ENTRIES = 2**18  # logit_bias and stop_token_ids, of all samples
 MAX_INPUT_LOGPROBS = 2**17  # of one prompt: positions times (1 + top)
 MAX_LOGPROBS = 2**21  # of all samples, input and output: tokens times (1 + top)
+
+MAX_TEMPLATE_SECONDS = 2.0  # of processor time for rendering a chat
+MAX_THINKING_BUDGET = 2**20  # tokens
 
 # ── what is shown and repeated ───────────────────────────────────────────────────────────────
 

@@ -100,7 +100,7 @@ class Grammars:
                 f"{path}: this server cannot constrain its output: {error}", param=path
             ) from None
         if message:
-            raise _refusal(path, inner, message)
+            raise refusal(path, inner, message)
         return grammar.text
 
 
@@ -127,15 +127,31 @@ def refuse_unknown(fields: Fields) -> None:
         raise fields.wrong("stop_regex", "is not available in this server; leave the field out")
 
 
+class Constraint(NamedTuple):
+    """path: the field that asked for it."""
+
+    grammar: Grammar
+    path: str
+
+
 def read_grammar(fields: Fields, grammars: Grammars) -> str:
     """The one constraint among the fields, as a grammar text; "" if there is none.
 
     Raises: RequestError 400 that names the field, and the keyword that is to blame.
     """
+    found = read_constraint(fields, grammars)
+    return grammars.check(*found) if found is not None else ""
+
+
+def read_constraint(fields: Fields, grammars: Grammars) -> Constraint | None:
+    """The same before the vocabulary was asked.
+
+    Raises: RequestError 400
+    """
     refuse_unknown(fields)
     found = [*_own(fields), *_structured(fields), *_response_format(fields)]
     if not found:
-        return ""
+        return None
     if len(found) > 1:
         names = " and ".join(asked.path for asked in found[:2])
         raise RequestError(f"{names}: two constraints at once; send one", param=found[1].path)
@@ -144,11 +160,11 @@ def read_grammar(fields: Fields, grammars: Grammars) -> str:
         grammar = _grammar(asked, grammars)
     except GrammarError as error:
         what = "" if error.path else f" = {shown(asked.value)}"
-        raise _refusal(asked.path + what, error.path, str(error), asked.path) from None
-    return grammars.check(grammar, asked.path)
+        raise refusal(asked.path + what, error.path, str(error), asked.path) from None
+    return Constraint(grammar, asked.path)
 
 
-def _refusal(path: str, inner: str, message: str, param: str = "") -> RequestError:
+def refusal(path: str, inner: str, message: str, param: str = "") -> RequestError:
     """inner: the path of what is to blame within the field."""
     if inner:
         path += "." + cut(inner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -24,7 +25,10 @@ from mamba_eagle.config import EngineConfig, ServerConfig
 from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver
+from mamba_eagle.message.lifetime import role_name
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.metrics.recorder import Tracer
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.state import ServerState
@@ -83,11 +87,18 @@ class Launch:
     async def run(self) -> Ending:
         self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         context = zmq.Context(io_threads=1)
+        model = self.config.served_model_name or self.config.model_path
+        tracer: Tracer | None = None
+        if endpoint := self.config.otlp_traces_endpoint:
+            # Its packages are an extra.
+            tracing = importlib.import_module("mamba_eagle.metrics.tracing")
+            tracer = tracing.Tracer(endpoint, model)
         recorder = Recorder(
-            self.config.served_model_name or self.config.model_path,
+            model,
             self.config.log_requests,
             self.config.log_prompts,
             self.config.metrics_prefixes,
+            tracer,
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
@@ -106,6 +117,8 @@ class Launch:
             self.manager.close()
             self.heartbeats.close()
             context.destroy(linger=0)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     async def serve(self, state: ServerState) -> None:
         """Serves until there is an Ending."""
@@ -127,10 +140,12 @@ class Launch:
         config_file = Path(self.socket_dir, "config.json")
         config_file.write_text(json.dumps({name: getattr(self.config, name) for name in names}))
         self.say(f"server process: pid {os.getpid()}")
-        for role in ("scheduler", "runner"):
-            command = engine_command(role, self.socket_dir, str(config_file))
+        ranks = range(self.config.tp_size)
+        for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
+            command = engine_command(kind, self.socket_dir, str(config_file), rank)
+            role = role_name(kind, rank)
             try:
-                child = Child(role, command, self._child_ended)
+                child = Child(role, command, self._child_ended, RANK_ENVIRONMENT)
             except OSError as error:
                 self.end(Ending(1, f"cannot start the {role} process: {error.strerror}"))
                 return
@@ -172,7 +187,7 @@ class Launch:
 
     async def watch(self) -> None:
         """Ends the server when scheduler or runner have stopped working."""
-        watchdog = Watchdog(self.config.watchdog_timeout)
+        watchdog = Watchdog(self.config.watchdog_timeout, self.config.tp_size)
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)

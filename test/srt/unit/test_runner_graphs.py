@@ -89,11 +89,17 @@ class LikeGpu(Host):
 
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphedSteps, "record", again)
     backend = CpuBackend(LikeGpu())
     monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    without_graphs(monkeypatch)
+
+
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by kind, which run again what a graph would repeat."""
+    monkeypatch.setattr(GraphedSteps, "record", again)
     monkeypatch.setattr(model_runner.ModelRunner, "_capturable", lambda self: True)
     cuda = SimpleNamespace(
+        is_available=lambda: False,
         graph_pool_handle=lambda: None,
         Stream=lambda device: None,
         mem_get_info=lambda device: (0, 0),

@@ -148,7 +148,7 @@ def test_every_bad_body_is_named_and_survived() -> None:
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
-            ["tools", "not available"],
+            ["tools[0].type is needed"],
         ),
         ("/tokenize", {}, ["prompt is needed"]),
         ("/detokenize", {"tokens": "x"}, ["tokens"]),

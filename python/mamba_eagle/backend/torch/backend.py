@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -17,7 +23,12 @@ from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch import accept
-from mamba_eagle.backend.torch.attention import CausalAttention, GatheredLanes, tree_attention
+from mamba_eagle.backend.torch.attention import (
+    CausalAttention,
+    GatheredBlocks,
+    GatheredLanes,
+    tree_attention,
+)
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
@@ -43,6 +54,10 @@ class TorchBackend(Backend):
     def description(self) -> str:
         return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
 
+    def prepare_builds(self, about: str) -> None: ...
+
+    def build_kernels(self, rehearse: Callable[[], None]) -> None: ...
+
     @property
     def attention_on_device(self) -> bool:
         return False
@@ -67,6 +82,9 @@ class TorchBackend(Backend):
         self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
     ) -> LaneAttention | None:
         return GatheredLanes(pool, slot_table, slots, prefix) if pool.num_layers else None
+
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return GatheredBlocks(pool, rows)
 
     def state_scheme(
         self,

@@ -1,4 +1,5 @@
-"""Attention of tree nodes, straight from the paged pool, on a GPU: one or two launches.
+"""Attention of tree nodes and of drafted blocks, straight from the paged pool, on a GPU: one or two
+launches.
 
 The rows of one matrix product with a block of keys are all query heads of a key head, times the
 nodes. The prefix of a request is divided into shares, as many as the grid has room for. A program
@@ -19,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import E4M3
+from mamba_eagle.kernels.float8.triton import to_e4m3
 from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
@@ -62,8 +65,16 @@ def _share(length, splits, least, KEYS: tl.constexpr):
     return size, tl.maximum(tl.cdiv(length, size), 1)
 
 
+@triton.jit
+def _begin(length, window, HAS_WINDOW: tl.constexpr):
+    """The first position of a prefix that any node sees."""
+    if HAS_WINDOW:
+        return tl.maximum(length - window + 1, 0)
+    return 0
+
+
 # not specialized: other numbers of lanes or requests should not need new machine code
-@triton.jit(do_not_specialize=["E", "splits", "least"])
+@triton.jit(do_not_specialize=["E", "splits", "least", "window"])
 def _tree_attention_kernel(
     q,  # [b*T, heads, D], rows q_stride apart
     k,  # [b*T, kv_heads, D], rows k_stride apart
@@ -78,6 +89,8 @@ def _tree_attention_kernel(
     out,  # [b*T, heads, D]
     parts,  # [b, splits, T, heads, D] float32: outputs of the shares
     sizes,  # [b, splits, T, heads] float32: log2 of their sums of weights
+    sinks,  # [heads]: logits of keys without values
+    window,
     scale,
     q_stride,
     k_stride,
@@ -94,6 +107,9 @@ def _tree_attention_kernel(
     NODES: tl.constexpr,  # of a word of the masks, padded
     WORDS: tl.constexpr,
     HAS_OLD: tl.constexpr,  # some nodes are already in the pool
+    FLOAT8: tl.constexpr,  # the pool is E4M3, and queries set the precision
+    HAS_WINDOW: tl.constexpr,  # node i, at position prefix + i, sees so far back only
+    HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -109,7 +125,8 @@ def _tree_attention_kernel(
     previous_done(OVERLAP)
     length = tl.load(prefix + request).to(tl.int32)
     table = slot_table + tl.load(slots + request).to(tl.int64) * positions
-    share, shares = _share(length, splits, least, KEYS)
+    begin = _begin(length, window, HAS_WINDOW)
+    share, shares = _share(length - begin, splits, least, KEYS)
     if split >= shares:
         return
 
@@ -121,15 +138,22 @@ def _tree_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     in_rows = is_row[:, None] & in_head[None, :]
     queries = q + (request * T + node)[:, None] * q_stride + head[:, None] * D + d[None, :]
-    query = tl.load(queries, mask=in_rows, other=0.0).to(pool_k.dtype.element_ty)
+    query = tl.load(queries, mask=in_rows, other=0.0)
+    if not FLOAT8:
+        query = query.to(pool_k.dtype.element_ty)
 
     largest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
+    if HAS_SINKS:  # part of the last share
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        largest = tl.where(split == shares - 1, sink, largest)
+        total = tl.where(split == shares - 1, 1.0, total)
     scale *= LOG2_E
     in_slot = kv_head * D + d[None, :]
-    end = tl.minimum(split * share + share, length)
-    for first in tl.range(split * share, end, KEYS, num_stages=STAGES):
+    start = begin + split * share
+    end = tl.minimum(start + share, length)
+    for first in tl.range(start, end, KEYS, num_stages=STAGES):
         position = first + tl.arange(0, KEYS)
         seen = position < end
         slot = tl.load(table + position, mask=seen, other=0).to(tl.int64)
@@ -137,8 +161,13 @@ def _tree_attention_kernel(
         in_keys = seen[:, None] & in_head[None, :]
         key = tl.load(pool_k + at, mask=in_keys, other=0.0)
         value = tl.load(pool_v + at, mask=in_keys, other=0.0)
+        if FLOAT8:
+            key, value = key.to(query.dtype), value.to(query.dtype)
+        visible = seen[None, :]
+        if HAS_WINDOW:
+            visible = visible & (position[None, :] > (length + node - window)[:, None])
         largest, total, acc = _attend(
-            query, key, value, seen[None, :], scale, largest, total, acc, PRECISION
+            query, key, value, visible, scale, largest, total, acc, PRECISION
         )
 
     if split == shares - 1:
@@ -154,8 +183,11 @@ def _tree_attention_kernel(
             source = request * T + fresh
             key = tl.load(k + source[:, None] * k_stride + in_slot, mask=in_new, other=0.0)
             value = tl.load(v + source[:, None] * v_stride + in_slot, mask=in_new, other=0.0)
-            key = key.to(pool_k.dtype.element_ty)
-            value = value.to(pool_v.dtype.element_ty)
+            if FLOAT8:
+                key, value = to_e4m3(key.to(tl.float32)), to_e4m3(value.to(tl.float32))
+            else:
+                key = key.to(pool_k.dtype.element_ty)
+                value = value.to(pool_v.dtype.element_ty)
             if first_row == 0:
                 tl.store(pool_k + at, key, mask=in_new)
                 tl.store(pool_v + at, value, mask=in_new)
@@ -165,6 +197,8 @@ def _tree_attention_kernel(
                 old_value = tl.load(pool_v + at, mask=in_old, other=0.0)
                 key = tl.where(is_new[:, None], key, old_key)
                 value = tl.where(is_new[:, None], value, old_value)
+            if FLOAT8:
+                key, value = key.to(query.dtype), value.to(query.dtype)
             mask = tl.load(masks + (request * T + node) * WORDS + word, mask=is_row, other=0)
             visible = ((mask[:, None] >> bit.to(tl.int64)[None, :]) & 1) != 0
             largest, total, acc = _attend(
@@ -182,7 +216,7 @@ def _tree_attention_kernel(
         tl.store(sizes + at, largest + tl.log2(total), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "least"])
+@triton.jit(do_not_specialize=["rows", "splits", "least", "window"])
 def _join_kernel(
     parts,  # [b, splits, rows, D] float32
     sizes,  # [b, splits, rows] float32
@@ -191,18 +225,21 @@ def _join_kernel(
     rows,
     splits,
     least,
+    window,
     D: tl.constexpr,
     DP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,  # splits, padded
+    HAS_WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """out = the mean of the shares' outputs, weighted by their sums of weights."""
     previous_done(OVERLAP)
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(prefix + request).to(tl.int32)
-    _, shares = _share(length, splits, least, KEYS)
+    begin = _begin(length, window, HAS_WINDOW)
+    _, shares = _share(length - begin, splits, least, KEYS)
     if shares == 1:
         return
     split = tl.arange(0, SPLITS)
@@ -268,6 +305,8 @@ def paged_tree_attention(
     masks: Tensor,
     scale: float,
     config: Config | None = None,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
 
@@ -277,25 +316,30 @@ def paged_tree_attention(
     Args:
         q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.
         pool_k, pool_v: [KV slots, kv_heads, D], contiguous; they set the precision: bfloat16,
-            float16 or float32. Softmax and sums are float32.
+            float16 or float32; as E4M3 they are widened to q's dtype. Softmax and sums are float32.
         slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
         masks: [b, T, words] int64, contiguous: which nodes each new one sees (``pack_ancestors``).
+        window: of its prefix, new node i sees the positions above ``prefix + i - window`` only, as
+            a row of a block at position prefix + i does; 0: all.
+        sinks: [heads], a logit per query head that takes part in the softmax and has no value.
     Returns: [b*T, heads, D], dtype of q.
     """
     (b, T, words), E = masks.shape, own.shape[1]
     (_, heads, D), kv_heads, positions = q.shape, k.shape[1], slot_table.shape[1]
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
-    config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
+    precise = q.dtype if pool_k.dtype == E4M3 else pool_k.dtype
+    config = config or choose_config(b, T, heads, kv_heads, D, positions, precise.itemsize)
     overlap = launches_overlap(q.device)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
     tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
-    numbers = (scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
+    numbers = (window, scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
     _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
         *tensors,
+        sinks,
         *numbers,
         config.splits,
         config.least,
@@ -306,15 +350,18 @@ def paged_tree_attention(
         NODES=max(16, min(64, triton.next_power_of_2(E))),
         WORDS=words,
         HAS_OLD=E > T,
+        FLOAT8=pool_k.dtype == E4M3,
+        HAS_WINDOW=window > 0,
+        HAS_SINKS=sinks is not None,
         ROWS=config.rows,
         KEYS=config.keys,
-        PRECISION="tf32" if pool_k.dtype != torch.float32 else "tf32x3",
+        PRECISION="tf32" if precise != torch.float32 else "tf32x3",
         STAGES=config.stages,
         OVERLAP=overlap,
         num_warps=config.warps,
         launch_pdl=overlap,
     )
-    return _join(shares, prefix, out, config, overlap)
+    return _join(shares, prefix, out, config, window, overlap)
 
 
 class _Shares(NamedTuple):
@@ -330,7 +377,9 @@ def _empty_shares(b: int, splits: int, n: int, D: int, device: torch.device) -> 
     return _Shares(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
 
 
-def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, overlap: bool) -> Tensor:
+def _join(
+    shares: _Shares, prefix: Tensor, out: Tensor, config: Config, window: int, overlap: bool
+) -> Tensor:
     """``out`` [b*T, heads, D], joined from shares where prefixes have several."""
     b, splits, n, D = shares.outputs.shape
     if splits == 1:
@@ -344,11 +393,13 @@ def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, overlap:
         n,
         splits,
         config.least,
+        window,
         D=D,
         DP=padded,
         ROWS=rows,
         KEYS=config.keys,
         SPLITS=splits,
+        HAS_WINDOW=window > 0,
         OVERLAP=overlap,
         num_warps=4,
         launch_pdl=overlap,

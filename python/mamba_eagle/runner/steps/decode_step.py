@@ -1,7 +1,8 @@
 """One decode step on tensors: draft trees, verify them, commit the nodes that the target accepts.
 
-The sampler runs between verify and commit, and the host decides which operations it performs. All
-other parts may be captured in graphs (graphs.py) if they never wait for the host.
+The sampler runs between verify and commit. All parts may be captured in graphs (graphs.py) if they
+never wait for the host; the sampler, where the backend samples in kernels. Elsewhere the host
+decides which operations it performs.
 
 A step is a value: the results of the drafter's ``prepare`` and the scheme's ``begin`` are passed
 along, and no object remembers which step it is in.
@@ -23,9 +24,15 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.guide import GrammarGuide
-from mamba_eagle.runner.sampler import BatchNoise, SamplingState
+from mamba_eagle.runner.sampler import (
+    BatchNoise,
+    SamplingState,
+    sample_greedy,
+    sample_in_kernels,
+)
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -71,8 +78,10 @@ class DecodeStep:
         drafter: Drafter,
         sampling: SamplingState,
         constraints: Constraints,
+        chooser: Chooser,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
+        self.chooser = chooser
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.constraints = constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
@@ -86,7 +95,7 @@ class DecodeStep:
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
-        return self.drafter.propose(slots, part, noise)
+        return self.chooser.agree(self.drafter.propose(slots, part, noise))
 
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
@@ -112,6 +121,16 @@ class DecodeStep:
         logits = self.model.compute_logits(features, logits)
         parts = (features.unflatten(0, shape), logits.unflatten(0, shape))
         return Verified(tree, layout, positions, *parts)
+
+    def sample(self, slots: Tensor, verified: Verified, sampled: bool) -> Tensor:
+        """The target's token at each node, [b, T], with nothing that only the host knows.
+
+        sampled: whether any request takes more than an argmax.
+        """
+        if not sampled:
+            return sample_greedy(verified.logits)
+        after = verified.positions + 1
+        return sample_in_kernels(self.sampling, slots, verified.logits, after, verified.tree)
 
     def commit(
         self,
@@ -145,16 +164,25 @@ class DecodeStep:
         return self.drafter.on_device and not part.idle
 
     def observe_on_host(
-        self, slots: Tensor, verified: Verified, accepted: Truncated, part: StepPart
+        self,
+        slots: Tensor,
+        verified: Verified,
+        accepted: Truncated,
+        part: StepPart,
+        counted: bool = False,
     ) -> None:
-        """Update the token counts, and the drafter if it works on the host."""
-        self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
+        """Update the token counts, unless they are ``counted``, and the drafter if it works on the
+        host."""
+        if not counted:
+            self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
         if not self.drafter.on_device and not part.idle:
             self.drafter.observe_accepted(slots, accepted, verified.features)
 
 
 class EagerRun:
     """A step of one batch, with each operation launched separately."""
+
+    samples = False  # ``commit`` needs the tokens
 
     def __init__(self, step: DecodeStep, batch: DecodeBatch, part: StepPart) -> None:
         self.step, self.batch, self.part = step, batch, part
@@ -166,7 +194,7 @@ class EagerRun:
         """Draft trees."""
         sampling, constraints, slots = self.step.sampling, self.step.constraints, self.batch.slots
         noise: KeyedNoise | None = None
-        if sampling.any_noise(slots):
+        if sampling.any_need(slots):
             noise = BatchNoise(sampling, self.slots)
         steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
         if steers:
@@ -181,8 +209,9 @@ class EagerRun:
         self.verified = self.step.verify(self.slots, self.kv_slots, self.tree)
         return self.verified
 
-    def commit(self, target: Tensor) -> Outcome:
+    def commit(self, target: Tensor | None) -> Outcome:
         """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""
+        assert target is not None
         step, part = self.step, self.part
         outcome = step.commit(self.slots, self.kv_slots, self.verified, target, part)
         step.observe_on_host(self.slots, self.verified, outcome.accepted, part)
@@ -193,6 +222,7 @@ class EagerSteps:
     """Steps without graphs."""
 
     num_bytes = 0
+    num_graphs = 0
 
     def __init__(self, step: DecodeStep) -> None:
         self.step = step

@@ -1,0 +1,159 @@
+"""Drafting a whole block in one pass over a few attention layers (models/dflash.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import BlockRows
+from mamba_eagle.backend.contexts import BlockContext
+from mamba_eagle.backend.pending import PendingSize
+from mamba_eagle.backend.pools import KVPool, kv_dtype
+from mamba_eagle.backend.prefill import prefill_parts
+from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
+from mamba_eagle.drafting.block_trees import Block, BlockTrees
+from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
+from mamba_eagle.drafting.waiting import Waiting
+from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.models.dflash import BlockDraftModel
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+
+class BlockDrafter(Drafter):
+    """A pass over [anchor, mask, mask, …] gives one hidden state per row, and ``trees`` makes a
+    token tree of them.
+
+    The context consists of keys and values of the tokens that the target has processed. An entry is
+    the target's tapped hidden states of a token. Entries of prompts are processed at once, those of
+    accepted tokens stay *pending* until the next tree is needed:
+
+        position   0 ────────────────── processed - 1   processed    …  + 1   …  + 2
+        row                     └ pending entries ┘     0: anchor    1: mask  2: mask
+        keys       the pool, at the target's KV slots   spare KV slots, overwritten by the next
+                                                        block
+    """
+
+    def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
+        config, net, backend = parts.config, model.config, parts.backend
+        self.model, self.trees = model, trees
+        self.table, self.backend, self.place = parts.table, backend, backend.place
+        self.embedding = parts.target.parts.embedding
+        self.first_tap = parts.target.config.hidden_size
+        requests = parts.table.processed.shape[0]
+        self.rows = model.block.num_rows(config.tree_shape.depth)
+        self.kv = KVPool(
+            net.num_attention_layers,
+            parts.kv_slots,
+            net.attention,
+            backend.dtype,
+            backend.device,
+            num_spare=1 + requests * self.rows,
+            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
+        )
+        spare = torch.arange(requests * self.rows, device=backend.device)
+        self.spare = (spare + self.kv.padding_slot + 1).view(requests, self.rows)
+
+        most, added = max_without_rows(config), config.tree_shape.depth + 1
+        taps = len(model.block.taps) * model.block.target_hidden_size
+        entry = PendingSize(most + added, taps, backend.dtype, self.kv.padding_slot)
+        self.entries = backend.pending_entries(parts.table, entry)
+        longest = min(added + FEW_PLAIN_STEPS, most)
+        self.waiting = Waiting(self.entries, self.table, self.place, most, longest)
+        self.on_device = backend.attention_on_device
+
+    # ── following the sequences ──
+
+    def observe_prefill(
+        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
+    ) -> None:
+        spans = [part.span for part in prefill_parts(items)]
+        ends = [span.start + span.length for span in spans]
+        positions = [torch.arange(span.start, end) for span, end in zip(spans, ends)]
+        slots = [self.table.kv_slots[span.slot, span.start : end] for span, end in zip(spans, ends)]
+        self._write(features[:, self.first_tap :], torch.cat(positions), torch.cat(slots))
+        own = self.place.to_device([item.slot for item in items])
+        self.entries.processed[own] = self.place.to_device(ends)
+        self.entries.pending[own] = 0
+
+    def observe_first_tokens(
+        self, slots: Sequence[int], tokens: Tensor, features: Tensor
+    ) -> None: ...
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
+        return self.waiting.prepare(slots, shape, left=0)
+
+    def catch_up(self, slots: Tensor) -> None:
+        """Process all pending entries."""
+        counts = self.entries.pending[slots].clamp(min=0)
+        longest = max(int(counts.max()), 1) if self.place.on_host else self.waiting.most
+        self._run_pending(slots, counts, longest)
+        self.entries.pending[slots] -= counts
+
+    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
+        """The accepted tokens become pending."""
+        self.entries.append(slots, accepted, features, self._taps)
+
+    def _taps(self, features: Tensor) -> Tensor:
+        return features[:, self.first_tap :]
+
+    def untrack(self, slots: Sequence[int]) -> None:
+        self.waiting.untrack(slots)
+
+    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        kept = [
+            (slot, position)
+            for slot, position in zip(slots, positions)
+            if position >= 0 and self.waiting.tracks(slot)
+        ]
+        if kept:
+            kept_slots, ends = self.place.to_device(list(zip(*kept)))
+            missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
+            longest = int(missing.max()) if self.place.on_host else self.waiting.most
+            if longest:
+                self._run_pending(kept_slots, missing, longest)
+        self.waiting.release(slots)
+
+    # ── entries of the context ──
+
+    def _run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> None:
+        """Process the entries that ``PendingEntries.take`` returns for these arguments."""
+        taken = self.entries.take(slots, counts, longest)
+        taps = self.entries.features[slots, :longest].flatten(0, 1)
+        self._write(taps, taken.positions.reshape(-1), taken.kv_slots.reshape(-1))
+
+    def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Enter tokens into the context: taps [n, …], positions and kv_slots [n]."""
+        k, v = self.model.context_kv(self.model.context(taps), positions)
+        self.kv.write_layers(kv_slots, k, v)
+
+    # ── drafting ──
+
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        table, shape, block = self.table, part.shape, self.model.block
+        # entries of a request that has ended stay pending until it is released
+        self._run_pending(slots, None, part.longest)
+        b, rows = len(slots), block.num_rows(shape.depth)
+        anchors, prefix = table.last_token[slots], table.processed[slots]
+        tokens = anchors.new_full((b, rows), block.mask_token)
+        tokens[:, 0] = anchors
+        own = self.spare[:b, :rows]
+        attention = self.backend.block_attention(
+            self.kv, BlockRows(table.kv_slots, slots, prefix, own)
+        )
+        positions = prefix[:, None] + torch.arange(rows, device=slots.device)
+        context = BlockContext(attention, positions.reshape(-1))
+        hidden = self.model(self.model.embed(tokens, self.embedding), context)
+        first = 0 if block.sample_from_anchor else 1
+        predicting = hidden.view(b, rows, -1)[:, first : first + shape.depth]
+        grown = self.backend.candidates(anchors, shape.topk, shape.depth)
+        self.trees.grow(grown, Block(predicting, anchors, prefix + 1), noise)
+        return grown.select(shape.nodes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.num_bytes + weight_bytes(self.model)
