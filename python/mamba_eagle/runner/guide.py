@@ -43,13 +43,15 @@ class GrammarGuide(KeyedNoise):
         self.noise, self.backend = noise, backend
         self.grammars = [constraints.grammar(slot) for slot in slots]
         self.paths: list[list[Path]] = [[()] for _ in slots]  # of each request's lanes
+        self.followed = True  # the lanes are those of the next call
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         if self.noise is not None:
             log_probs = self.noise(log_probs, positions)
         b, lanes, vocab = log_probs.shape
-        if len(self.paths[0]) != lanes:
-            return log_probs  # their tokens are not known
+        if not self.followed:
+            return log_probs  # the drafter's lanes have no tokens, or it does not tell them
+        self.followed = False
         rows, masks = [], []
         for i, grammar in enumerate(self.grammars):
             if grammar is None:
@@ -64,9 +66,12 @@ class GrammarGuide(KeyedNoise):
         flat, index = log_probs.reshape(b * lanes, vocab), torch.tensor(rows)
         bits = torch.from_numpy(np.stack(masks).view(np.int32))
         left = self.backend.mask_logits(flat[index], torch.arange(len(rows)), bits)
-        return flat.index_copy(0, index, left.log_softmax(-1)).view_as(log_probs)
+        # NaN: the drafter knows none of the tokens that are allowed
+        left = left.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return flat.index_copy(0, index, left).view_as(log_probs)
 
     def follow(self, frontier: Frontier) -> None:
+        self.followed = True
         tokens, lanes = frontier.tokens.tolist(), frontier.lanes.tolist()
         self.paths = [
             [(*above[lane], token) for lane, token in zip(*own, strict=True)]
