@@ -34,7 +34,7 @@ class RequestGrammar:
         self._base, self._words = base, words
         self.output: list[int] = []  # tokens taken in
         self._path: list[int] = []  # drafted tokens that are tried behind them
-        self._masks: dict[tuple[int, ...], Row] = {}  # by path: those that were computed
+        self._masks: dict[tuple[int, ...], Row] = {}  # by path: those that drafting asked for
         self.problem = ""
         self._stops = frozenset(params.stop_tokens(tuple(eos)))
         self._min_new_tokens = params.min_new_tokens
@@ -82,7 +82,6 @@ class RequestGrammar:
             matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if not matcher.is_error():
                 self._hold(row, len(self.output) + len(path))
-                self._masks[path] = row.copy()
                 return True
             self._recover(matcher.get_error())
         row[:] = 0
@@ -94,7 +93,10 @@ class RequestGrammar:
         if known is not None:
             return known
         row = np.empty(self._words, dtype=np.uint32)
-        return row if self.fill(row) else None
+        if not self.fill(row):
+            return None
+        self._masks[tuple(self._path)] = row
+        return row
 
     def mask_behind(self, path: Sequence[int]) -> Row | None:
         """The mask behind drafted tokens; None if the grammar refuses one of them, or if nothing

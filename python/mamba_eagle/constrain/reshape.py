@@ -113,8 +113,8 @@ class _Growing:
 
 def only_token(mask: npt.NDArray[np.uint32]) -> int | None:
     """The token that a mask allows, if it is a single one."""
-    words = np.flatnonzero(mask)
-    if len(words) != 1:
+    if np.count_nonzero(mask) != 1:
         return None
-    word = int(mask[words[0]])
-    return 32 * int(words[0]) + word.bit_length() - 1 if word & (word - 1) == 0 else None
+    index = int(mask.argmax())
+    word = int(mask[index])
+    return 32 * index + word.bit_length() - 1 if word & (word - 1) == 0 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +19,12 @@ from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.tree.candidates import Frontier
 
 Path = tuple[int, ...]  # drafted tokens
+
+
+def is_narrow(mask: npt.NDArray[np.uint32]) -> bool:
+    """Whether it forbids so much that a drafter would often be wrong: most words of it are empty.
+    Within a string of JSON most tokens are allowed, and the drafter is as good as without."""
+    return 2 * np.count_nonzero(mask) < len(mask)
 
 
 class GrammarGuide(KeyedNoise):
@@ -36,30 +43,35 @@ class GrammarGuide(KeyedNoise):
         self.noise, self.backend = noise, backend
         self.grammars = [constraints.grammar(slot) for slot in slots]
         self.paths: list[list[Path]] = [[()] for _ in slots]  # of each request's lanes
+        self.followed = True  # the lanes are those of the next call
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         if self.noise is not None:
             log_probs = self.noise(log_probs, positions)
         b, lanes, vocab = log_probs.shape
-        if len(self.paths[0]) != lanes:
-            return log_probs  # their tokens are not known
+        if not self.followed:
+            return log_probs  # the drafter's lanes have no tokens, or it does not tell them
+        self.followed = False
         rows, masks = [], []
         for i, grammar in enumerate(self.grammars):
             if grammar is None:
                 continue
             for lane, path in enumerate(self.paths[i]):
                 mask = grammar.mask_behind(path)
-                if mask is not None:
+                if mask is not None and is_narrow(mask):
                     rows.append(i * lanes + lane)
                     masks.append(mask)
         if not rows:
             return log_probs
         flat, index = log_probs.reshape(b * lanes, vocab), torch.tensor(rows)
         bits = torch.from_numpy(np.stack(masks).view(np.int32))
-        left = self.backend.mask_logits(flat, index, bits)[index].log_softmax(-1)
+        left = self.backend.mask_logits(flat[index], torch.arange(len(rows)), bits)
+        # NaN: the drafter knows none of the tokens that are allowed
+        left = left.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         return flat.index_copy(0, index, left).view_as(log_probs)
 
     def follow(self, frontier: Frontier) -> None:
+        self.followed = True
         tokens, lanes = frontier.tokens.tolist(), frontier.lanes.tolist()
         self.paths = [
             [(*above[lane], token) for lane, token in zip(*own, strict=True)]

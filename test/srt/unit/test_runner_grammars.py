@@ -107,6 +107,22 @@ def test_1_the_text_is_the_plain_models_under_the_grammar(
     assert (drafts > 0) == (settings != "none")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("settings", ["none", "tree", "chain"])
+def test_1_on_a_gpu_the_text_is_the_plain_models_under_the_grammar(
+    tiny: Tiny, settings: str
+) -> None:
+    """With graphs: masks are made while the target verifies."""
+    engine = constrain(tiny.engine(settings, device="cuda", dtype="float32"))
+    lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(cases()[:4])]
+    lives.append(engine.start(random_prompt(9, 1), sampled(12, 7)))
+    engine.finish(lives)
+    for live in lives[:-1]:
+        assert live.output == plain_choices(tiny.plain, live, engine.eos)
+    assert lives[-1].output == tiny.plain.choices(lives[-1])
+
+
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "standalone", "ngram"])
 def test_1_no_drafter_changes_a_constrained_text(tiny: Tiny, tmp_path: Any, name: str) -> None:
     """And what ends does fit."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from grammar_rig import constrain, plain_choices, under
 from runner_harness import (
     Engine,
     Settings,
@@ -131,6 +132,29 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     assert turn.output == tiny.plain.choices(turn)
     used = {kind.batch for kind in steps.graphs}
     assert used <= set(steps.ladder) and len(used) > 1
+
+
+@pytest.mark.parametrize("name", ["none", "tree"])
+def test_with_grammars_draft_and_verify_are_graphs_of_their_own(
+    tiny: Tiny, graphed: None, name: str
+) -> None:
+    """A batch in which some requests have one, and plain steps; texts are the plain model's."""
+    engine = constrain(tiny.engine(SETTINGS[name]))
+    engine.runner.drafter.on_device = True  # as it is on a GPU
+    lives = [
+        engine.start(random_prompt(9, 1), under("schema", seed=1)),
+        engine.start(random_prompt(8, 2), sampled(12, 2)),
+        engine.start(random_prompt(7, 3), under("open", 15)),
+    ]
+    engine.execute(decode=lives)
+    engine.execute(decode=lives, shape=PLAIN)
+    engine.finish(lives)
+    assert lives[1].output == tiny.plain.choices(lives[1])
+    for live in (lives[0], lives[2]):
+        assert live.output == plain_choices(tiny.plain, live, engine.eos)
+    steps = engine.runner.steps
+    assert isinstance(steps, GraphedSteps)
+    assert any(kind.apart for kind in steps.graphs) == (name == "tree")
 
 
 def test_plain_steps_have_graphs_with_the_drafter_and_without(tiny: Tiny, graphed: None) -> None:
