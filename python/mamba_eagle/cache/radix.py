@@ -483,14 +483,18 @@ class RadixCache(PrefixCache):
     def _drop_state(self, node: Node) -> None:
         for journal in list(node.journals):
             self._drop_journal(journal)
-        self.state_slots.free([node.state_slot])
+        self.state_slots.free([self.take_state(node)])
         self.evicted_states += 1
-        node.state_slot = -1
+
+    def take_state(self, node: Node) -> int:
+        assert node.state_slot >= 0 and not node.journals
+        taken, node.state_slot = node.state_slot, -1
         node.spare = False
         self._states.remove(node)
         self.watcher.state_dropped(node)
         if node in self._leaves:  # without a state it is evicted sooner
             self._leaves.put(node)
+        return taken
 
     def _remove_leaf(self, leaf: Node) -> None:
         assert leaf.parent is not None and not leaf.children and leaf.locks == 0

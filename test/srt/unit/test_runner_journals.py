@@ -107,3 +107,18 @@ def test_rows_of_an_ended_request_are_kept_no_longer(model: Path, head: Path) ->
     journals.conv_in[:, 1] = 0
     engine.execute(decode=[live])
     assert journals.conv_in[:, 1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["tree", "tree-snapshot"])
+def test_with_one_state_slot_a_conversation_goes_on_in_it(
+    model: Path, head: Path, name: str
+) -> None:
+    one = {"max_mamba_cache_size": 1, "max_running_requests": 1}
+    cached = Sequential(SETTINGS[name], model, head, **one)
+    plain = Sequential(SETTINGS[name], model, head, disable_radix_cache=True, **one)
+    text = random_prompt(40, seed=4)
+    for turn in range(3):
+        served = cached.serve(text, sampled(20, turn))
+        assert served == plain.serve(text, sampled(20, turn))
+        assert served.cached == (len(text) - 4 if turn else 0)
+        text = [*text, *served.tokens, 5, 6, 7]
