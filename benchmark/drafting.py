@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import operator
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, sized_for
@@ -27,6 +28,8 @@ from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.tree.tree import Tree
 
 RESULTS = Path(__file__).parent / "results" / "drafting.jsonl"
 MAX_ANSWER_TOKENS = 200
@@ -41,6 +44,21 @@ class ProblemsRound(Round):
     """Problems asked once: what decode steps made and took."""
 
     right: int = field(kw_only=True)  # problems
+    drafting: float = field(kw_only=True)  # seconds of ``propose``; on a GPU: of launching it
+
+
+class DraftClock:
+    """Adds up the time that a runner spends in its drafter's ``propose``."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.seconds, self.propose = 0.0, runner.drafter.propose
+        runner.drafter.propose = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any) -> Tree:
+        began = time.perf_counter()
+        tree = self.propose(*args)
+        self.seconds += time.perf_counter() - began
+        return tree
 
 
 class Player(NamedTuple):
@@ -49,6 +67,7 @@ class Player(NamedTuple):
     drafter: str
     shape: str
     engine: BatchEngine
+    clock: DraftClock
 
 
 class Problems:
@@ -60,9 +79,10 @@ class Problems:
         self.prompts = gsm8k.prompt_ids(questions, self.tokenizer)
         self.results = [gsm8k.answer_value(problem.answer) for problem in questions]
 
-    def ask(self, engine: BatchEngine, count: int, batch: int, temperature: float) -> ProblemsRound:
+    def ask(self, player: Player, count: int, batch: int, temperature: float) -> ProblemsRound:
         """The first ``count`` of them, in batches."""
         tokens, seconds, steps, right = 0, 0.0, 0, 0
+        engine, before = player.engine, player.clock.seconds
         for first in range(0, count, batch):
             sampling = SamplingParams(
                 max_new_tokens=MAX_ANSWER_TOKENS, temperature=temperature, seed=first
@@ -72,7 +92,8 @@ class Problems:
             seconds += sum(made.step_seconds)
             steps += made.accept_lengths.total()
             right += self._count_right(first, made.tokens)
-        return ProblemsRound(tokens, seconds, steps, right=right)
+        drafting = player.clock.seconds - before
+        return ProblemsRound(tokens, seconds, steps, right=right, drafting=drafting)
 
     def _count_right(self, first: int, answers: list[list[int]]) -> int:
         """Of the problems from number ``first`` on; text after an answer's end does not count."""
@@ -107,7 +128,8 @@ def contestants(
     for drafter, shape in pairs:
         config = sized_for(settings(args, drafter, shape), batch, longest + MAX_ANSWER_TOKENS)
         name = drafter.partition("=")[0]
-        player = Player(name, shape, BatchEngine(config, make_runner(config)))
+        runner = make_runner(config)
+        player = Player(name, shape, BatchEngine(config, runner), DraftClock(runner))
         yield Contestant(f"{name} {shape}", player)
 
 
@@ -115,11 +137,11 @@ def measure_batch(args: argparse.Namespace, problems: Problems, batch: int) -> N
     """All contestants at all temperatures; prints and appends what was found."""
     field = list(contestants(args, batch, max(map(len, problems.prompts))))
     for contestant in field:
-        problems.ask(contestant.player.engine, batch, batch, 0.0)  # warm-up
+        problems.ask(contestant.player, batch, batch, 0.0)  # warm-up
     for temperature in args.temperature:
 
         def play(player: Player, temperature: float = temperature) -> ProblemsRound:
-            return problems.ask(player.engine, len(problems.prompts), batch, temperature)
+            return problems.ask(player, len(problems.prompts), batch, temperature)
 
         play_rounds(field, play, args.rounds)
         plain = field[0].fastest
@@ -134,12 +156,13 @@ def report(
     temperature: float,
     plain: float,
 ) -> None:
-    drafter, shape, engine = each.player
+    drafter, shape, engine, _ = each.player
     made, tree = each.rounds[0], engine.shape
     length, speed = made.accept_length, each.fastest
+    share = sum(one.drafting for one in each.rounds) / sum(one.seconds for one in each.rounds)
     print(
         f"| {drafter} | {shape} | {temperature:g} | {batch} | {length:.2f} | {made.right} | "
-        f"{speed:.0f} | {speed / plain:.2f} |",
+        f"{speed:.0f} | {speed / plain:.2f} | {100 * share:.0f} % |",
         flush=True,
     )
     line = {
@@ -154,6 +177,7 @@ def report(
         "accept_length": round(length, 4),
         "right": made.right,
         "tokens_per_s": round(speed, 1),
+        "draft_share": round(share, 4),
         "plain_tokens_per_s": round(plain, 1),
         "machine": facts.device_name(args.device),
         "commit": facts.commit(),
@@ -190,8 +214,9 @@ def main() -> None:
         problems = Problems(config, args.problems)
         count = len(problems.prompts)
         print(f"{facts.hardware(args.device)}, commit {facts.commit()}, {count} problems")
-        print("| drafter | shape | temperature | batch | length | right | tokens/s | of plain |")
-        print("|---|---|---|---|---|---|---|---|")
+        columns = "drafter shape temperature batch length right tokens/s of_plain drafting".split()
+        print("| " + " | ".join(columns).replace("_", " ") + " |")
+        print("|" + "---|" * len(columns))
         for batch in args.batch_size:
             measure_batch(args, problems, batch)
     except ConfigError as error:

@@ -22,6 +22,8 @@ DRAFTERS = {
     "NEXTN": Entry("mtp", "MtpSource", needs_folder=False),
     "MTP": Entry("mtp", "MtpSource", needs_folder=False),
     "STANDALONE": Entry("standalone", "StandaloneSource"),
+    "DFLASH": Entry("dflash", "DFlashSource"),
+    "DSPARK": Entry("dspark", "DSparkSource"),
     "NGRAM": Entry("ngram", "NgramSource", needs_folder=False, needs_history=True),
 }
 
@@ -33,6 +35,10 @@ HEADS = {
     "Eagle3DraftModel": "EAGLE3",
     "Eagle3Speculator": "EAGLE3",
     "NemotronHMTPModel": "MTP",
+    "DFlashDraftModel": "DFLASH",
+    "Qwen3DFlashDraftModel": "DFLASH",
+    "Qwen3DSparkModel": "DSPARK",
+    "DSparkDraftModel": "DSPARK",
 }
 
 
@@ -45,6 +51,6 @@ def needs_history(algorithm: str) -> bool:
 def head_algorithm(values: dict[str, Any]) -> str | None:
     """The drafter for a config.json; None if it describes a whole model."""
     architecture = (values.get("architectures") or ["?"])[0]
-    if architecture not in HEADS and "draft_vocab_size" in values:
+    if architecture not in HEADS and "draft_vocab_size" in values and "dflash_config" not in values:
         return "EAGLE3"  # SafeAILab's heads carry the architecture of their target
     return HEADS.get(architecture)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block_attention import BlockAttention
 
 
 class NewTokenAttention(Protocol):
@@ -15,6 +16,14 @@ class NewTokenAttention(Protocol):
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
+
+
+class BlockRowAttention(Protocol):
+    """Attention of the rows of drafted blocks to their context and to each other. Their keys and
+    values are written to spare KV slots."""
+
+    def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b*N, heads, D]; k, v [b*N, kv_heads, D] -> [b*N, heads, D]."""
 
 
 class LaneAttention(ABC):
@@ -51,3 +60,13 @@ class TreeNodes(NamedTuple):
     parents: Tensor  # [b, T] int64, node indices
     ancestors: Tensor  # [b, T, T] bool, each node itself included
     ancestor_bits: Tensor | None = None  # [b, T] int64, ancestors as bits, if the scheme has them
+
+
+class BlockRows(NamedTuple):
+    """Where the N rows of b drafted blocks read and write keys and values; row i stands at position
+    ``prefix + i``."""
+
+    slot_table: Tensor  # [R, positions] int64, KV slot of each position, by request slot
+    slots: Tensor  # [b] int64, request slots
+    prefix: Tensor  # [b] int64, tokens of the context
+    kv_slots: Tensor  # [b, N] int64, spare ones for the rows

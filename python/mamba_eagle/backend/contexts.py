@@ -1,4 +1,4 @@
-"""The context of a forward pass over tree nodes or lanes (see layers/context.py)."""
+"""The context of a forward pass over tree nodes, lanes or blocks (see layers/context.py)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.attention import BlockRowAttention, NewTokenAttention
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block_attention import BlockAttention
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 
@@ -36,3 +37,19 @@ class VerifyContext:
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         return self.scheme.verify(layer, self.layout, xbc, dt)
+
+
+class BlockContext:
+    """The rows of b drafted blocks, which no recurrent layer processes."""
+
+    rotation: Rotation | None = None
+
+    def __init__(self, attention: BlockRowAttention, positions: Tensor) -> None:
+        """positions: [b*N] int64, of the rows."""
+        self.paged, self.positions = attention, positions
+
+    def attention(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.paged.attend(layer, q, k, v)
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        raise AssertionError("block drafters consist of attention layers")

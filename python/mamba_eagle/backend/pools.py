@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config
 
@@ -65,7 +66,7 @@ class StatePool:
     ssm: [layers, state slots, H, P, N]. conv: [layers, state slots, K-1, conv_dim], the raw
     convolution inputs of the last K-1 tokens, oldest first. feature: [state slots, feature_size],
     the feature of the last token, from which a draft head continues. Without Mamba2 layers (config
-    None) only the feature is stored.
+    None) only the feature is stored. rounding: how states become the dtype of ``ssm``.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class StatePool:
         num_slots: int,
         config: Mamba2Config | None,
         feature_size: int,
-        ssm_dtype: torch.dtype,
+        rounding: StateRounding,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -82,7 +83,8 @@ class StatePool:
         if config is not None:
             state = (config.num_heads, config.head_dim, config.state_size)
             history = (config.conv_kernel - 1, config.conv_dim)
-        self.ssm = torch.zeros(num_layers, num_slots, *state, dtype=ssm_dtype, device=device)
+        self.rounding = rounding
+        self.ssm = torch.zeros(num_layers, num_slots, *state, dtype=rounding.dtype, device=device)
         self.conv = torch.zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
         self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
 
@@ -121,7 +123,11 @@ class RequestTable:
     """Data of running requests, by request slot (R of them): tensors on the device, lists on the
     host."""
 
-    def __init__(self, max_running: int, context_length: int, device: torch.device) -> None:
+    def __init__(
+        self, max_running: int, context_length: int, device: torch.device, max_stops: int = 8
+    ) -> None:
+        """max_stops: stop tokens of a request that there is room for; the table grows with more,
+        which captured graphs would not see."""
         R = max_running
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -131,10 +137,11 @@ class RequestTable:
         self.kv_slots = zeros(R, context_length + 64)  # KV slot of each position
         self.processed = zeros(R)  # tokens the target has processed
         self.state_slot = zeros(R)  # state slot of S0
+        self.seed = zeros(R)  # of the request's noise
         self.last_token = zeros(R)  # the root of the next tree: sampled, not yet processed
         self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
         # padded with -1
-        self.stop_tokens = torch.full((R, 8), -1, dtype=torch.int64, device=device)
+        self.stop_tokens = torch.full((R, max_stops), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R
         self.top_logprobs = [0] * R
         self.wants_trace = [False] * R

@@ -220,8 +220,8 @@ class Slots:
 
     def start_trail(self, held: HeldSlots, position: int, keep: Collection[int] = ()) -> None:
         """Reserves what is kept behind a request whose prompt ends at ``position``; nothing if a
-        quarter of the state slots that requests leave to the cache already serves that."""
-        if self.num_trails >= (self.states.total - self.requests.total) // 4:
+        quarter of the states already serves that."""
+        if self.num_trails >= self.states.total // 4:
             return
         journal = self.reserve_journal(keep)
         if journal is None:

@@ -43,6 +43,7 @@ class PrefillPlan(NamedTuple):
     blocks: Tensor  # [·, 2]: request, first token of a block of its tokens
     tokens: int  # n
     block: int  # tokens per block; a request's last block may have fewer
+    ends: list[tuple[int, int]]  # of each segment, on the host: which prompt, tokens up to its end
 
 
 def prefill_plan(
@@ -60,19 +61,22 @@ def prefill_plan(
         prompt.
     """
     _check(prompts)
-    requests, segments, blocks = [], [], []
-    for prompt in sorted(prompts, key=lambda prompt: -prompt.length):
+    requests, segments, blocks, ends = [], [], [], []
+    for index in sorted(range(len(prompts)), key=lambda index: -prompts[index].length):
+        prompt = prompts[index]
         begin, end = prompt.first, prompt.first + prompt.length
         blocks += [(len(requests), token) for token in range(begin, end, block)]
         first_segment = len(segments)
         for offset, slot in prompt.saves:
             segments.append((begin, prompt.first + offset, slot))
+            ends.append((index, offset))
             begin = prompt.first + offset
         if begin < end:
             segments.append((begin, end, -1))
+            ends.append((index, prompt.length))
         requests.append((first_segment, len(segments), prompt.source))
     tables = _sent((requests, segments, blocks), to_device)
-    return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block)
+    return PrefillPlan(*tables, sum(prompt.length for prompt in prompts), block, ends)
 
 
 def _check(prompts: Sequence[Prompt]) -> None:
@@ -107,8 +111,17 @@ def _sent(
     tables: Sequence[Sequence[tuple[int, ...]]],
     to_device: Callable[..., Tensor],
 ) -> list[Tensor]:
-    """Each table as int32 [rows, columns]; one copy, which the host does not wait for."""
+    """Each table as int32 [rows, columns]; one copy, which the host does not wait for. All begin at
+    multiples of 16 bytes, so that prompts of any number take the same machine code."""
     shapes = [(len(table), len(table[0])) for table in tables]
-    packed = to_device([n for table in tables for row in table for n in row], dtype=torch.int32)
-    parts = packed.split([rows * columns for rows, columns in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
+    packed: list[int] = []
+    begins = []
+    for table in tables:
+        begins.append(len(packed))
+        packed += [n for row in table for n in row]
+        packed += [0] * (-len(packed) % 4)
+    sent = to_device(packed, dtype=torch.int32)
+    sizes = [rows * columns for rows, columns in shapes]
+    return [
+        sent[begin : begin + size].view(shape) for begin, size, shape in zip(begins, sizes, shapes)
+    ]

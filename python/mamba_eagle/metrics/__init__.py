@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server."""
+"""What is measured: metrics for Prometheus, spans for OpenTelemetry."""
 
 from mamba_eagle.metrics.recorder import Recorder
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from prometheus_client import (
@@ -54,12 +54,21 @@ GAUGES = {
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens per verify step",
     "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
+    "num_compiled_kernels": "kernels compiled and graphs captured while serving, each a stall",
     "num_retracted_reqs": "requests sent back to the queue because memory ran out",
 }
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 SLOW = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 disable_created_metrics()  # they double the number of series, and no dashboard reads them
+
+
+class Tracer(Protocol):
+    """Writes spans; metrics/tracing.py is one."""
+
+    def ended(self, sample: Sample) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _OfScheduler(Collector):
@@ -116,9 +125,11 @@ class Recorder:
         log_requests: bool = False,
         log_prompts: bool = False,
         aliases: Sequence[str] = (),
+        tracer: Tracer | None = None,
     ) -> None:
         """log_prompts: with log_requests, what clients wrote as well. aliases: of PREFIXES."""
         self.aliases = aliases
+        self.tracer = tracer
         self.registry = CollectorRegistry()
         self.log_requests = log_requests
         self.log_prompts = log_prompts
@@ -174,7 +185,18 @@ class Recorder:
             ["model_name", "accepted_drafts"],
             registry=self.registry,
         )
+        self._simulated = Gauge(
+            PREFIX + "simulated_accept_length",
+            "length that --simulate-acc-len forces, texts mean nothing; 0: texts are the model's",
+            ["model_name"],
+            registry=self.registry,
+        )
+        self.simulates(0.0)
         self.reset_averages()
+
+    def simulates(self, accept_length: float) -> None:
+        """Every step accepts so many tokens on average, whatever the target says."""
+        self._simulated.labels(self._model).set(accept_length)
 
     def reset_averages(self) -> None:
         """Starts the averages anew, as benchmarks ask for with /flush_cache."""
@@ -228,6 +250,7 @@ class Recorder:
             for _ in range(new_tokens):
                 self.inter_token.observe(gap)
         else:
+            sample.first_token_time = now
             self.first_token.observe(now - sample.request.arrival)
             self.queue_time.observe(sample.last.queue_time)
         sample.last_token_time = now
@@ -249,6 +272,8 @@ class Recorder:
             self._verify_steps += sample.last.verify_steps
         for drafts, steps in enumerate(sample.last.accept_histogram):
             self._verify_steps_by_drafts.labels(self._model, drafts).inc(steps)
+        if self.tracer is not None:
+            self.tracer.ended(sample)
         self._prompt += prompt_tokens
         self._cached += sample.last.cached_tokens
         if self.log_requests:

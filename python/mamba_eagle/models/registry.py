@@ -39,6 +39,8 @@ HEAD_MODULES = {
     "EAGLE": "nemotron_h",  # its config.json has the keys of Nemotron-H
     "EAGLE3": "eagle3",
     "MTP": "mtp",
+    "DFLASH": "dflash_config",
+    "DSPARK": "dflash_config",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.metrics.recorder import Tracer
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.state import ServerState
@@ -83,11 +85,18 @@ class Launch:
     async def run(self) -> Ending:
         self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         context = zmq.Context(io_threads=1)
+        model = self.config.served_model_name or self.config.model_path
+        tracer: Tracer | None = None
+        if endpoint := self.config.otlp_traces_endpoint:
+            # Its packages are an extra.
+            tracing = importlib.import_module("mamba_eagle.metrics.tracing")
+            tracer = tracing.Tracer(endpoint, model)
         recorder = Recorder(
-            self.config.served_model_name or self.config.model_path,
+            model,
             self.config.log_requests,
             self.config.log_prompts,
             self.config.metrics_prefixes,
+            tracer,
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
@@ -95,9 +104,10 @@ class Launch:
             self.start_engine()
             if await self._until_ready():
                 share_interpreter()
-                await self.serve(
-                    ServerState(self.config, self.manager, recorder, lifetime=self.lifetime)
-                )
+                state = ServerState(self.config, self.manager, recorder, lifetime=self.lifetime)
+                # so that the first grammar need not wait for the vocabulary
+                asyncio.get_running_loop().run_in_executor(None, state.grammars.special)
+                await self.serve(state)
             return await self.ending
         finally:
             self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
@@ -105,6 +115,8 @@ class Launch:
             self.manager.close()
             self.heartbeats.close()
             context.destroy(linger=0)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     async def serve(self, state: ServerState) -> None:
         """Serves until there is an Ending."""

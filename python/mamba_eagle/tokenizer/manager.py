@@ -115,13 +115,13 @@ class TokenizerManager:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
+    def submit(self, rid: str, prompts: list[PromptRequest], trace_parent: str = "") -> LiveRequest:
         """Starts every sample of every prompt; the scheduler hears of many of them in turns.
 
         Raises: EngineDead, QueueFull, DuplicateRid; then nothing was started.
         """
         names = self._admit(rid, prompts)
-        live = LiveRequest(rid)
+        live = LiveRequest(rid, trace_parent)
         live.names = list(names)
         self._set_deadline(live, max((prompt.timeout for prompt in prompts), default=0.0))
         started: deque[Sample] = deque()
@@ -175,7 +175,7 @@ class TokenizerManager:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer(
-                prompt.token_ids, prompt.sampling.skip_special_tokens
+                prompt.token_ids, prompt.sampling.skip_special_tokens, prompt.kept_tokens
             )
         sample = Sample(live, prompt, rid, engine_rid, len(live.samples), detokenizer)
         sample.seed = seed

@@ -30,6 +30,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     priority: int = 0  # higher ones first
     sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
+    kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
 
 
 class Sample:
@@ -62,6 +63,7 @@ class Sample:
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
+        self.first_token_time = 0.0
         self.last_token_time = 0.0
         self.told = 0  # tokens that a stream has sent
         self.sent = False  # to the scheduler
@@ -137,8 +139,10 @@ class Sample:
 class LiveRequest:
     """One HTTP request: all samples of all its prompts, and who waits for them."""
 
-    def __init__(self, rid: str) -> None:
+    def __init__(self, rid: str, trace_parent: str = "") -> None:
+        """trace_parent: the caller's span, as its traceparent header names it."""
         self.rid = rid
+        self.trace_parent = trace_parent
         self.samples: list[Sample] = []
         self.open = 0  # samples that have not ended
         self.arrival = time.time()

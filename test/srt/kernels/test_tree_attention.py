@@ -1,7 +1,9 @@
-"""Attention of tree nodes in torch and on a CPU against naive.py; Triton's is in
-test_triton_tree_attention.py."""
+"""Attention of tree nodes and of drafted blocks in torch and on a CPU against naive.py; Triton's is
+in test_triton_tree_attention.py."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from forms import needs_numba
 from verify_rig import random_tree
 
 from mamba_eagle.kernels.tree_attention import cpu, naive
-from mamba_eagle.kernels.tree_attention.torch import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention, sink_attention
+from mamba_eagle.layers.block_attention import block_mask
 
 torch.set_num_threads(1)
 
@@ -22,6 +25,14 @@ def test_attention_worked_out_by_hand() -> None:
     query = torch.tensor([2 * torch.tensor(3.0).log().item(), 0.0])
     found = naive.attention(query, keys, torch.tensor([[8.0], [4.0]]), 0.5)
     torch.testing.assert_close(found, torch.tensor([5.0], dtype=torch.float64))
+
+
+def test_a_sink_worked_out_by_hand() -> None:
+    """Scores 0 and log 3 beside a sink of log 4: weights 1/8, 3/8, and 1/2 of nothing."""
+    keys = torch.tensor([[0.0], [1.0]])
+    query, values = torch.tensor([3.0]).log(), torch.tensor([[8.0], [4.0]])
+    found = naive.attention(query, keys, values, 1.0, math.log(4.0))
+    torch.testing.assert_close(found, torch.tensor([2.5], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("as_bool", [False, True], ids=["additive", "bool"])
@@ -90,3 +101,50 @@ def test_nodes_attend_to_prefix_and_path(
         exact = naive.tree_attention(q[r], *kv[:, r], *before, parents[r].tolist(), 0.3)
         found = out.view(b, T, heads, D)[r]
         torch.testing.assert_close(found.double(), exact[old:], rtol=1e-4, atol=1e-5)
+
+
+@needs_numba
+@pytest.mark.parametrize("causal", [False, True], ids=["both-ways", "causal"])
+@pytest.mark.parametrize("window", [0, 1, 4, 11, 100])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_rows_of_a_block_attend_to_context_and_block(
+    window: int, causal: bool, with_sinks: bool
+) -> None:
+    """On a CPU, from a paged pool whose other slots hold huge values, and in torch."""
+    generator = torch.Generator().manual_seed(window)
+    (b, T, heads, kv_heads, D), kv_slots = (3, 6, 6, 2, 20), 200
+    order = torch.randperm(kv_slots, generator=generator)
+    prefix, slots = torch.tensor([17, 0, 3]), torch.tensor([4, 0, 2])
+    table = torch.zeros(5, 20, dtype=torch.int64)
+    own = order[: b * T].view(b, T).contiguous()
+    table[slots] = order[b * T : b * T + 20 * b].view(b, 20)
+    pools = torch.full((2, kv_slots, kv_heads, D), NOT_SEEN)
+    for r in range(b):
+        seen = table[slots[r], : prefix[r]]
+        pools[:, seen] = torch.randn(2, len(seen), kv_heads, D, generator=generator)
+    q = torch.randn(b * T, heads, D, generator=generator)
+    k, v = torch.randn(2, b * T, kv_heads, D, generator=generator)
+    sinks = torch.randn(heads if with_sinks else 0, generator=generator)
+    out = torch.empty(b * T, heads, D)
+    cpu.paged_block_attention(
+        *(part.numpy() for part in (q, k, v, *pools, table, slots, prefix, own)),
+        window,
+        causal,
+        sinks.numpy(),
+        0.3,
+        out.numpy(),
+    )
+    assert torch.equal(pools[:, own.flatten()], torch.stack([k, v])), "the rows are in the pool"
+    for r in range(b):
+        rows, before = slice(r * T, r * T + T), pools[:, table[slots[r], : prefix[r]]]
+        new = (q[rows], k[rows], v[rows])
+        exact = naive.block_attention(
+            *new, *before, window, causal, 0.3, sinks.tolist() if with_sinks else None
+        )
+        torch.testing.assert_close(out[rows].double(), exact, rtol=1e-4, atol=1e-5)
+        if with_sinks and not window:
+            keys, values = (torch.cat(pair)[None] for pair in zip(before, new[1:]))
+            context = torch.ones(T, prefix[r], dtype=torch.bool)
+            mask = torch.cat([context, block_mask(T, window, causal)], dim=1)[None]
+            found = sink_attention(new[0][None], keys, values, mask, 0.3, sinks)[0]
+            torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)

@@ -9,8 +9,9 @@ import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
 from tensor_checks import Draw, relative_error
 from torch import Tensor
-from triton_rig import NANO, to_device
+from triton_rig import NANO, assert_mostly_equal, to_device
 
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
@@ -66,9 +67,9 @@ class Journals(NamedTuple):
     journal: Tensor
     length: Tensor
 
-    def fold(self, sizes: Sizes) -> None:
+    def fold(self, sizes: Sizes, round_keys: Tensor | None = None) -> None:
         args = (self.slots, self.state_slots, self.journal, self.length)
-        fold_journals(self.buffers, self.state, *args, sizes)
+        fold_journals(self.buffers, self.state, *args, sizes, round_keys)
 
 
 def make_journals(case: Case) -> Journals:
@@ -137,6 +138,21 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_all_layers_equal_the_recurrence(case: Case) -> None:
     check(case)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_fold_rounds_each_layers_state_with_its_own_noise(dtype: torch.dtype) -> None:
+    journals = make_journals(Case(SMALL, 3, 12, (12, 0, 7), torch.bfloat16, dtype))
+    exact = journals._replace(state=journals.state.float())
+    keys = token_keys(torch.arange(3), torch.arange(3) + 70).to(DEVICE)
+    journals.fold(SMALL, keys)
+    exact.fold(SMALL)
+    for layer in range(3):
+        states = exact.state[layer, journals.state_slots]
+        wanted = round_states(states, keys, layer, dtype)
+        wanted[1] = journals.state[layer, journals.state_slots[1]]  # nothing was folded
+        assert_mostly_equal(journals.state[layer, journals.state_slots], wanted)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
 from prefill_rig import PROMPTS, SLOTS, make_batch
 from tensor_checks import Draw, relative_error
-from triton_rig import BFLOAT16_ERROR, NANO, to_device
+from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device
 
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
@@ -18,6 +18,7 @@ from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
 from mamba_eagle.kernels.ssd import naive as ssd_naive
 from mamba_eagle.kernels.ssd.triton import Config, scan
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify.layout import Sizes
 
 test_in_the_interpreter = in_the_interpreter
@@ -97,6 +98,25 @@ def check_scan(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_scan_equals_the_recurrence(case: Case) -> None:
     check_scan(case)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_saved_states_are_rounded_with_noise_of_their_segment(dtype: torch.dtype) -> None:
+    """A state that is saved after 0 tokens is a copy, whatever the noise."""
+    batch = to_device(make_batch(SMALL, PROMPTS, torch.bfloat16, dtype, 0.3))
+    exact = batch.state.float()
+    plan = prefill_plan(PROMPTS, ON_DEVICE)
+    slots, ends = (torch.tensor(part) for part in zip(*plan.ends))
+    keys = token_keys(slots, ends).to(DEVICE)
+    before = batch.state.clone()
+    scan(*batch[1:], plan, round_keys=keys, layer=4)
+    scan(*batch[1:-1], exact, plan)
+    saved = {int(slot): s for s, slot in enumerate(plan.segments[:, 2].tolist()) if slot >= 0}
+    for slot, segment in saved.items():
+        wanted = round_states(exact[slot][None], keys[segment][None], 4, dtype)[0]
+        assert_mostly_equal(batch.state[slot], wanted)
+    assert torch.equal(batch.state[6], before[5]), "copied from slot 5 before its prompt"
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
 from verify_rig import chain_tree, random_tree
 
 from mamba_eagle.kernels.causal_conv.triton import move_history
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
@@ -156,3 +157,21 @@ def test_accepting_copies_states_and_moves_histories(case: CopyCase) -> None:
     torch.testing.assert_close(state, wanted_state, rtol=2**-7, atol=0)
     assert case.dtype != torch.float32 or torch.equal(state, wanted_state)
     assert torch.equal(conv_in, wanted_in)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_accepted_state_is_rounded_with_its_requests_noise(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    node_states = torch.randn(3, 4, 3, 2, 5, 4, generator=generator).to(DEVICE)
+    state = torch.zeros(3, 5, 2, 5, 4, dtype=dtype, device=DEVICE)
+    slots, state_slots, rows, count = (
+        torch.tensor(part).to(DEVICE) for part in ([2, 0, 3], [4, 1, 0], [1, 2, 0], [3, 0, 1])
+    )
+    keys = token_keys(torch.arange(3), torch.arange(3) + 70).to(DEVICE)
+    indices = (slots, state_slots, rows, count)
+    commit_snapshots(node_states, state, *indices, block=16, round_keys=keys)
+    for layer in range(3):
+        wanted = round_states(node_states[layer, slots, rows], keys, layer, dtype)
+        wanted[1] = 0  # accepts nothing
+        assert torch.equal(state[layer, state_slots], wanted)

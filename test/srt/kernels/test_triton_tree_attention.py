@@ -1,4 +1,4 @@
-"""The Triton attention of tree nodes against naive.py."""
+"""The Triton attention of tree nodes and of drafted blocks against naive.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mamba_eagle.kernels.tree_attention.triton import (
 )
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.kernels.tree_verify.naive import root_path
+from mamba_eagle.layers.block_attention import block_mask
 
 GARBAGE = 1e4  # in KV slots that must not be read
 SCALE = 0.3
@@ -43,6 +44,9 @@ class Case(NamedTuple):
     padding: int = 0  # requests that are none, after the others
     config: Config | None = None
     dtype: torch.dtype = torch.float32
+    block: str = ""  # instead of a tree: full or causal
+    window: int = 0
+    sinks: bool = False
 
 
 SMALL = Shape(6, 2, 20)
@@ -65,6 +69,10 @@ CASES = {
     "head-of-256": Case(Shape(2, 1, 256), (33,), 3),
     "bfloat16": Case(SMALL, (37, 18), 5, old=2, config=CUT, dtype=torch.bfloat16),
     "float16": Case(SMALL, (37, 18), 5, old=2, config=CUT, dtype=torch.float16),
+    "block": Case(SMALL, (40, 0), 7, block="full"),
+    "block-with-sinks-in-shares": Case(SMALL, (50, 0), 7, block="full", sinks=True, config=CUT),
+    "block-in-a-window": Case(SMALL, (45, 5), 7, block="causal", window=33, sinks=True, config=CUT),
+    "block-longer-than-its-window": Case(SMALL, (45, 1), 7, block="full", window=3, config=CUT),
 }
 
 
@@ -84,6 +92,10 @@ def gpu_cases() -> list[object]:
         "12-heads-of-256": Case(Shape(12, 2, 256), (700, 900), 16),
         "16-heads-of-64": Case(Shape(16, 8, 64), (700, 900), 3, old=9, roots=3),
         "more-nodes-than-bits": Case(nano, (500,), 10, old=90, roots=10),
+        "block": Case(wide, (3000, 5), 8, block="full"),
+        "block-in-a-window": Case(
+            wide, (3000, 5, 1025), 8, block="causal", window=1024, sinks=True
+        ),
     }
     found = []
     for name, case in cases.items():
@@ -113,6 +125,7 @@ class Batch:
     prefix: Tensor
     own: Tensor
     visible: Tensor  # [b, T, E]
+    sinks: Tensor | None
 
     def attend(self) -> Tensor:
         return paged_tree_attention(
@@ -128,6 +141,8 @@ class Batch:
             pack_ancestors(self.visible),
             SCALE,
             self.case.config,
+            self.case.window,
+            self.sinks,
         )
 
 
@@ -175,7 +190,10 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
     own = torch.full((b, E), padding_slot)
     visible = []
     for i in range(b):
-        visible.append(ancestor_matrix(random_parents(case, generator))[case.old :])
+        if case.block:
+            visible.append(block_mask(T, case.window, case.block == "causal"))
+        else:
+            visible.append(ancestor_matrix(random_parents(case, generator))[case.old :])
         if i < real:
             own[i] = torch.tensor([next(free) for _ in range(E)])
             for position in range(case.prefix[i]):
@@ -189,7 +207,8 @@ def make_batch(case: Case, seed: int = 0, spread: int = 1) -> Batch:
     prefix = torch.tensor([*case.prefix, *[0] * case.padding])
     indices = (slot_table, slots, prefix, own, torch.stack(visible))
     indices = (part.contiguous().to(DEVICE) for part in indices)
-    return Batch(case, q, k, v, pool_k, pool_v, *indices)
+    sinks = normal(heads).to(q) if case.sinks else None
+    return Batch(case, q, k, v, pool_k, pool_v, *indices, sinks)
 
 
 def expected(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,8 +223,11 @@ def expected(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         read = torch.cat([batch.slot_table[batch.slots[i], :length], batch.own[i]])
         keys, values = (pool[read] for pool in pools)
         before = torch.ones(T, length, dtype=torch.bool, device=DEVICE)
+        if case.window:
+            before = before.triu(length + 1 - case.window)
         visible = torch.cat([before, batch.visible[i]], dim=1)
-        outputs.append(naive.masked_attention(batch.q[new], keys, values, visible, SCALE))
+        sinks = None if batch.sinks is None else batch.sinks.tolist()
+        outputs.append(naive.masked_attention(batch.q[new], keys, values, visible, SCALE, sinks))
     return torch.cat(outputs), *pools
 
 

@@ -10,9 +10,10 @@ import torch
 from forms import DEVICE, in_the_interpreter, runs_kernels
 from tensor_checks import Draw, relative_error
 from torch import Tensor
-from triton_rig import BFLOAT16_ERROR, NANO, to_device, tree_layout
+from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device, tree_layout
 from verify_rig import random_tree
 
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
@@ -213,6 +214,22 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_folds_equal_the_recurrence(case: Case) -> None:
     check(case)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_folded_state_is_rounded_with_its_requests_noise(dtype: torch.dtype) -> None:
+    case = Case(SMALL, 5, 12, (12, 7, 4), (True, True, False), None, torch.bfloat16)
+    batch = make_batch(case._replace(state_dtype=dtype))
+    exact = batch.state.float()
+    keys = token_keys(torch.arange(3), torch.arange(3) + 70).to(DEVICE)
+    rounding = batch.step._replace(round_keys=keys)
+    inputs = (batch.buffers, batch.C, batch.D)
+    tree_verify(*inputs, batch.state, rounding, SMALL, layer=4)
+    tree_verify(*inputs, exact, batch.step, SMALL)
+    slots = batch.step.state_slots[:2]
+    wanted = round_states(exact[slots], keys[:2], 4, dtype)
+    assert_mostly_equal(batch.state[slots], wanted)
 
 
 @pytest.mark.gpu

@@ -226,6 +226,7 @@ def error_after_many_tokens(
     tokens: int,
     dtype: torch.dtype = torch.float32,
     ssm_dtype: torch.dtype = torch.float32,
+    rounding: str = "nearest",
 ) -> float:
     """The largest relative error of the saved state on the way, with random trees and accepts."""
     nodes, max_depth = 8, 8
@@ -241,6 +242,7 @@ def error_after_many_tokens(
         requests=2,
         dtype=dtype,
         ssm_dtype=ssm_dtype,
+        rounding=rounding,
     )
     layer = rig.layers[0]
     # heads that forget in about 1, 10, … 100,000 tokens: the last keeps every rounding error

@@ -152,6 +152,7 @@ class Rig:
         state_slots: int = 9,
         dtype: torch.dtype = torch.float32,
         ssm_dtype: torch.dtype = torch.float32,
+        rounding: str = "nearest",
         seed: int = 0,
         max_nodes: int = 0,
     ) -> None:
@@ -159,11 +160,14 @@ class Rig:
         self.generator = torch.Generator().manual_seed(seed)
         self.layers = [random_mixer(self.config, i, seed + i).to(dtype) for i in range(num_layers)]
         self.table = RequestTable(requests, 64, CPU)
-        self.pool = StatePool(num_layers, state_slots, self.config, HIDDEN, ssm_dtype, dtype, CPU)
         name, _, form = scheme.partition("-")
+        backend = backend_of(form or "cpu", dtype)
+        rule = backend.state_rounding(rounding, ssm_dtype, self.table)
+        self.pool = StatePool(num_layers, state_slots, self.config, HIDDEN, rule, dtype, CPU)
         size = SchemeSize(num_layers, HIDDEN, rows, nodes=max_nodes, accepts=max_depth)
-        make = backend_of(form or "cpu", dtype).state_scheme
-        self.scheme: StateScheme = make(name, self.config, size, self.table, self.pool)
+        self.scheme: StateScheme = backend.state_scheme(
+            name, self.config, size, self.table, self.pool
+        )
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, RequestState]] = {}  # slot -> position -> state
         self.folds = 0

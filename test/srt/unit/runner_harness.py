@@ -20,6 +20,7 @@ from torch import Tensor
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.drafters import needs_history
+from mamba_eagle.drafting.block_drafter import BlockDrafter
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.layers.context import FullSequenceContext
@@ -225,7 +226,7 @@ class Engine:
         if not self.overwrites:
             return
         pools = [self.runner.kv]
-        if isinstance(self.runner.drafter, ModelDrafter):
+        if isinstance(self.runner.drafter, ModelDrafter | BlockDrafter):
             pools.append(self.runner.drafter.kv)
         for pool in pools:
             if pool.k.shape[0] > 0:
@@ -303,7 +304,7 @@ class Engine:
                     live.hit.state_slot,
                     indices(live.hit.kv_slots),
                 )
-            if live.sampling.needs_history or needs_history(self.config.speculative_algorithm):
+            if live.sampling.reads_history or needs_history(self.config.speculative_algorithm):
                 item.history = indices(live.tokens[:start])
         return item
 

@@ -141,7 +141,10 @@ def chi_square(counts: Tensor) -> float:
 BINS, LIMIT = 32, 74.7  # of 31 degrees of freedom, a sample in 50,000 is above
 
 
-@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "mtp", "standalone", "ngram", None])
+SAMPLED = ["eagle", "eagle3", "mtp", "standalone", "dflash", "dspark", "ngram", None]
+
+
+@pytest.mark.parametrize("drafter", SAMPLED)
 def test_a_hundred_thousand_samples_follow_the_targets_distribution(
     tmp_path: Path, drafter: str | None
 ) -> None:

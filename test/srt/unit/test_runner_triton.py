@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from runner_harness import (
     random_prompt,
     sampled,
 )
+from test_runner_blocks import DRAFTERS, assert_drafts_are_its_own, make_engine
+from test_runner_graphs import LikeGpu, without_graphs
+from tiny_blocks import DSPARK_CONFIG
 from tiny_model import write_head, write_model
 
 pytest.importorskip("triton")
@@ -32,6 +36,7 @@ from mamba_eagle.backend.triton import attention as triton_attention
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.tree_attention import triton as kernel
 from mamba_eagle.runner import model_runner
+from mamba_eagle.runner.steps.graphs import GraphedSteps
 
 torch.set_num_threads(1)
 
@@ -78,10 +83,10 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Lets the CPU take the kernel's path; (new nodes, all nodes) of each call."""
     calls: list[tuple[int, int]] = []
 
-    def counted(*args: torch.Tensor) -> torch.Tensor:
+    def counted(*args: torch.Tensor, **others: Any) -> torch.Tensor:
         own, masks = args[8], args[9]
         calls.append((masks.shape[1], own.shape[1]))
-        return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS)
+        return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS, **others)
 
     backend = TritonBackend(Host(), torch.float32, flashinfer=False)
     monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
@@ -115,6 +120,52 @@ def test_texts_are_the_plain_models(
     if name == "standalone-chain":
         depths = accepted([lives[0]]) + accepted([lives[2]])
         assert depths == [4, 3, 4, 4], "it drafts its own text"
+
+
+@runs_kernels
+def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties and filters beside a greedy request: what the torch sampler makes of the
+    same model's logits, one operation after the other."""
+    settings = Settings("NONE", fused=False)
+    asked = [
+        greedy(3),
+        sampled(3, 2, top_k=5, repetition_penalty=1.7, frequency_penalty=0.5, logit_bias={9: 4.0}),
+    ]
+    monkeypatch.setattr(GraphedSteps, "warm_up", lambda self, shapes: None)  # when needed, then
+
+    def outputs(graphed: bool) -> list[list[int]]:
+        engine = Engine(model, None, settings, max_running_requests=2)
+        assert isinstance(engine.runner.steps, GraphedSteps) == graphed
+        lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(asked)]
+        engine.finish(lives)
+        return [live.output for live in lives]
+
+    expected = outputs(graphed=False)
+    backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    without_graphs(monkeypatch)
+    assert outputs(graphed=True) == expected
+
+
+@runs_kernels
+def test_blocks_are_drafted_as_their_definition_says(
+    model: Path, tmp_path: Path, nodes_seen: list[tuple[int, int]]
+) -> None:
+    """In a window and with sinks, in a batch."""
+    own = {**DSPARK_CONFIG["dflash_config"], "target_layer_ids": [0, 2]}
+    drafter = DRAFTERS["dspark"]._replace(
+        config={**DSPARK_CONFIG, "dflash_config": own}, taps=(0, 2)
+    )
+    settings = Settings("DSPARK", topk=2, steps=3, nodes=5, fused=False)
+    engine = make_engine(drafter, tmp_path, model, settings)
+    nodes_seen.clear()
+    lives = [engine.start(random_prompt(5, 1), greedy(4))]
+    lives.append(engine.start(random_prompt(1, 2), sampled(3, 1)))
+    engine.finish(lives)
+    assert_plain(model, lives)
+    assert {(5, 5), (3, 3)} <= set(nodes_seen), "trees, and blocks of three rows"
+    for live in lives:
+        assert_drafts_are_its_own(live, drafter, tmp_path, model)
 
 
 @runs_kernels

@@ -18,6 +18,7 @@ from tiny_drafters import DRAFTERS
 from tiny_model import write_model
 
 from mamba_eagle.core import PLAIN
+from mamba_eagle.drafting.block_drafter import BlockDrafter
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS, ModelDrafter
 
 torch.set_num_threads(1)
@@ -103,7 +104,7 @@ def test_the_drafter_does_nothing_for_them(
     model = engine.runner.drafter
     live = engine.start(random_prompt(9, 3), sampled(60, 3))
     engine.execute(decode=[live], untrack=[live])
-    if not isinstance(model, ModelDrafter):
+    if not isinstance(model, ModelDrafter | BlockDrafter):
         index = model.index  # type: ignore[attr-defined]
         known = index.num_nodes
         engine.start(random_prompt(30, 1), greedy(20), track=False)
@@ -114,7 +115,10 @@ def test_the_drafter_does_nothing_for_them(
     def never(*args: object) -> None:
         raise AssertionError("the drafter's network was run")
 
-    monkeypatch.setattr(model.network, "run_entries", never)
+    if isinstance(model, BlockDrafter):
+        monkeypatch.setattr(model.model, "context", never)
+    else:
+        monkeypatch.setattr(model.network, "run_entries", never)
     new = engine.start(random_prompt(30, 1), greedy(20), track=False, cuts=(11,))
     for each in (live, new):
         while not engine.ended(each):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from runner_harness import Engine, Settings
+from tiny_blocks import DFLASH_CONFIG, DSPARK_CONFIG, write_block_drafter
 from tiny_heads import write_eagle3_head, write_mtp_head
 from tiny_model import HEAD_CONFIG, MODEL_CONFIG, load_model, write_folder, write_head
 
@@ -40,6 +41,10 @@ def modules(count: int, pattern: str) -> Callable[[Path, Path], Path]:
     )
 
 
+def block(config: dict[str, object], **changes: object) -> Callable[[Path, Path], Path]:
+    return lambda folder, target: write_block_drafter(folder, target, config, **changes)
+
+
 DRAFTERS = {
     "eagle": TinyDrafter("EAGLE", write_head),
     "eagle-mamba": TinyDrafter(
@@ -51,5 +56,7 @@ DRAFTERS = {
     "mtp-mamba": TinyDrafter("MTP", modules(1, "M-")),
     "mtp-modules": TinyDrafter("MTP", modules(4, "M*")),
     "standalone": TinyDrafter("STANDALONE", write_noisy_copy),
+    "dflash": TinyDrafter("DFLASH", block(DFLASH_CONFIG)),
+    "dspark": TinyDrafter("DSPARK", block(DSPARK_CONFIG)),
     "ngram": TinyDrafter("NGRAM", lambda folder, target: None),
 }

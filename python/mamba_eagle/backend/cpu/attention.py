@@ -1,4 +1,4 @@
-"""Attention of trees and lanes on a CPU, straight from the pool."""
+"""Attention of trees, lanes and blocks on a CPU, straight from the pool."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, TreeNodes
+from mamba_eagle.backend.attention import BlockRows, LaneAttention, TreeNodes
 from mamba_eagle.backend.pools import KVPool
-from mamba_eagle.kernels.tree_attention.cpu import paged_tree_attention
+from mamba_eagle.kernels.tree_attention.cpu import paged_block_attention, paged_tree_attention
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block_attention import BlockAttention
 
 
 class CpuTreeAttention:
@@ -50,6 +51,29 @@ class CpuLanes(LaneAttention):
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         indices = (*self.sequences, self.own, self.parents)
         return _attend(self.keys, self.values, indices, layer, q, k, v)
+
+
+class CpuBlocks:
+    """Attention of the rows of blocks to their context and to each other."""
+
+    def __init__(self, pool: KVPool, rows: BlockRows) -> None:
+        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
+        self.indices = tuple(part.contiguous().numpy() for part in rows)
+
+    def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, sinks = torch.empty(q.shape), layer.attention_sink_bias
+        paged_block_attention(
+            *(part.contiguous().numpy() for part in (q, k, v)),
+            self.keys[layer.index],
+            self.values[layer.index],
+            *self.indices,
+            layer.window,
+            layer.causal,
+            (torch.empty(0) if sinks is None else sinks.detach()).numpy(),
+            layer.scale,
+            out.numpy(),
+        )
+        return out
 
 
 def _attend(

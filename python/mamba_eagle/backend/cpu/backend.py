@@ -5,19 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
-from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
+from mamba_eagle.backend.cpu.attention import CpuBlocks, CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
+from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
+from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs.cpu import best
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.model_config import Mamba2Config
@@ -44,6 +53,9 @@ class CpuBackend(TorchBackend):
             return None
         return CpuLanes(pool, slot_table, slots, prefix, max_lanes)
 
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return CpuBlocks(pool, rows)
+
     def state_scheme(
         self,
         mode: str,
@@ -55,6 +67,9 @@ class CpuBackend(TorchBackend):
         if config is None or pool.ssm.dtype != torch.float32:
             return super().state_scheme(mode, config, size, table, pool)
         return CPU_SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed, CpuStochastic)
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)
@@ -81,6 +96,11 @@ class CpuBackend(TorchBackend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()
+        token_mask.mask_logits(*(part.numpy() for part in (logits, rows, masks, out)))
+        return out
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return CpuPendingEntries(table, size)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, PromptSpan, TreeNodes
+from mamba_eagle.backend.attention import BlockRows, LaneAttention, PromptSpan, TreeNodes
 from mamba_eagle.backend.pools import KVPool
-from mamba_eagle.kernels.tree_attention.torch import masked_attention
+from mamba_eagle.kernels.tree_attention.torch import masked_attention, sink_attention
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block_attention import BlockAttention, block_mask
 
 
 class PagedAttention:
@@ -112,4 +113,33 @@ class GatheredLanes(LaneAttention):
         self.kv[layer.index] = (keys, values)
         q = q.unflatten(0, shape)
         out = masked_attention(q, keys, values, self.mask_bias.to(q.dtype), layer.scale)
+        return out.flatten(0, 1)
+
+
+class GatheredBlocks:
+    """Attention of blocks to gathered keys and values of their context and of themselves."""
+
+    def __init__(self, pool: KVPool, rows: BlockRows) -> None:
+        self.pool, self.rows = pool, rows
+        longest = int(rows.prefix.max())
+        position = torch.arange(longest, device=rows.prefix.device)
+        self.away = rows.prefix[:, None] - position  # [b, S], from the anchor; <= 0: no context
+        context = rows.slot_table[rows.slots, :longest]
+        self.read_slots = torch.cat([context, rows.kv_slots], dim=1)
+
+    def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, N = self.rows.kv_slots.shape
+        self.pool.write(layer.index, self.rows.kv_slots.reshape(-1), k, v)
+        keys, values = self.pool.read(layer.index, self.read_slots)
+        row = torch.arange(N, device=q.device)[:, None]
+        context = (self.away > 0)[:, None].expand(-1, N, -1)
+        if layer.window:
+            context = context & (self.away[:, None] + row < layer.window)
+        own = block_mask(N, layer.window, layer.causal, q.device).expand(b, -1, -1)
+        mask, queries = torch.cat([context, own], dim=2), q.unflatten(0, (b, N))
+        if layer.attention_sink_bias is None:
+            out = masked_attention(queries, keys, values, mask, layer.scale)
+        else:
+            sinks = layer.attention_sink_bias
+            out = sink_attention(queries, keys, values, mask, layer.scale, sinks)
         return out.flatten(0, 1)

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, NewTokenAttention, TreeNodes
+from mamba_eagle.backend.attention import (
+    BlockRowAttention,
+    BlockRows,
+    LaneAttention,
+    NewTokenAttention,
+    TreeNodes,
+)
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch import accept
-from mamba_eagle.backend.torch.attention import CausalAttention, GatheredLanes, tree_attention
+from mamba_eagle.backend.torch.attention import (
+    CausalAttention,
+    GatheredBlocks,
+    GatheredLanes,
+    tree_attention,
+)
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -40,6 +53,10 @@ class TorchBackend(Backend):
     @property
     def description(self) -> str:
         return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
+
+    def prepare_builds(self, about: str) -> None: ...
+
+    def build_kernels(self, rehearse: Callable[[], None]) -> None: ...
 
     @property
     def attention_on_device(self) -> bool:
@@ -66,6 +83,9 @@ class TorchBackend(Backend):
     ) -> LaneAttention | None:
         return GatheredLanes(pool, slot_table, slots, prefix) if pool.num_layers else None
 
+    def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        return GatheredBlocks(pool, rows)
+
     def state_scheme(
         self,
         mode: str,
@@ -77,6 +97,9 @@ class TorchBackend(Backend):
         if config is None:
             return StatelessScheme(table, pool)
         return TORCH_SCHEMES[mode](config, size, table, pool)
+
+    def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
+        return state_rounding(mode, dtype, table.seed)
 
     def rows_ahead(self, accepts: int) -> int:
         return 0
@@ -112,6 +135,9 @@ class TorchBackend(Backend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return PendingEntries(table, size)
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        return mask_logits(logits, rows, masks)
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)

@@ -25,6 +25,16 @@ class TorchPrefillContext(PrefillContext):
         for part in parts:
             if part.item.is_first:
                 pool.begin(part.item)
+        self.keys = {part.item.slot: self._keys(part) for part in parts}
+
+    def _keys(self, part: PrefillPart) -> list[Tensor | None]:
+        """Those of the states to save, [1] each, and of the state after the chunk."""
+        item = part.item
+        positions = [*(save.position for save in item.saves), item.start + part.length]
+        device = self.pool.ssm.device
+        slots = torch.full((len(positions),), item.slot, device=device)
+        keys = self.pool.rounding.keys(slots, torch.tensor(positions, device=device))
+        return [None] * len(positions) if keys is None else list(keys.split(1))
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         dt = layer.step_size(dt)
@@ -45,6 +55,7 @@ class TorchPrefillContext(PrefillContext):
         inputs = torch.cat([before.to(xbc.dtype), xbc])  # raw convolution inputs, history first
         state = ssm[item.state_slot][None]
         outputs = []
+        rounding, keys = self.pool.rounding, iter(self.keys[item.slot])
         for begin, end, saves in segments(item, part.length, layer.config.chunk_size):
             span = slice(begin, end)
             scan = ssd_chunked(
@@ -61,9 +72,9 @@ class TorchPrefillContext(PrefillContext):
             state = scan.final_state
             for offset, boundary, state_slot in saves:
                 saved = state if boundary is None else scan.boundary_states[:, boundary]
-                ssm[state_slot] = saved[0].to(ssm.dtype)
+                ssm[state_slot] = rounding.round(saved, next(keys), layer.index)[0]
                 conv[state_slot] = inputs[offset : offset + width]
-        ssm[item.state_slot] = state[0].to(ssm.dtype)
+        ssm[item.state_slot] = rounding.round(state, next(keys), layer.index)[0]
         conv[item.state_slot] = inputs[part.length :]
         return torch.cat(outputs, dim=1)[0].flatten(1)
 

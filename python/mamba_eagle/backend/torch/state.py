@@ -254,12 +254,14 @@ class TorchDeferred(TorchScheme):
         valid = torch.arange(longest, device=slots.device) < length[:, None]
         last = own.path[slots, h + length - 1] - h
         state_slots, at = self.table.state_slot[slots], (slots[:, None], journal)
+        rounding = self.pool.rounding
+        keys = rounding.keys(slots, own.folded(slots) + length)
         for layer in range(self.size.layers):
             xB, dt, log_decay = layer_rows(self.recurrence, layer)
             rows = self._as_rows(xB[at], dt[at], log_decay[at])
             ssm = self.pool.ssm[layer]
             folded = fold(rows, valid, log_decay[slots, last], ssm[state_slots])
-            ssm.index_copy_(0, state_slots, folded.to(ssm.dtype))
+            ssm.index_copy_(0, state_slots, rounding.round(folded, keys, layer))
         self.pool.feature[state_slots] = own.feature[slots, last]
         own.move_history(slots, length)
         own.journal_len[slots] = 0
@@ -299,7 +301,10 @@ class TorchSnapshot(TorchScheme):
         # a request that had ended accepts no node and keeps its state
         alive = accepted.count > 0
         slots, last, state_slots = nodes.slots[alive], last[alive], nodes.state_slots[alive]
-        pool.ssm[:, state_slots] = self.node_states[:, slots, last].to(pool.ssm.dtype)
+        processed = self.table.processed[slots] + accepted.count[alive]
+        keys = pool.rounding.keys(slots, processed)
+        for layer, states in enumerate(self.node_states):
+            pool.ssm[layer, state_slots] = pool.rounding.round(states[slots, last], keys, layer)
         pool.feature[state_slots] = features[alive, last].to(pool.feature.dtype)
         own.move_history(slots, accepted.count[alive])
         own.journal_len[nodes.slots] = 0

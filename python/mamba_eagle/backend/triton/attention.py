@@ -1,14 +1,19 @@
-"""Attention of trees and lanes on a GPU, straight from the pool; nothing waits for the device."""
+"""Attention of trees, lanes and blocks on a GPU, straight from the pool; nothing waits for the
+device."""
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
-from mamba_eagle.backend.attention import LaneAttention, TreeNodes
+from mamba_eagle.backend.attention import BlockRows, LaneAttention, TreeNodes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels.tree_attention.triton import paged_tree_attention
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block_attention import BlockAttention, block_mask
 
 
 class TritonTreeAttention:
@@ -53,3 +58,29 @@ class TritonLanes(LaneAttention):
         return paged_tree_attention(
             q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale
         )
+
+
+class TritonBlocks:
+    """Attention of the rows of blocks to their context and to each other."""
+
+    def __init__(self, pool: KVPool, rows: BlockRows) -> None:
+        self.pool = pool
+        self.sequences = (rows.slot_table, rows.slots.contiguous(), rows.prefix)
+        self.kv_slots = rows.kv_slots.contiguous()
+
+    def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
+        return paged_tree_attention(
+            *(q, k, v, keys, values, *self.sequences, self.kv_slots),
+            _block_masks(*self.kv_slots.shape, layer.window, layer.causal, q.device),
+            layer.scale,
+            window=layer.window,
+            sinks=layer.attention_sink_bias,
+        )
+
+
+@cache  # few, small, and always the same: a captured graph reads them where they are
+def _block_masks(b: int, rows: int, window: int, causal: bool, device: torch.device) -> Tensor:
+    """``block_mask`` as bits: [b, rows, words] int64."""
+    seen = block_mask(rows, min(window, rows), causal, device)
+    return pack_paths(seen.expand(b, -1, -1))

@@ -60,7 +60,9 @@ class TritonDeferred(StateScheme):
         """Afterwards only the state slot is valid; journal and history are not updated."""
         h, path, pool = self.rows.history, self.rows.path[slots], self.pool
         journal = (path[:, h : h + self.max_journal] - h).contiguous()
-        fold_journals(self.recurrence, pool.ssm, slots, state_slots, journal, keep, self.sizes)
+        keys = pool.rounding.keys(slots, self.rows.folded(slots) + keep)
+        at = (slots, state_slots, journal, keep)
+        fold_journals(self.recurrence, pool.ssm, *at, self.sizes, keys)
         last = journal.gather(1, (keep - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
         old, new = pool.feature[state_slots], self.rows.feature[slots, last]
         pool.feature[state_slots] = torch.where((keep > 0)[:, None], new, old)
@@ -68,13 +70,17 @@ class TritonDeferred(StateScheme):
         pool.conv[:, state_slots] = self.rows.conv_in[:, slots[:, None], history]
 
     def begin(self, slots: Tensor, tree: Tree) -> TreeLayout:
-        return begin_rows(slots, tree.parents, tree.ancestors, self.paths, self.room)
+        layout = begin_rows(slots, tree.parents, tree.ancestors, self.paths, self.room)
+        if not self.pool.rounding.keyed:
+            return layout
+        ends = self.table.processed[slots]  # where the journals end
+        return layout._replace(round_keys=self.pool.rounding.keys(slots, ends))
 
     def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         i, rows = layer.index, layer_rows(self.recurrence, layer.index)
         conv_in, state = self.rows.conv_in[i], self.pool.ssm[i]
         C = tree_conv(xbc, dt, conv_weights(layer), conv_in, rows, layout, self.sizes)
-        return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes)
+        return tree_verify(rows, C, skip_weights(layer), state, layout, self.sizes, layer=i)
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         """Updates indices and features; the verify kernel has already written folded states."""

@@ -32,11 +32,17 @@ class TritonPrefillContext(PrefillContext):
             if part.item.is_first:
                 pool.begin_feature(part.item)
         self.plan = prefill_plan([prompt_of(part) for part in parts], place.to_device)
+        self.round_keys = None
+        if pool.rounding.keyed:
+            ends = [(parts[index].item, tokens) for index, tokens in self.plan.ends]
+            saved = [(item.slot, item.start + tokens) for item, tokens in ends]
+            self.round_keys = pool.rounding.keys(*place.to_device(list(zip(*saved))))
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
-        return scan(x, dt, weights.A, B, C, layer.D, self.pool.ssm[i], self.plan)
+        state, keys = self.pool.ssm[i], self.round_keys
+        return scan(x, dt, weights.A, B, C, layer.D, state, self.plan, round_keys=keys, layer=i)
 
 
 def prompt_of(part: PrefillPart) -> Prompt:

@@ -74,7 +74,10 @@ class TritonSnapshot(StateScheme):
         count, pool, own = accepted.count, self.pool, self.rows
         last = accepted.nodes.gather(1, (count - 1).clamp(min=0)[:, None])  # [b, 1]
         at = (layout.slots, layout.state_slots, last[:, 0])
-        commit_snapshots(self.node_states, pool.ssm, *at, count)
+        keys = None
+        if pool.rounding.keyed:
+            keys = pool.rounding.keys(layout.slots, self.table.processed[layout.slots] + count)
+        commit_snapshots(self.node_states, pool.ssm, *at, count, round_keys=keys)
         # a request that had ended accepts no node and keeps its state, feature and history
         new = features.gather(1, last[..., None].expand(-1, -1, features.shape[2]))[:, 0]
         old = pool.feature[layout.state_slots]

@@ -34,10 +34,14 @@ def _finalize_(x: Tensor) -> Tensor:
     return _xor_shifted_(x, 27).mul_(MULTIPLIER_2)
 
 
+def mixed(x: Tensor) -> Tensor:
+    """SplitMix64's output that follows the state x: int64 -> int64, of the same shape."""
+    return _xor_shifted_(_finalize_(x + GAMMA), 31)
+
+
 def row_keys(seed: Tensor, position: Tensor) -> Tensor:
     """One key for each (seed, position). Both [n] int64 -> [n] int64."""
-    key = _xor_shifted_(_finalize_(seed + GAMMA), 31)
-    return _xor_shifted_(_finalize_(key.bitwise_xor_(position).add_(GAMMA)), 31)
+    return mixed(mixed(seed).bitwise_xor_(position))
 
 
 def hash_bits(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.prefill_plan import PrefillPlan
+from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.triton_math import exact_dot, rounded_dot, split_dot
 
 
@@ -49,6 +50,8 @@ def _walk(
     y,
     requests,
     segments,
+    round_keys,
+    layer,
     x_stride,
     B_stride,
     C_stride,
@@ -131,10 +134,15 @@ def _walk(
             before *= tl.exp2(tl.sum(step * rate))
             before = split_dot(tl.trans(B_chunk), dtx, before, PRECISION)
         if slot >= 0:
-            tl.store(state + slot * state_stride + in_state, before, mask=in_head)
+            kept = before
+            if round_keys is not None:
+                key, place = tl.load(round_keys + s), head * P * N + in_state
+                kept = round_state(before, key, layer, place, state.dtype.element_ty)
+            tl.store(state + slot * state_stride + in_state, kept, mask=in_head)
 
 
-@triton.jit
+# not specialized: layers 1 and 16 should not need new machine code
+@triton.jit(do_not_specialize=["layer"])
 def _scan_kernel(
     x,  # [n, H*P], rows x_stride apart
     B,  # [n, G*N], rows B_stride apart
@@ -146,6 +154,8 @@ def _scan_kernel(
     y,  # [n, H*P]
     requests,  # [b, 3]
     segments,  # [S, 3]
+    round_keys,  # [S]; None: to nearest
+    layer,
     x_stride,
     B_stride,
     C_stride,
@@ -166,14 +176,16 @@ def _scan_kernel(
     program = tl.program_id(0)
     if program < H * TILES:
         _walk(
-            x, B, C, dt, A, D, state, y, requests, segments, x_stride, B_stride, C_stride,
-            dt_token, dt_head, state_stride, program // TILES, program % TILES * TILE,
+            x, B, C, dt, A, D, state, y, requests, segments, round_keys, layer,
+            x_stride, B_stride, C_stride, dt_token, dt_head, state_stride,
+            program // TILES, program % TILES * TILE,
             H, P, G, N, TILE, CHUNK, PRECISION, STAGES,
         )  # fmt: skip
     elif REST:
         _walk(
-            x, B, C, dt, A, D, state, y, requests, segments, x_stride, B_stride, C_stride,
-            dt_token, dt_head, state_stride, program - H * TILES, TILES * TILE,
+            x, B, C, dt, A, D, state, y, requests, segments, round_keys, layer,
+            x_stride, B_stride, C_stride, dt_token, dt_head, state_stride,
+            program - H * TILES, TILES * TILE,
             H, P, G, N, REST, CHUNK, PRECISION, STAGES,
         )  # fmt: skip
 
@@ -198,13 +210,18 @@ def scan(
     state: Tensor,
     plan: PrefillPlan,
     config: Config | None = None,
+    round_keys: Tensor | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """torch.py's scan_prompts. Nothing waits for the device.
 
     Args:
         x: [n, H, P]; B, C: [n, G, N], of x's dtype; views with contiguous rows are fine.
         dt: [n, H] float32, any strides, fastest with a head's tokens contiguous; A, D: [H] float32.
-        state: [slots, H, P, N], the layer's part of the pool, contiguous; float32 or bfloat16.
+        state: [slots, H, P, N], the layer's part of the pool, contiguous; float32, bfloat16
+            or float16.
+        round_keys: [S] int64, of the noise that rounds the state after each segment to 16 bits;
+            None: to nearest. layer: part of that key.
     Returns: y [n, H*P], dtype of x.
     """
     n, H, P = x.shape
@@ -224,6 +241,8 @@ def scan(
         y,
         plan.requests,
         plan.segments,
+        round_keys,
+        layer,
         x.stride(0),
         B.stride(0),
         C.stride(0),

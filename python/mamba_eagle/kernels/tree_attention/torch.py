@@ -1,7 +1,9 @@
-"""Attention of tree nodes and of prompt chunks over gathered keys and values, in torch."""
+"""Attention of tree nodes, of drafted blocks and of prompt chunks over gathered keys and values, in
+torch."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,3 +35,22 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         enable_gqa=heads != kv_heads,
     )
     return out.transpose(1, 2)
+
+
+def sink_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """``masked_attention`` with one more logit per query head, of a key without a value.
+
+    Args: mask [b, T, S] bool; sinks [heads].
+    """
+    b, T, heads, D = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    grouped = q.view(b, T, kv_heads, group, D).permute(0, 2, 3, 1, 4)  # [b, kv, group, T, D]
+    scores = grouped.float() @ k.float().permute(0, 2, 3, 1)[:, :, None] * scale
+    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    rest = sinks.float().view(1, kv_heads, group, 1, 1).expand(b, -1, -1, T, -1)
+    weights = torch.cat([scores, rest], dim=-1).softmax(-1)[..., :-1]
+    out = weights @ v.float().transpose(1, 2)[:, :, None]  # [b, kv, group, T, D]
+    return out.permute(0, 3, 1, 2, 4).reshape(b, T, heads, D).to(q.dtype)

@@ -1,4 +1,5 @@
-"""Attention of tree nodes, straight from the paged pool, on a GPU: one or two launches.
+"""Attention of tree nodes and of drafted blocks, straight from the paged pool, on a GPU: one or two
+launches.
 
 The rows of one matrix product with a block of keys are all query heads of a key head, times the
 nodes. The prefix of a request is divided into shares, as many as the grid has room for. A program
@@ -62,8 +63,16 @@ def _share(length, splits, least, KEYS: tl.constexpr):
     return size, tl.maximum(tl.cdiv(length, size), 1)
 
 
+@triton.jit
+def _begin(length, window, HAS_WINDOW: tl.constexpr):
+    """The first position of a prefix that any node sees."""
+    if HAS_WINDOW:
+        return tl.maximum(length - window + 1, 0)
+    return 0
+
+
 # not specialized: other numbers of lanes or requests should not need new machine code
-@triton.jit(do_not_specialize=["E", "splits", "least"])
+@triton.jit(do_not_specialize=["E", "splits", "least", "window"])
 def _tree_attention_kernel(
     q,  # [b*T, heads, D], rows q_stride apart
     k,  # [b*T, kv_heads, D], rows k_stride apart
@@ -78,6 +87,8 @@ def _tree_attention_kernel(
     out,  # [b*T, heads, D]
     parts,  # [b, splits, T, heads, D] float32: outputs of the shares
     sizes,  # [b, splits, T, heads] float32: log2 of their sums of weights
+    sinks,  # [heads]: logits of keys without values
+    window,
     scale,
     q_stride,
     k_stride,
@@ -94,6 +105,8 @@ def _tree_attention_kernel(
     NODES: tl.constexpr,  # of a word of the masks, padded
     WORDS: tl.constexpr,
     HAS_OLD: tl.constexpr,  # some nodes are already in the pool
+    HAS_WINDOW: tl.constexpr,  # node i, at position prefix + i, sees so far back only
+    HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -109,7 +122,8 @@ def _tree_attention_kernel(
     previous_done(OVERLAP)
     length = tl.load(prefix + request).to(tl.int32)
     table = slot_table + tl.load(slots + request).to(tl.int64) * positions
-    share, shares = _share(length, splits, least, KEYS)
+    begin = _begin(length, window, HAS_WINDOW)
+    share, shares = _share(length - begin, splits, least, KEYS)
     if split >= shares:
         return
 
@@ -126,10 +140,15 @@ def _tree_attention_kernel(
     largest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DP], tl.float32)
+    if HAS_SINKS:  # part of the last share
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        largest = tl.where(split == shares - 1, sink, largest)
+        total = tl.where(split == shares - 1, 1.0, total)
     scale *= LOG2_E
     in_slot = kv_head * D + d[None, :]
-    end = tl.minimum(split * share + share, length)
-    for first in tl.range(split * share, end, KEYS, num_stages=STAGES):
+    start = begin + split * share
+    end = tl.minimum(start + share, length)
+    for first in tl.range(start, end, KEYS, num_stages=STAGES):
         position = first + tl.arange(0, KEYS)
         seen = position < end
         slot = tl.load(table + position, mask=seen, other=0).to(tl.int64)
@@ -137,8 +156,11 @@ def _tree_attention_kernel(
         in_keys = seen[:, None] & in_head[None, :]
         key = tl.load(pool_k + at, mask=in_keys, other=0.0)
         value = tl.load(pool_v + at, mask=in_keys, other=0.0)
+        visible = seen[None, :]
+        if HAS_WINDOW:
+            visible = visible & (position[None, :] > (length + node - window)[:, None])
         largest, total, acc = _attend(
-            query, key, value, seen[None, :], scale, largest, total, acc, PRECISION
+            query, key, value, visible, scale, largest, total, acc, PRECISION
         )
 
     if split == shares - 1:
@@ -182,7 +204,7 @@ def _tree_attention_kernel(
         tl.store(sizes + at, largest + tl.log2(total), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "least"])
+@triton.jit(do_not_specialize=["rows", "splits", "least", "window"])
 def _join_kernel(
     parts,  # [b, splits, rows, D] float32
     sizes,  # [b, splits, rows] float32
@@ -191,18 +213,21 @@ def _join_kernel(
     rows,
     splits,
     least,
+    window,
     D: tl.constexpr,
     DP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,  # splits, padded
+    HAS_WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """out = the mean of the shares' outputs, weighted by their sums of weights."""
     previous_done(OVERLAP)
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(prefix + request).to(tl.int32)
-    _, shares = _share(length, splits, least, KEYS)
+    begin = _begin(length, window, HAS_WINDOW)
+    _, shares = _share(length - begin, splits, least, KEYS)
     if shares == 1:
         return
     split = tl.arange(0, SPLITS)
@@ -268,6 +293,8 @@ def paged_tree_attention(
     masks: Tensor,
     scale: float,
     config: Config | None = None,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
 
@@ -282,6 +309,9 @@ def paged_tree_attention(
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
         masks: [b, T, words] int64, contiguous: which nodes each new one sees (``pack_ancestors``).
+        window: of its prefix, new node i sees the positions above ``prefix + i - window`` only, as
+            a row of a block at position prefix + i does; 0: all.
+        sinks: [heads], a logit per query head that takes part in the softmax and has no value.
     Returns: [b*T, heads, D], dtype of q.
     """
     (b, T, words), E = masks.shape, own.shape[1]
@@ -292,10 +322,11 @@ def paged_tree_attention(
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
     tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
-    numbers = (scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
+    numbers = (window, scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
     _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
         *tensors,
+        sinks,
         *numbers,
         config.splits,
         config.least,
@@ -306,6 +337,8 @@ def paged_tree_attention(
         NODES=max(16, min(64, triton.next_power_of_2(E))),
         WORDS=words,
         HAS_OLD=E > T,
+        HAS_WINDOW=window > 0,
+        HAS_SINKS=sinks is not None,
         ROWS=config.rows,
         KEYS=config.keys,
         PRECISION="tf32" if pool_k.dtype != torch.float32 else "tf32x3",
@@ -314,7 +347,7 @@ def paged_tree_attention(
         num_warps=config.warps,
         launch_pdl=overlap,
     )
-    return _join(shares, prefix, out, config, overlap)
+    return _join(shares, prefix, out, config, window, overlap)
 
 
 class _Shares(NamedTuple):
@@ -330,7 +363,9 @@ def _empty_shares(b: int, splits: int, n: int, D: int, device: torch.device) -> 
     return _Shares(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
 
 
-def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, overlap: bool) -> Tensor:
+def _join(
+    shares: _Shares, prefix: Tensor, out: Tensor, config: Config, window: int, overlap: bool
+) -> Tensor:
     """``out`` [b*T, heads, D], joined from shares where prefixes have several."""
     b, splits, n, D = shares.outputs.shape
     if splits == 1:
@@ -344,11 +379,13 @@ def _join(shares: _Shares, prefix: Tensor, out: Tensor, config: Config, overlap:
         n,
         splits,
         config.least,
+        window,
         D=D,
         DP=padded,
         ROWS=rows,
         KEYS=config.keys,
         SPLITS=splits,
+        HAS_WINDOW=window > 0,
         OVERLAP=overlap,
         num_warps=4,
         launch_pdl=overlap,

@@ -59,6 +59,8 @@ class TreeLayout(NamedTuple):
     # backends that follow ``parents``
     tail: Array  # [b, K-1] int64: places of the last K-1 tokens before the tree, oldest first
     fold: Array | None = None  # [b] bool
+    round_keys: Array | None = None  # [b] int64: of the noise that rounds a folded state; None: to
+    # the nearest number
 
 
 class Paths(NamedTuple):

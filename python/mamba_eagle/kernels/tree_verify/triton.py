@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.triton_math import (
     dual_weights,
@@ -57,7 +58,8 @@ def _is_mine(fold, request, length, FOLDING: tl.constexpr):
     return mine
 
 
-@triton.jit
+# not specialized: layers 1 and 16 should not need new machine code
+@triton.jit(do_not_specialize=["layer"])
 def _tree_verify_kernel(
     xB,  # [R, W, H*P + G*N]
     dt,  # [R, W, H]
@@ -75,6 +77,8 @@ def _tree_verify_kernel(
     rows,  # [b, T]
     ancestors,  # [b, T]
     fold,
+    round_keys,  # [b]; None: to nearest
+    layer,
     T,
     W,
     M,
@@ -210,6 +214,9 @@ def _tree_verify_kernel(
             dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
             gained = split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
             after = before.to(tl.float32) * decay + gained
+            if round_keys is not None:
+                key, place = tl.load(round_keys + request), first * N + in_tile
+                after = round_state(after, key, layer, place, state.dtype.element_ty)
             tl.store(after_journal + first * N + in_tile, after)
 
 
@@ -353,6 +360,7 @@ def tree_verify(
     step: TreeLayout,
     sizes: Sizes,
     config: Config | None = None,
+    layer: int = 0,
 ) -> Tensor:
     """Outputs of all nodes, ``D x`` included; where ``step.fold`` is set, S0 is folded in place.
 
@@ -364,6 +372,7 @@ def tree_verify(
         C: [b, T, G*N], dtype of the rows; D: [H] float32.
         state: [slots, H, P, N], the layer's part of the pool, contiguous.
         config: for all launches; None: ``choose_config``.
+        layer: part of the key of the noise that rounds a folded state (``step.round_keys``).
     Returns: [b*T, H*P], dtype of the rows.
     """
     b, T = step.rows.shape
@@ -380,7 +389,7 @@ def tree_verify(
         if chosen.vector and T == 1 and not folding:
             _launch_one_node(buffers, C, D, state, y, step, sizes, chosen)
         else:
-            _launch(buffers, C, D, state, y, step, sizes, chosen, folding)
+            _launch(buffers, C, D, state, y, step, sizes, chosen, folding, layer)
     return y
 
 
@@ -435,6 +444,7 @@ def _launch(
     sizes: Sizes,
     config: Config,
     folding: bool,
+    layer: int,
 ) -> None:
     (b, T), (H, P, G, N) = step.rows.shape, sizes
     W, M = buffers.xB.shape[1], step.journal.shape[1]
@@ -457,6 +467,8 @@ def _launch(
         step.rows,
         step.ancestors,
         step.fold,
+        step.round_keys if folding else None,
+        layer,
         T,
         W,
         M,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes
 from mamba_eagle.kernels.tree_verify.triton import channel_tiles
 from mamba_eagle.kernels.triton_math import end_shares, split_dot
@@ -27,6 +28,7 @@ def _fold_kernel(
     state_slots,  # [b]
     journal,  # [b, M]
     lengths,  # [b]
+    round_keys,  # [b]; None: to nearest
     R,
     W,
     S,
@@ -82,7 +84,11 @@ def _fold_kernel(
         decay = tl.where(in_last, tl.exp(end_log), decay)[:, None]
     dtx = tl.trans(x.to(tl.float32) * share)  # [TILE, J]
     gained = split_dot(dtx, B, tl.zeros([TILE, N], tl.float32), PRECISION)
-    tl.store(state + in_state, before.to(tl.float32) * decay + gained)
+    after = before.to(tl.float32) * decay + gained
+    if round_keys is not None:
+        key = tl.load(round_keys + request)
+        after = round_state(after, key, layer, in_state, state.dtype.element_ty)
+    tl.store(state + in_state, after)
 
 
 def fold_journals(
@@ -93,6 +99,7 @@ def fold_journals(
     journal: Tensor,
     length: Tensor,
     sizes: Sizes,
+    round_keys: Tensor | None = None,
 ) -> None:
     """S0 := the state after the first ``length[i]`` rows of request i's journal, in all layers.
 
@@ -107,6 +114,7 @@ def fold_journals(
             two requests have the same state slot unless their length is 0.
         journal: [b, M] int64, contiguous: row ids, oldest first; not read past ``length``.
         length: [b] int64, at most M; 0: the request's states are neither read nor changed.
+        round_keys: [b] int64, of the noise that rounds a state to 16 bits; None: to nearest.
     Raises: ValueError when the channels of a group cannot be divided into tiles.
     """
     layers, R, W, _ = buffers.xB.shape
@@ -119,6 +127,7 @@ def fold_journals(
         state_slots,
         journal,
         length,
+        round_keys,
         R,
         W,
         state.shape[1],

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.state_rounding.triton import round_state
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 
 
@@ -152,6 +153,7 @@ def _copy_kernel(
     state_slots,  # [b]
     rows,  # [b]
     count,  # [b]
+    round_keys,  # [b]; None: to nearest
     R,
     W,
     num_slots,
@@ -166,6 +168,9 @@ def _copy_kernel(
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = number < SIZE
         value = tl.load(node_states + source * SIZE + number, mask=inside)
+        if round_keys is not None:
+            key = tl.load(round_keys + request)
+            value = round_state(value, key, layer, number, state.dtype.element_ty)
         tl.store(state + target * SIZE + number, value, mask=inside)
 
 
@@ -177,6 +182,7 @@ def commit_snapshots(
     rows: Tensor,
     count: Tensor,
     block: int = 4096,
+    round_keys: Tensor | None = None,
 ) -> None:
     """The last accepted node's state becomes the request's, in all layers at once.
 
@@ -184,6 +190,7 @@ def commit_snapshots(
         node_states: [layers, R, W, H, P, N] float32; state: [layers, slots, H, P, N], the pool.
         slots, state_slots, rows: [b] int64; rows are those of the last accepted nodes.
         count: [b] int64, accepted nodes; a request with none keeps its state.
+        round_keys: [b] int64, of the noise that rounds a state to 16 bits; None: to nearest.
     """
     layers, R, W, *shape = node_states.shape
     size = torch.Size(shape).numel()
@@ -194,6 +201,7 @@ def commit_snapshots(
         state_slots,
         rows,
         count,
+        round_keys,
         R,
         W,
         state.shape[1],

@@ -1,0 +1,158 @@
+"""What drafting costs on a GPU: a step's time and the part of it that drafting takes, by drafter.
+
+    python benchmark/draft_share.py --results benchmark/results/gpu.jsonl
+
+Random weights of a 9B hybrid's geometry; the acceptance length is forced, so that all of a step is
+done although no draft is right. A step is the runner's, from the plan to the end of its work.
+Drafting is timed by itself, as a captured graph, on requests in the middle of their output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mamba_eagle.bench import facts, results
+from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
+from mamba_eagle.bench.one_batch import release_memory
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.core import PLAIN
+from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.resolve import resolve
+from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.model_runner import ModelRunner
+
+MODELS = Path(__file__).parent / "models"
+INPUT, OUTPUT, ACCEPTED = 256, 96, 3.0
+REPLAYS = 50
+SHAPES = {8: {"topk": 3, "nodes": 8}, 16: {"topk": 4, "nodes": 16}}
+
+
+class Candidate(NamedTuple):
+    algorithm: str
+    folder: str
+    depth: int
+
+
+CANDIDATES = {
+    "EAGLE": Candidate("EAGLE", "eagle-head", 5),
+    "STANDALONE": Candidate("STANDALONE", "llama-2-layers", 5),
+    "DFLASH": Candidate("DFLASH", "dflash-6-layers", 7),
+    "DSPARK": Candidate("DSPARK", "dspark-6-layers", 7),
+}
+
+
+def engine_config(name: str, nodes: int, batches: list[int]) -> EngineConfig:
+    config = EngineConfig(
+        model_path=str(MODELS / "nemotron-nano-9b-v2"),
+        load_format="dummy",
+        device="cuda",
+        chunked_prefill_size=8192,
+        speculative_algorithm="NONE",
+    )
+    if name in CANDIDATES:
+        candidate, shape = CANDIDATES[name], SHAPES[nodes]
+        config = dataclasses.replace(
+            config,
+            speculative_algorithm=candidate.algorithm,
+            speculative_draft_model_path=str(MODELS / candidate.folder),
+            speculative_num_steps=candidate.depth,
+            speculative_eagle_topk=shape["topk"],
+            speculative_num_draft_tokens=nodes,
+        )
+    return sized_for(resolve(config), max(batches), INPUT + OUTPUT)
+
+
+@torch.inference_mode()
+def draft_seconds(runner: ModelRunner, batch: int) -> float:
+    """Seconds of ``propose`` alone for the first ``batch`` request slots, as a graph."""
+    step, shape, place = runner.step, runner.shape, runner.backend.place
+    slots = place.to_device(range(batch))
+    kv_slots = slots.new_full((batch, shape.nodes), runner.kv.padding_slot)
+    part = step.drafter.prepare(list(range(batch)), shape)
+
+    def draft() -> Any:
+        return step.draft(slots, kv_slots, part, noisy=False)
+
+    draft()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        draft()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / REPLAYS
+
+
+def measure(name: str, nodes: int, batches: list[int]) -> list[dict[str, Any]]:
+    config = engine_config(name, nodes, batches)
+    runner = make_runner(config)
+    if config.tree_shape != PLAIN:
+        runner.simulate_accept_length(ACCEPTED)
+    engine, found = BatchEngine(config, runner), []
+    for batch in batches:
+        prompts = synthetic_prompts(config, engine.ready.vocab_size, batch, INPUT)
+        engine.generate(prompts, greedy(8))
+        made = engine.generate(prompts, greedy(OUTPUT))
+        drafting = 0.0
+        if config.tree_shape != PLAIN:
+            run = engine.start(prompts, greedy(OUTPUT))
+            drafting = draft_seconds(runner, batch)
+            run.finish()
+        step = made.median_decode_latency
+        found.append(
+            {
+                "name": "draft_share",
+                "drafter": name,
+                "nodes": nodes,
+                "batch": batch,
+                "step_ms": round(step * 1e3, 3),
+                "draft_ms": round(drafting * 1e3, 3),
+                "share": round(drafting / step, 4),
+                "accept_length": round(made.accept_length, 3),
+            }
+        )
+        print(row(found[-1]), flush=True)
+    return found
+
+
+def row(line: dict[str, Any]) -> str:
+    return (
+        f"{line['drafter']:<11}{line['nodes']:>6}{line['batch']:>7}{line['step_ms']:>10.3f}"
+        f"{line['draft_ms']:>10.3f}{100 * line['share']:>8.1f} %{line['accept_length']:>10.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--drafters", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
+    parser.add_argument("--nodes", type=int, nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--results", default="", help="append one JSON line per number")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: needs a CUDA GPU")
+    machine = facts.facts("cuda")
+    print(f"{'drafter':<11}{'nodes':>6}{'batch':>7}{'step ms':>10}{'draft ms':>10}", end="")
+    print(f"{'share':>10}{'accepted':>10}")
+    lines = measure("NONE", 1, args.batch_size)
+    for name in args.drafters:
+        for nodes in args.nodes:
+            release_memory()
+            lines += measure(name, nodes, args.batch_size)
+    if args.results:
+        results.append(args.results, [{**line, **machine} for line in lines])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""How a state is rounded to the dtype of the state slots, wherever one is written.
+
+States are computed in float32. With 16-bit state slots each write rounds: at the end of a prompt
+chunk and of what is saved inside one, at folds, when a snapshot is accepted, and when a request
+leaves. Copies from slot to slot round nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
+
+
+class StateRounding(ABC):
+    """One rule, asked for the *keys* of a write once and then for each layer.
+
+    Shapes: n states to write; [n] request slots, and positions: how many tokens each state has
+    seen.
+    """
+
+    keyed = False  # whether writes have keys: finding the positions takes a launch on a GPU
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @abstractmethod
+    def keys(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """What the noise of these writes depends on, [n] int64; None without noise."""
+
+    @abstractmethod
+    def cache_key(self, position: int, device: torch.device) -> Tensor | None:
+        """As ``keys``, [1], for a state that belongs to no request but to the cache."""
+
+    @abstractmethod
+    def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
+        """states [n, H, P, N] float32 -> the same in the state slots' dtype."""
+
+    def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
+        """``round`` for one slot's states in layers ``first`` and after it, [layers, H, P, N]."""
+        layers = range(first, first + len(states))
+        return torch.cat([self.round(s[None], key, i) for s, i in zip(states, layers, strict=True)])
+
+
+class ToNearest(StateRounding):
+    """The nearest number; of two, the even one."""
+
+    def keys(self, slots: Tensor, positions: Tensor) -> None:
+        return None
+
+    def cache_key(self, position: int, device: torch.device) -> None:
+        return None
+
+    def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
+        return states.to(self.dtype)
+
+    def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
+        return states.to(self.dtype)
+
+
+class Stochastic(StateRounding):
+    """Up or down at random, so that the average is right; the noise is a function of the request's
+    seed, the position, the layer and the place in the layer's state."""
+
+    keyed = True
+
+    def __init__(self, dtype: torch.dtype, seeds: Tensor) -> None:
+        """seeds: [R] int64, of the request slots."""
+        super().__init__(dtype)
+        self.seeds = seeds
+
+    def keys(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return token_keys(self.seeds[slots], positions)
+
+    def cache_key(self, position: int, device: torch.device) -> Tensor:
+        at = torch.full((1,), position, device=device)
+        return token_keys(torch.zeros_like(at), at)
+
+    def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
+        assert keys is not None
+        return round_states(states, keys, layer, self.dtype)
+
+
+def state_rounding(
+    mode: str, dtype: torch.dtype, seeds: Tensor, stochastic: type[Stochastic] = Stochastic
+) -> StateRounding:
+    """mode: stochastic or nearest, as in --mamba-ssm-rounding; float32 needs no noise."""
+    if mode == "nearest" or dtype == torch.float32:
+        return ToNearest(dtype)
+    return stochastic(dtype, seeds)

@@ -1,0 +1,12 @@
+"""``launch_server``, but it does not outlive the process that started it, however that ends."""
+
+from __future__ import annotations
+
+import sys
+
+from mamba_eagle import launch_server
+from mamba_eagle.message.lifetime import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.exit(launch_server.main())

@@ -1,0 +1,232 @@
+"""Replicas of the server on a Ray cluster:
+
+    python -m mamba_eagle.cluster.ray_serve --num-replicas 4 -- --model-path /models/nemotron
+
+Ray Serve places the replicas and their GPUs, watches and restarts them, and scales them if asked.
+Each replica is this project's server as a child process. An ingress takes HTTP, and passes each
+request to the replica that its prompt's beginning went to before, by Ray's own router; bytes go
+through as they are.
+
+    client ─HTTP─▶ Ray's proxy ─▶ Ingress ─▶ Replica ─HTTP─▶ server process ─▶ scheduler, runner
+
+``build_app`` is for ``serve run`` and for configuration files of Ray Serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from mamba_eagle.cluster.prompts import prompt_of
+from mamba_eagle.cluster.replica import Forwarded, Head, ServerChild, end_to_end, forward
+
+log = logging.getLogger("mamba_eagle.cluster")
+READY_SECONDS = 900.0  # loading a large model takes minutes
+# Ray's only import of it that needs neither vLLM nor SGLang.
+PREFIX_ROUTER = (
+    "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
+    ":PrefixCacheAffinityRouter"
+)
+# How many more requests one replica may hold before the load counts for more than the cache.
+IMBALANCE = 8
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What ``build_app`` makes."""
+
+    server_flags: tuple[str, ...] = ()
+    num_replicas: int = 1
+    max_replicas: int = 0  # 0: as many as num_replicas, always
+    gpus_per_replica: float | None = None  # None: 1 where the cluster has GPUs
+    cpus_per_replica: float = 1.0
+    max_ongoing_requests: int = 256  # per replica; others wait in the ingress
+    router: str = "prefix"  # or "load"
+
+
+# ── what runs on the cluster ─────────────────────────────────────────────────────────────────
+
+
+class Replica:
+    """A server. Ray calls ``check_health``, and starts another replica when it fails."""
+
+    async def __init__(self, flags: Sequence[str]) -> None:  # Ray awaits it
+        self.server = ServerChild(flags)
+        await self.server.wait_until_ready(READY_SECONDS)
+
+    async def check_health(self) -> None:
+        await self.server.check_health()
+
+    async def forward(self, request: Forwarded) -> AsyncIterator[Head | bytes]:
+        async for part in forward(self.server.client, request):
+            yield part
+
+    def __del__(self) -> None:  # Ray's way to say that the replica is to end
+        if hasattr(self, "server"):
+            self.server.stop()
+
+
+class Ingress:
+    """HTTP in, HTTP out."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self.replicas = replicas.options(method_name="forward", stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        body = await request.body()
+        query = f"?{request.url.query}" if request.url.query else ""
+        headers = end_to_end(request.headers.items())
+        forwarded = Forwarded(
+            prompt_of(body) or request.url.path,  # the router cannot compare nothing
+            request.method,
+            request.url.path + query,
+            headers,
+            body,
+        )
+        parts = self.replicas.remote(forwarded)
+        try:
+            head = await anext(parts)
+        except Exception:
+            log.exception("a request was lost with its replica")
+            return _lost()
+        reply = StreamingResponse(_body(parts), head.status)
+        reply.raw_headers = [(name.encode(), value.encode()) for name, value in head.headers]
+        return reply
+
+
+async def _body(parts: Any) -> AsyncIterator[bytes]:
+    try:
+        async for piece in parts:
+            yield piece
+    finally:
+        parts.cancel()  # the client has left, or nothing is left to cancel
+
+
+def _lost() -> Response:
+    message = "the replica that served this request was lost; send it again"
+    error = {"message": message, "type": "service_unavailable_error", "param": None, "code": 503}
+    return JSONResponse({"error": error}, 503, headers={"Retry-After": "1"})
+
+
+# ── the application ──────────────────────────────────────────────────────────────────────────
+
+
+def build_app(config: ClusterConfig | dict[str, Any]) -> serve.Application:
+    """config: a ClusterConfig, or its fields (from a configuration file of Ray Serve)."""
+    if isinstance(config, dict):
+        flags = tuple(config.get("server_flags", ()))
+        config = ClusterConfig(**{**config, "server_flags": flags})
+    options: dict[str, Any] = {
+        "max_ongoing_requests": config.max_ongoing_requests,
+        "health_check_period_s": 5,
+        "graceful_shutdown_timeout_s": 60,
+        "ray_actor_options": {"num_cpus": config.cpus_per_replica, "num_gpus": _gpus(config)},
+    }
+    if config.max_replicas > config.num_replicas:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=config.num_replicas, max_replicas=config.max_replicas
+        )
+    else:
+        options["num_replicas"] = config.num_replicas
+    if config.router == "prefix" and _has_prefix_router():
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class=PREFIX_ROUTER,
+            request_router_kwargs={"imbalanced_threshold": IMBALANCE, "do_eviction": True},
+        )
+    replicas = serve.deployment(**options)(Replica).bind(config.server_flags)
+    ingress = serve.deployment(
+        num_replicas=1, max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0.2}
+    )(Ingress)
+    return ingress.bind(replicas)
+
+
+def _gpus(config: ClusterConfig) -> float:
+    if config.gpus_per_replica is not None:
+        return config.gpus_per_replica
+    return 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
+
+
+def _has_prefix_router() -> bool:
+    module = PREFIX_ROUTER.partition(":")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        log.warning(
+            "requests go to the least loaded replica, not to the one that knows their prompt: "
+            "Ray's prefix router cannot be imported (%s); pip install 'mamba-eagle[ray]'",
+            error,
+        )
+        return False
+    return True
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is stopped."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    given = _parser().parse_args(arguments[:split])
+    logging.basicConfig(level="INFO")
+    ray.init(address=given.address or None, include_dashboard=False, log_to_driver=True)
+    config = ClusterConfig(
+        server_flags=tuple(arguments[split + 1 :]),
+        num_replicas=given.num_replicas,
+        max_replicas=given.max_replicas,
+        gpus_per_replica=given.gpus_per_replica,
+        cpus_per_replica=given.cpus_per_replica,
+        router=given.router,
+    )
+    serve.start(http_options={"host": given.host, "port": given.port})
+    try:
+        serve.run(build_app(config), name="mamba-eagle")
+        print(f"Cluster is ready at http://{given.host}:{given.port}", flush=True)
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        stop.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] -- [server flags]", description="Replicas on Ray Serve."
+    )
+    add = parser.add_argument
+    add("--num-replicas", type=int, default=1, metavar="N")
+    add("--max-replicas", type=int, default=0, metavar="N", help="scale up to so many under load")
+    add("--gpus-per-replica", type=float, metavar="F", help="default: 1 where there are GPUs")
+    add("--cpus-per-replica", type=float, default=1.0, metavar="F")
+    add(
+        "--router",
+        choices=("prefix", "load"),
+        default="prefix",
+        help="prefix: to the replica that has seen the prompt's beginning, unless it has much "
+        "more to do than others; load: to the less loaded of two",
+    )
+    add("--address", default="", help="of a running Ray cluster (default: one on this machine)")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=30000)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

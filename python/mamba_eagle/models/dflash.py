@@ -1,0 +1,241 @@
+"""Block drafters: DFlash (arXiv 2602.06036), and DSpark (arXiv 2607.05147) with a Markov head.
+
+A few attention layers draft a whole block in one pass. Names and shapes are those of the published
+checkpoints, which vLLM (``qwen3_dflash.py``, ``qwen3_dspark.py``), SGLang and z-lab/dflash read.
+dflash_config.py reads their config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.block_attention import BlockAttention
+from mamba_eagle.layers.context import ForwardContext, Rotation
+from mamba_eagle.layers.embedding import Embedding
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.rotary import Rotary
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.base import Target
+from mamba_eagle.models.dflash_config import block_config
+from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.markov import ConfidenceHead, MarkovHead
+
+# of other tools: the target's own, what only training needs, and what config.json implies
+NOT_NEEDED = ("verifier_norm.", "verifier_lm_head.", "t2d")
+ENCODER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+
+
+class BlockLayer(Layer):
+    """A layer of Qwen3."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        block = block_config(config)
+        assert config.attention is not None
+        window, causal = block.windows[index], block.causal[index]
+        self.self_attn = BlockAttention(
+            config.attention, size, index, eps, window, causal, block.sinks
+        )
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+
+
+class BlockDraftModel(Layer):
+    """The rows of a block are its anchor, the last known token, and mask tokens.
+
+    A token of the context enters as keys and values only, which every layer computes from the same
+    feature of the token (``context``). So these depend on no other token, and are written once.
+
+    Row i stands at position P + i, where P is the anchor's. It predicts the token at its own
+    position, or with ``sample_from_anchor`` the next one.
+    """
+
+    d2t: Tensor | None  # [draft_vocab_size] int64: what to add to a draft token; None: nothing
+    mask_embedding: nn.Parameter | None  # [hidden_size]: of mask rows, instead of their token's
+
+    def __init__(self, config: ModelConfig, stored: Container[str] | None = None) -> None:
+        """stored: names in the checkpoint, as returned by ``published_name``, which say what
+        optional weights there are. None: those that config.json asks for, for a new drafter."""
+        super().__init__()
+        self.config, self.block = config, block_config(config)
+        size, block = config.hidden_size, self.block
+        stored = block.own_weights(config) if stored is None else stored
+        self.fc = Linear(len(block.taps) * block.target_hidden_size, size)
+        self.hidden_norm = RMSNorm(size, config.norm_eps)
+        layers = [BlockLayer(config, i) for i in range(len(config.blocks))]
+        self.layers = nn.ModuleList(layers)
+        self._blocks = tuple(layers)
+        self.norm = RMSNorm(size, config.norm_eps)
+        reduced = block.draft_vocab_size != config.vocab_size
+        foreign = size != block.target_hidden_size
+        self.embed_tokens = self.lm_head = None
+        if "embed_tokens.weight" in stored or foreign:
+            self.embed_tokens = Embedding(config.vocab_size, size)
+        if "lm_head.weight" in stored or reduced or foreign:
+            self.lm_head = Linear(size, block.draft_vocab_size)
+        masked = "mask_embedding" in stored
+        self.mask_embedding = nn.Parameter(torch.zeros(size)) if masked else None
+        mapped = reduced or "d2t" in stored
+        offsets = torch.zeros(block.draft_vocab_size, dtype=torch.int64) if mapped else None
+        self.register_buffer("d2t", offsets)
+        self.markov_head = self.confidence_head = None
+        if block.markov_rank:
+            self.markov_head = MarkovHead(config)
+            if "confidence_head.proj.weight" in stored:
+                self.confidence_head = ConfidenceHead(config)
+        assert config.attention is not None and config.attention.rope is not None
+        self.rotary = Rotary(config.attention.rope)
+        self._target_ids: Tensor | None = None
+        self._context: _StackedContext | None = None
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._target_ids = self.target_ids()
+        self._context = _StackedContext([layer.self_attn for layer in self._blocks], ops)
+
+    # ── the context ──
+
+    def context(self, taps: Tensor) -> Tensor:
+        """The feature of tokens that the target has processed, from its tapped hidden states:
+        [n, taps * target_hidden_size] -> [n, hidden_size]."""
+        return self.hidden_norm(self.fc(taps))
+
+    def context_kv(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all L layers: context features [n, hidden_size] of tokens at
+        ``positions`` [n] -> both [L, n, kv_heads, D]."""
+        rotation = self.rotary(positions, context.device)
+        if self._context is not None:
+            return self._context(context, rotation)
+        pairs = [layer.self_attn.context_kv(context, rotation) for layer in self._blocks]
+        keys, values = zip(*pairs, strict=True)
+        return torch.stack(keys), torch.stack(values)
+
+    # ── the block ──
+
+    def embed(self, tokens: Tensor, embedding: Embedding) -> Tensor:
+        """The rows' inputs: tokens [b, N] int64, the anchor first -> [b * N, hidden_size].
+        embedding: the target's, used if the drafter has none of its own."""
+        own = self.embed_tokens if self.embed_tokens is not None else embedding
+        embedded = own(tokens.reshape(-1))
+        if self.block.embedding_scale != 1.0:
+            embedded = embedded * self.block.embedding_scale
+        if self.mask_embedding is None:
+            return embedded
+        is_mask = torch.arange(tokens.shape[1], device=tokens.device) > 0
+        rows = torch.where(is_mask[:, None], self.mask_embedding, embedded.view(*tokens.shape, -1))
+        return rows.flatten(0, 1)
+
+    def forward(self, embedded: Tensor, ctx: ForwardContext) -> Tensor:
+        """embedded [n, hidden_size], not used afterwards -> the rows after the final norm
+        [n, hidden_size], which ``lm_head`` reads. ``ctx.attention`` gives each layer its context.
+        """
+        ctx.rotation = self.rotary(ctx.positions, embedded.device)
+        layers = self._blocks
+        following = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
+        stream, normed = embedded, layers[0].input_layernorm(embedded)
+        for layer, norm in zip(layers, following, strict=True):
+            added = layer.self_attn(normed, ctx)
+            normed, stream = layer.post_attention_layernorm.after(stream, added)
+            normed, stream = norm.after(stream, layer.mlp(normed))
+        return normed
+
+    def logits(self, hidden: Tensor, lm_head: Linear) -> Tensor:
+        """Without the Markov head: hidden [n, hidden_size] -> [n, draft_vocab_size]. lm_head: the
+        target's, used if the drafter has none of its own."""
+        own = self.lm_head if self.lm_head is not None else lm_head
+        logits = own(hidden)
+        return logits if self.block.logit_scale == 1.0 else logits * self.block.logit_scale
+
+    # ── the vocabulary ──
+
+    def target_ids(self) -> Tensor | None:
+        """The target's token for each draft token, [draft_vocab_size] int64; None if they agree."""
+        if self.d2t is None or self._target_ids is not None:
+            return self._target_ids
+        return torch.arange(self.block.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    @torch.no_grad()
+    def choose_tokens(self, ids: Tensor) -> None:
+        """Sets the target's tokens that can be drafted. ids [draft_vocab_size], ascending."""
+        assert self.d2t is not None, "a drafter for the whole vocabulary has no choice"
+        self.d2t.copy_(ids - torch.arange(self.block.draft_vocab_size, device=ids.device))
+
+    def check_tokens(self) -> None:
+        """Raises: CheckpointError if ``d2t`` maps a draft token outside of the target's vocabulary,
+        or two of them to the same token."""
+        if (ids := self.target_ids()) is None:
+            return
+        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
+        if len(outside):
+            raise CheckpointError(
+                f"d2t maps to token {int(outside[0])} of a vocabulary of {self.config.vocab_size}: "
+                "entry i must be the target's token minus i"
+            )
+        if ids.unique().numel() < ids.numel():
+            raise CheckpointError(
+                "d2t maps two draft tokens to one token of the target: each needs its own"
+            )
+
+    # ── the checkpoint ──
+
+    def target(self, name: str) -> Target | None:
+        """Where a checkpoint's tensor goes."""
+        name = published_name(name)
+        if name.startswith(NOT_NEEDED) or name.endswith("rotary_emb.inv_freq"):
+            return None
+        if name == "confidence_head.proj.weight" and self.confidence_head is None:
+            return None
+        return Target(name)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name. ``t2d`` [vocab_size] bool: the tokens it can draft."""
+        weights = dict(self.state_dict())
+        if (ids := self.target_ids()) is not None:
+            weights["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+            weights["t2d"][ids.cpu()] = True
+        return weights
+
+
+class _StackedContext:
+    """``context_kv`` of all layers as one product, one norm and one rotation."""
+
+    def __init__(self, layers: list[BlockAttention], ops: LayerOps) -> None:
+        first, self.ops = layers[0], ops
+        self.shape = (2, len(layers), first.config.num_kv_heads, first.config.head_dim)
+        parts = [layer.k_proj for layer in layers] + [layer.v_proj for layer in layers]
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        self.product = Linear(0, 0)
+        weight = torch.cat([part.weight.detach() for part in parts])
+        self.product.weight = nn.Parameter(weight, requires_grad=False)
+        if biases:
+            self.product.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.product.prepare(ops)
+        self.norms = torch.stack([layer.k_norm.weight.detach() for layer in layers])  # [L, D]
+        self.ones, self.eps = torch.ones_like(self.norms[0]), first.k_norm.eps
+
+    def __call__(self, context: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """context [n, hidden_size] -> keys, values [L, n, kv_heads, D]."""
+        both = self.product(context).unflatten(-1, self.shape)  # [n, 2, L, kv_heads, D]
+        k, v = both[:, 0], both[:, 1]
+        normed = self.ops.rms_norm(k.reshape(-1, k.shape[-1]), self.ones, self.eps).view(k.shape)
+        heads = (normed * self.norms[:, None]).flatten(1, 2)  # [n, L * kv_heads, D]
+        rotated = self.ops.rotate(heads, *rotation).view(k.shape)
+        return rotated.transpose(0, 1), v.transpose(0, 1)
+
+
+def published_name(name: str) -> str:
+    """A weight's name as in z-lab's checkpoints; others put ``model.`` in front or name the context
+    projection ``encoder``."""
+    name = name.removeprefix("model.")
+    for prefix, own in ENCODER_NAMES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name

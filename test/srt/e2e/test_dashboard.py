@@ -1,0 +1,50 @@
+"""Every series and label of the Grafana dashboard is one that a live server has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from running_server import RunningServer
+
+DASHBOARD = Path(__file__).parents[3] / "docker/grafana/dashboards/mamba-eagle.json"
+PANELS = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
+
+
+@pytest.fixture(scope="module")
+def series(server: RunningServer) -> dict[str, set[str]]:
+    """The label names of each series of a server that has served."""
+    found: dict[str, set[str]] = {}
+    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+        body = {"text": "Question:", "sampling_params": {"max_new_tokens": 8}}
+        assert client.post("/generate", json=body).status_code == 200
+        text = client.get("/metrics").text
+    for line in text.splitlines():
+        if match := re.match(r"([\w:]+)(?:\{(.*)\})? ", line):
+            labels = set(re.findall(r'(\w+)="', match[2] or ""))
+            found.setdefault(match[1], set()).update(labels)
+    return found
+
+
+@pytest.mark.parametrize("title", PANELS)
+def test_every_expression_names_series_and_labels_that_exist(
+    title: str, series: dict[str, set[str]]
+) -> None:
+    for target in PANELS[title]["targets"]:
+        expression = target["expr"]
+        names = re.findall(r"mamba_eagle:\w+", expression)
+        assert names, expression
+        for name in names:
+            assert name in series, expression
+        for labels in re.findall(r"by \(([^)]*)\)", expression):
+            for label in labels.split(", "):
+                assert label in series[names[0]], expression
+        shown = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+        assert set(shown) <= series[names[0]]
+        # Counters are looked at as rates, and only those.
+        for name in names:
+            counted = name.endswith(("_total", "_bucket"))
+            assert counted == (f"rate({name}[" in expression), expression
