@@ -26,6 +26,7 @@ from torch import Tensor
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.state import KeptRows
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
@@ -136,24 +137,10 @@ class SavedJournals:
                 self.has_trail[slot] = False
                 self.trail[slot] = self.num_slots
 
-    def append(
-        self, slots: Tensor, count: Tensor, conv_in: Tensor, dt: Tensor, features: Tensor
-    ) -> None:
-        """Keep the rows of the tokens that a decode step has just accepted.
-
-        slots [b] request slots; count [b] int64; conv_in [layers, b, D, conv_dim], dt [layers, b,
-        D, H] and features [b, D, F] of the accepted tokens, arbitrary past ``count``. ``processed``
-        includes them already.
-        """
-        offsets = torch.arange(features.shape[1], device=slots.device)
-        positions = (self.table.processed[slots] - count)[:, None] + offsets
-        kept = offsets < count[:, None]
-        trail = torch.where(kept, self.trail[slots][:, None], self.num_slots)
-        rows = positions % self.size
-        if self.conv_in.shape[0]:
-            self.conv_in[:, trail, rows] = conv_in
-            self.dt[:, trail, rows] = dt
-        self.feature[trail, rows] = features.to(self.feature.dtype)
+    @property
+    def kept(self) -> KeptRows:
+        """Where a state scheme writes the rows of output tokens."""
+        return KeptRows(self.conv_in, self.dt, self.feature, self.trail, self.table.processed)
 
     def move(self, moves: Sequence[AnchorMove]) -> None:
         """Bring anchors of running requests forward, so that their journals have room again."""

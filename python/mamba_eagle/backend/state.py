@@ -11,12 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
+
+
+class KeptRows(NamedTuple):
+    """The tensors of saved journals (journals.py), the last journal slot being for padding."""
+
+    conv_in: Tensor  # [layers, journal slots, C rows, conv_dim]
+    dt: Tensor  # [layers, journal slots, C, H] float32
+    feature: Tensor  # [journal slots, C, F]
+    trail: Tensor  # [requests] int64: the journal slot of each request's output
+    processed: Tensor  # [requests] int64, as in the request table
 
 
 class StateScheme(ABC):
@@ -74,6 +85,25 @@ class StateScheme(ABC):
         ``width`` -> raw convolution inputs [layers, b, width, conv_dim] and dt [layers, b, width,
         H], arbitrary past ``count``. Only for schemes with journals."""
         raise AssertionError("the scheme has no journals")
+
+    def keep_rows(
+        self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
+    ) -> None:
+        """Copy the rows of the tokens that a step has just accepted to the journal slots of their
+        requests. features: [b, T, F], of the nodes. ``processed`` includes these tokens already."""
+        nodes, count = accepted.nodes, accepted.count
+        offsets = torch.arange(nodes.shape[1], device=slots.device)
+        positions = (kept.processed[slots] - count)[:, None] + offsets
+        journals = torch.where(
+            offsets < count[:, None], kept.trail[slots][:, None], kept.feature.shape[0] - 1
+        )
+        rows = positions % kept.feature.shape[1]
+        if kept.conv_in.shape[0]:
+            conv_in, dt = self.accepted_inputs(slots, count, nodes.shape[1])
+            kept.conv_in[:, journals, rows] = conv_in
+            kept.dt[:, journals, rows] = dt
+        at = nodes[..., None].expand(-1, -1, features.shape[2])
+        kept.feature[journals, rows] = features.gather(1, at).to(kept.feature.dtype)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout | None:
         """The point where lanes branch off: a layout of tensors for the requests in ``slots`` [b],

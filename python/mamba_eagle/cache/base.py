@@ -238,6 +238,10 @@ class PrefixCache(ABC):
         """Ends the pins whose time is over."""
 
     @abstractmethod
+    def take_state(self, node: Node) -> int:
+        """The state slot of a node without journals, which is the caller's from now on."""
+
+    @abstractmethod
     def evict_kv(self, count: int) -> int:
         """Frees at least ``count`` KV slots, or all that are unlocked; returns how many. A leaf is
         evicted as a whole, together with its state."""
@@ -306,6 +310,9 @@ class NoCache(PrefixCache):
 
     def unpin(self, now: float) -> None:
         pass
+
+    def take_state(self, node: Node) -> int:
+        raise AssertionError("nothing is stored")
 
     def evict_kv(self, count: int) -> int:
         return 0

@@ -96,6 +96,7 @@ class RadixCache(PrefixCache):
         self._leaves = LazyHeap(self._leaf_rank)  # those that are not locked
         self._states = LazyHeap(self._state_rank)  # nodes with a state
         self._journals = LazyHeap(self._journal_rank)
+        self._longest_journal = 0  # tokens, of all so far
         self._pins: dict[Node, Pin] = {}  # by the deepest node
         self._pins_in_order = LazyHeap(self._pin_rank)  # the keys of _pins
         self.pinned_kv = self.pinned_states = 0
@@ -178,13 +179,15 @@ class RadixCache(PrefixCache):
             self._rerank_below(node)
 
     def _rerank_below(self, node: Node) -> None:
-        """The node's state has begun to count, so a hit on the next ones below saves less."""
+        """The node's state, or a journal there, has begun to count, so a hit on the next ones
+        below, or on those that the journal passes, saves less."""
         stack = list(node.children.values())
         while stack:
             below = stack.pop()
-            if below.state_slot >= 0 and not below.spare:
+            counts = below.state_slot >= 0 and not below.spare
+            if counts:
                 self._states.put(below)
-            else:
+            if not counts or below.end < node.end + self._longest_journal:
                 stack.extend(below.children.values())
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────
@@ -241,11 +244,14 @@ class RadixCache(PrefixCache):
             if shared == len(other.tokens):
                 self._drop_journal(other)
         self.clock += 1
+        self._longest_journal = max(self._longest_journal, len(tokens))
         bottom = next(part for part in node.ancestors() if part.start < end)
         journal = Journal(anchor, bottom, slot, tokens, self.clock)
         anchor.journals.append(journal)
         bottom.reaching.append(journal)
         self._journals.put(journal)
+        if not anchor.spare:
+            self._rerank_below(anchor)
         self.watcher.journal_added(journal)
         return True
 
@@ -393,13 +399,21 @@ class RadixCache(PrefixCache):
         score = 0 if node.spare else self._score(node)
         return node.state_pins > 0, not node.spare, score, node.state_used_at, node.end
 
-    @staticmethod
-    def _score(node: Node) -> int:
-        """Inflation plus the tokens that a hit here saves over the next shallower state."""
+    def _score(self, node: Node) -> int:
+        """Inflation plus the tokens that a hit here saves over what shallower states give, journals
+        included: of theirs, those count that begin as this prefix goes on."""
+        reach = max((journal.end for journal in node.journals), default=node.end)
+        above, below = 0, node
         for part in node.ancestors():
             if part is not node and part.state_slot >= 0 and not part.spare:
-                return node.inflation + node.end - part.end
-        return node.inflation + node.end
+                above = max(above, part.end)
+                for journal in part.journals:
+                    if journal.tokens[0] == below.tokens[0]:
+                        above = max(above, min(journal.end, node.end))
+            if above > 0 and part.start + self._longest_journal <= above:
+                break
+            below = part
+        return node.inflation + reach - above
 
     def evict_journal(self, keep: Collection[int] = ()) -> Fold | None:
         kept: list[Journal] = []
@@ -447,6 +461,8 @@ class RadixCache(PrefixCache):
         journal.node.journals.remove(journal)
         journal.bottom.reaching.remove(journal)
         self.journal_slots.free([journal.slot])
+        if journal.node in self._states:  # a hit there saves less now
+            self._states.put(journal.node)
         self.watcher.journal_dropped(journal)
 
     def _shorten_journals(self, leaf: Node) -> None:
@@ -461,19 +477,24 @@ class RadixCache(PrefixCache):
             journal.tokens = journal.tokens[: leaf.start - journal.node.end]
             journal.bottom = leaf.parent
             leaf.parent.reaching.append(journal)
+            self._states.put(journal.node)
             self.watcher.journal_added(journal)
 
     def _drop_state(self, node: Node) -> None:
         for journal in list(node.journals):
             self._drop_journal(journal)
-        self.state_slots.free([node.state_slot])
+        self.state_slots.free([self.take_state(node)])
         self.evicted_states += 1
-        node.state_slot = -1
+
+    def take_state(self, node: Node) -> int:
+        assert node.state_slot >= 0 and not node.journals
+        taken, node.state_slot = node.state_slot, -1
         node.spare = False
         self._states.remove(node)
         self.watcher.state_dropped(node)
         if node in self._leaves:  # without a state it is evicted sooner
             self._leaves.put(node)
+        return taken
 
     def _remove_leaf(self, leaf: Node) -> None:
         assert leaf.parent is not None and not leaf.children and leaf.locks == 0

@@ -155,12 +155,14 @@ class Slots:
         headroom: int,
         keep: Collection[int] = (),
         salt: int = 0,
+        in_place: bool = False,
     ) -> HeldSlots | None:
         """All that a request needs for its prompt, evicting from the cache where necessary.
 
         match: what the cache has of the prompt's ``num_tokens`` tokens. headroom: KV slots that
         must stay available beyond the prompt. keep: state slots that must not be evicted, besides
-        the match's own. salt: that of the match.
+        the match's own. salt: that of the match. in_place: S0 is the slot of the
+        match's state, which the cache gives up.
 
         Returns None, and nothing is held, if there is not enough.
         """
@@ -169,7 +171,10 @@ class Slots:
             return None
         cache.lock(match.node)
         if self.available_kv >= fresh + headroom:
-            state_slot = self.reserve_state({match.state_slot, *keep})
+            if in_place:
+                state_slot: int | None = cache.take_state(match.node)
+            else:
+                state_slot = self.reserve_state({match.state_slot, *keep})
             if state_slot is not None:
                 kv, slots = self._take_kv(fresh), self.requests.allocate(1)
                 assert kv is not None and slots is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
@@ -53,8 +53,6 @@ from mamba_eagle.runner.steps.decode_step import (
     DecodeStep,
     EagerRun,
     EagerSteps,
-    Outcome,
-    Verified,
 )
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
@@ -211,18 +209,10 @@ class ModelRunner:
         outcome = run.commit(target)
         self.constraints.observe_accepted(batch.slots, outcome.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
-            self._keep_rows(run.slots, verified, outcome)
+            self.scheme.keep_rows(
+                run.slots, outcome.accepted, verified.features, self.journals.kept
+            )
         return PendingDecode(self.chooser, self.table, batch, verified, outcome, marks)
-
-    def _keep_rows(self, slots: Tensor, verified: Verified, outcome: Outcome) -> None:
-        """Copy the rows of accepted tokens to the journals of the requests that have one."""
-        nodes, count = outcome.accepted.nodes, outcome.accepted.count
-        at = nodes[..., None].expand(-1, -1, verified.features.shape[2])
-        features = verified.features.gather(1, at)
-        conv_in = dt = features  # not read without Mamba2 layers
-        if self.scheme.has_journal:
-            conv_in, dt = self.scheme.accepted_inputs(slots, count, nodes.shape[1])
-        self.journals.append(slots, count, conv_in, dt, features)
 
     def _release(self, releases: Sequence[Release]) -> None:
         slots = [release.slot for release in releases]

@@ -146,8 +146,13 @@ class PrefillManager:
         if held is None:
             if holding or match.position == 0:
                 return False
-            # The only state slot has the state of its own prefix, without which nothing that is
-            # cached can be reused. It starts over: the KV would only get duplicates.
+            # The only state slot has the state of its own prefix: it goes on in it. If there are
+            # too few KV slots beside what is cached, it starts over without.
+            if match.journal < 0:
+                held = self.slots.admit(
+                    match, len(request.to_prefill), headroom, salt=request.salt, in_place=True
+                )
+        if held is None:
             self.slots.cache.flush()
             empty = self.slots.cache.match(request.to_prefill, limit=0, salt=request.salt)
             return self._admit(request, empty, plan, holding)

@@ -206,7 +206,9 @@ class FakeRunner:
         saved += [item.state_slot for item in plan.prefill if item.is_first]
         assert len(saved) == len(set(saved)), "a state slot has two writers"
         read = {item.load_from for item in plan.prefill if item.is_first}
-        assert not read & set(saved), "a state slot is read and written in one step"
+        in_place = {item.state_slot for item in plan.prefill if item.load_from == item.state_slot}
+        clash = read & set(saved) - in_place
+        assert not clash, "a state slot is read and written in one step"
         # A real runner processes all prompts of a step in one pass, so none may read another's KV.
         fresh = set(written)
         for item in plan.prefill:

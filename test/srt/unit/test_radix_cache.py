@@ -272,10 +272,14 @@ TestRadixCacheAgainstDict.settings = settings(
 
 def score_by_scan(node) -> tuple[bool, bool, int, int]:
     """Pinned states last, spare ones first; then GreedyDual: inflation plus tokens saved."""
-    above = node.parent
-    while above.parent is not None and (above.state_slot < 0 or above.spare):
-        above = above.parent
-    score = 0 if node.spare else node.inflation + node.end - above.end
+    above, first, reached = node.parent, node.tokens[0], [0]
+    while above.parent is not None:
+        if above.state_slot >= 0 and not above.spare:
+            behind = [each.end for each in above.journals if each.tokens[0] == first]
+            reached += [above.end, *(min(end, node.end) for end in behind)]
+        above, first = above.parent, above.tokens[0]
+    saved = max([node.end, *(journal.end for journal in node.journals)]) - max(reached)
+    score = 0 if node.spare else node.inflation + saved
     return node.state_pins > 0, not node.spare, score, node.state_used_at
 
 

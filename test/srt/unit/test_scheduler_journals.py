@@ -117,7 +117,7 @@ def test_a_stop_string_leaves_the_text_that_it_ends(late):
     assert serving.texts["b"] == expected_text([*text, 49, 48], SHORT)
 
 
-def test_running_requests_leave_three_quarters_of_the_states_to_the_cache():
+def test_trails_take_a_quarter_of_the_states_at_most():
     serving = server(states=16)
     for i in range(8):
         serving.add(f"r{i}", [i, *PROMPT[:50]], SamplingParams(max_new_tokens=90, ignore_eos=True))

@@ -120,6 +120,18 @@ def test_an_aborted_request_is_not_waited_for():
     assert serving.last["b"].cached_tokens == 99
 
 
+def test_with_one_state_slot_a_conversation_goes_on_in_it():
+    """The cache gives the state up to the request that hits it."""
+    serving = server(pools=(2000, 1, 1))
+    chat = TRUNK[:100]
+    for turn in range(4):
+        serving.add(f"{turn}", chat, SHORT)
+        serving.finish()
+        assert serving.texts[f"{turn}"] == expected_text(chat, SHORT)
+        assert serving.last[f"{turn}"].cached_tokens == (len(chat) - 4 if turn else 0)
+        chat = [*chat, *serving.texts[f"{turn}"], turn, 49, 48]
+
+
 def test_with_one_state_slot_a_retracted_request_does_not_prefill_for_every_token():
     """Its own state can't be kept, so the KV that is cached of it would only get duplicates."""
     serving = tree_server(130, max_states=1, speculative_adaptive=False)

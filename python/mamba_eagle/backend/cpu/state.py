@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -104,6 +104,24 @@ class CpuDeferred(CpuScheme):
 
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
+
+    def keep_rows(
+        self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
+    ) -> None:
+        own = (self.rows.conv_in, self.recurrence.dt)
+        cpu.keep_rows(
+            slots.numpy(),
+            accepted.nodes.numpy(),
+            accepted.count.numpy(),
+            kept.processed.numpy(),
+            kept.trail.numpy(),
+            self._path,
+            self._journal_len,
+            self.rows.history,
+            tuple(part.numpy() for part in own),
+            features.numpy(),
+            tuple(part.numpy() for part in kept[:3]),
+        )
 
     def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return self.rows.newest(slots, count, width, self.recurrence.dt)

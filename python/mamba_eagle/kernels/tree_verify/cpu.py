@@ -357,6 +357,33 @@ def extend_journals(slots, rows, nodes, count, hidden, history, path, journal_le
 
 
 @kernel
+def keep_rows(
+    slots, nodes, count, processed, trail, path, journal_len, history, rows, features, kept
+):
+    """Copy the rows of the tokens that a step accepted to the journal slots of their requests.
+
+    nodes [b, D], count [b]: the accepted paths; processed, trail, journal_len [R] by request slot,
+    these tokens included; trail: a journal slot, past the last one for none. rows: conv_in [layers,
+    R, K-1 + W, C] and dt [layers, R, W, H]; features [b, T, F]. kept: the same by journal slot and
+    row, conv_in [layers, J, S, C], dt [layers, J, S, H] and feature [J, S, F].
+    """
+    conv_in, dt, feature = kept
+    for r in range(slots.shape[0]):
+        slot = slots[r]
+        journal = trail[slot]
+        if journal >= feature.shape[0] - 1:
+            continue
+        first = history + journal_len[slot] - count[r]
+        for k in range(count[r]):
+            place = path[slot, first + k]
+            row = (processed[slot] - count[r] + k) % feature.shape[1]
+            feature[journal, row] = features[r, nodes[r, k]]
+            for layer in range(conv_in.shape[0]):
+                conv_in[layer, journal, row] = rows[0][layer, slot, place]
+                dt[layer, journal, row] = rows[1][layer, slot, place - history]
+
+
+@kernel
 def move_history(slots, lengths, path, history, conv_in):
     """The history becomes that of the token ``lengths[f]`` tokens along the path, in all layers.
 
