@@ -197,7 +197,7 @@ class PrefillManager:
             if held.load_journal >= 0:
                 item.replay = JournalPart(held.load_journal, held.load_at, start)
                 item.replay_token_ids = request.tokens[held.load_at : start]
-            if request.sampling.needs_history or self.drafter_needs_history:
+            if request.sampling.reads_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start
