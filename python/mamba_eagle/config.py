@@ -87,11 +87,33 @@ class EngineConfig:
         "dtype of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "auto",
+        "weights and products of few bits; auto: as the checkpoint stores them, where the device "
+        "multiplies them so; fp8: float8 for any checkpoint; none: all in --dtype",
+        ("auto", "fp8", "none"),
+    )
+    quantize_lm_head: bool = setting(
+        False, "with --quantization fp8, also multiply by lm_head in float8"
+    )
     cpu_threads: int | None = setting(
         None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
     )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
+    )
+
+    tp_size: int = setting(
+        1,
+        "tensor parallelism: number of processes that each hold a part of the model, on a GPU each",
+        minimum=1,
+        group="several processes",
+    )
+    check_ranks: int = setting(
+        0,
+        "compare the state of these processes every so many steps, and end at the first "
+        "difference; 0: never",
+        minimum=0,
     )
 
     max_running_requests: int = setting(
@@ -108,6 +130,12 @@ class EngineConfig:
         "number of state slots, for running requests and the prefix cache; auto: what fits into "
         "memory",
         minimum=1,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of keys and values in KV slots; auto: --dtype; fp8_e4m3: half of the memory of 16 "
+        "bits, rounded",
+        ("auto", "fp8_e4m3"),
     )
     max_journals: int = setting(
         -1,

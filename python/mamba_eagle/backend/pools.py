@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.rounding import StateRounding
+from mamba_eagle.kernels.float8.torch import E4M3, to_e4m3
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config
+
+
+def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """How keys and values are stored, by --kv-cache-dtype. dtype: the model's."""
+    return E4M3 if name == "fp8_e4m3" else dtype
 
 
 class KVPool:
@@ -29,13 +35,19 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 1,
+        stored_as: torch.dtype | None = None,
     ) -> None:
-        self.padding_slot = num_slots
+        """dtype: of the keys and values that are written and read. stored_as: the same, or E4M3,
+        to which they are then rounded without a scale."""
+        self.padding_slot, self.dtype = num_slots, dtype
         shape = (0, num_slots + num_spare, 1, 1)
         if config is not None and num_layers:
             shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = torch.zeros(shape, dtype=stored_as or dtype, device=device)
+        self.v = torch.zeros(shape, dtype=stored_as or dtype, device=device)
+        # the same bytes, in a dtype that can be indexed on every device
+        bits = torch.uint8 if self.k.dtype == E4M3 else self.k.dtype
+        self._bits = (self.k.view(bits), self.v.view(bits))
 
     @property
     def num_layers(self) -> int:
@@ -43,17 +55,25 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write keys and values. slots [n] int64, KV slots; k, v [n, kv_heads, D]."""
-        self.k[layer].index_copy_(0, slots, k.to(self.k.dtype))
-        self.v[layer].index_copy_(0, slots, v.to(self.v.dtype))
+        for pool, new in zip(self._bits, (k, v)):
+            pool[layer].index_copy_(0, slots, self._stored(new))
+
+    def write_layers(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write those of all layers: k, v [layers, n, kv_heads, D]."""
+        for pool, new in zip(self._bits, (k, v)):
+            pool.index_copy_(1, slots, self._stored(new))
+
+    def _stored(self, new: Tensor) -> Tensor:
+        """In the dtype of ``_bits``."""
+        if self.k.dtype != E4M3:
+            return new.to(self.k.dtype)
+        return to_e4m3(new).view(torch.uint8)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values: slots [...] int64, KV slots -> k, v [..., kv_heads, D]."""
-        flat = slots.reshape(-1)
-        shape = (*slots.shape, *self.k.shape[2:])
-        return (
-            self.k[layer].index_select(0, flat).view(shape),
-            self.v[layer].index_select(0, flat).view(shape),
-        )
+        """Keys and values: slots [...] int64, KV slots -> k, v [..., kv_heads, D], ``dtype``."""
+        flat, shape = slots.reshape(-1), (*slots.shape, *self.k.shape[2:])
+        k, v = (pool[layer].index_select(0, flat).view(shape) for pool in self._bits)
+        return k.view(self.k.dtype).to(self.dtype), v.view(self.v.dtype).to(self.dtype)
 
     @property
     def num_bytes(self) -> int:

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from mamba_eagle.bench.batch import Generation
-from mamba_eagle.bench.traffic import StepBytes, StepSize, step_bytes
+from mamba_eagle.bench.traffic import FewBits, StepBytes, StepSize, step_bytes
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.quantization.policy import Policy
 
 SHOWN_STEPS = 5
 
@@ -94,7 +95,10 @@ def speed_of(
         position=(made.prompt_tokens + made.output_tokens / 2) / batch,
     )
     model = read_model_config(config.model_path)
-    least = step_bytes(model, size, str(ready.details["dtype"]), config.mamba_ssm_dtype)
+    policy = Policy(config.quantization, config.quantize_lm_head)
+    few_bits = FewBits(policy, config.kv_cache_dtype)
+    dtype, ssm_dtype = str(ready.details["dtype"]), config.mamba_ssm_dtype
+    least = step_bytes(model, size, dtype, ssm_dtype, few_bits)
     return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
 
 
@@ -138,11 +142,20 @@ def result_record(
         "speculative_algorithm": config.speculative_algorithm,
         "tree": msgspec.to_builtins(config.tree_shape),
         "mamba_verify_mode": config.mamba_verify_mode,
+        "quantization": few_bits_name(config),
         "accept_length": made.accept_length,
         "simulated_accept_length": args.simulate_acc_len,
         "accept_histogram": dict(sorted(made.accept_lengths.items())),
         **facts,
     }
+
+
+def few_bits_name(config: EngineConfig) -> str:
+    """What a run quantizes by its flags; empty: nothing."""
+    weights = {"auto": "", "none": ""}.get(config.quantization, config.quantization)
+    head = "lm_head" if weights and config.quantize_lm_head else ""
+    kv = "" if config.kv_cache_dtype == "auto" else f"kv {config.kv_cache_dtype}"
+    return ", ".join(filter(None, (weights, head, kv)))
 
 
 def result_lines(
@@ -167,6 +180,8 @@ def result_lines(
         "input_len": made.prompt_tokens // batch,
         "output_len": made.output_tokens // batch,
     }
+    if few_bits := few_bits_name(config):
+        common["quantization"] = few_bits
 
     def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
         return {"name": name, **common, **fields, "value": float(f"{value:.6g}"), **facts}

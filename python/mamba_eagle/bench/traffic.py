@@ -7,14 +7,19 @@ writes, rows, activations and everything that drafting reads are left out; they 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
+from mamba_eagle.backend.pools import kv_dtype
 from mamba_eagle.layers.moe import Experts
+from mamba_eagle.layers.weights import matrix_layers
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.registry import model_class
+from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.memory import kv_slot_bytes, state_bytes
 
 
@@ -40,30 +45,64 @@ class StepSize(NamedTuple):
     position: float  # mean number of tokens before the step
 
 
-def step_bytes(model: ModelConfig, size: StepSize, dtype: str, ssm_dtype: str) -> StepBytes:
+class FewBits(NamedTuple):
+    """What has fewer bits than the model's dtype."""
+
+    weights: Policy = Policy()
+    kv_cache_dtype: str = "auto"  # as in --kv-cache-dtype
+
+
+def step_bytes(
+    model: ModelConfig,
+    size: StepSize,
+    dtype: str,
+    ssm_dtype: str,
+    few_bits: FewBits = FewBits(),  # noqa: B008 (immutable)
+) -> StepBytes:
     """weights: as ``weight_bytes``. states: batch · (layers · H·P·N and the convolution's history).
     kv: batch · position · 2 · layers · kv_heads · head_dim. Dtypes by torch's names."""
     itemsize, ssm_itemsize = (getattr(torch, name).itemsize for name in (dtype, ssm_dtype))
+    kv_itemsize = kv_dtype(few_bits.kv_cache_dtype, getattr(torch, dtype)).itemsize
     return StepBytes(
-        weight_bytes(model, dtype, size.batch * size.nodes),
+        weight_bytes(model, dtype, size.batch * size.nodes, few_bits.weights),
         size.batch * state_bytes(model, ssm_itemsize, itemsize),
-        size.batch * size.position * kv_slot_bytes(model, itemsize),
+        size.batch * size.position * kv_slot_bytes(model, kv_itemsize),
     )
 
 
-def weight_bytes(model: ModelConfig, dtype: str, tokens: int) -> float:
+def weight_bytes(
+    model: ModelConfig,
+    dtype: str,
+    tokens: int,
+    policy: Policy = Policy(),  # noqa: B008 (immutable)
+) -> float:
     """All parameters except those that are only looked up: an embedding that is not also the
     lm_head counts one row per token, E experts count ``tokens`` · top_k at most."""
     kind = getattr(torch, dtype)
     with created_as(kind, torch.device("meta")):
         made = model_class(model)(model)
-    total = float(sum(p.nbytes for p in made.parameters()))
+    few = few_bit_weights(made, policy)
+
+    def size_of(weights: Iterable[Tensor]) -> float:
+        return float(sum(w.numel() if id(w) in few else w.nbytes for w in weights))
+
+    total = size_of(made.parameters())
     if not model.tie_word_embeddings:
         unread = model.vocab_size - min(tokens, model.vocab_size)
         total -= unread * model.hidden_size * kind.itemsize
     if model.moe is not None:
-        experts = sum(
-            p.nbytes for m in made.modules() if isinstance(m, Experts) for p in m.parameters()
+        experts = size_of(
+            p for m in made.modules() if isinstance(m, Experts) for p in m.parameters()
         )
         total -= experts * (1 - min(1.0, tokens * model.moe.top_k / model.moe.num_experts))
     return total
+
+
+def few_bit_weights(model: nn.Module, policy: Policy) -> set[int]:
+    """The parameters that ``policy`` makes float8, by ``id``. The float32 scales are left out."""
+    return {
+        id(getattr(layer, leaf))
+        for name, layer in matrix_layers(model)
+        for leaf in layer.matrix_names
+        if policy.chooses(f"{name}.{leaf}", getattr(layer, leaf))
+    }

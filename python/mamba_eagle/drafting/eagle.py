@@ -8,6 +8,7 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.registry import MODELS
@@ -35,7 +36,7 @@ class EagleNetwork(DraftNetwork):
 
     @property
     def num_bytes(self) -> int:
-        return sum(p.nbytes for p in self.head.parameters())
+        return weight_bytes(self.head)
 
 
 class EagleSource(FolderSource):

@@ -14,6 +14,7 @@ from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
+from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle3 import (
@@ -76,7 +77,7 @@ class EagleThreeNetwork(DraftNetwork):
 
     @property
     def num_bytes(self) -> int:
-        return sum(p.nbytes for p in self.head.parameters())
+        return weight_bytes(self.head)
 
 
 class EagleThreeSource(FolderSource):

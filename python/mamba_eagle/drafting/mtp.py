@@ -14,6 +14,7 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
@@ -77,7 +78,7 @@ class MtpNetwork(DraftNetwork):
 
     @property
     def num_bytes(self) -> int:
-        return sum(p.nbytes for p in self.head.parameters())
+        return weight_bytes(self.head)
 
 
 class MtpSource(FolderSource):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import AttentionConfig
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard, attention_heads
 
 
 class Attention(Layer):
-    """Attention without position encoding: hidden [n, input size] -> [n, hidden_size].
+    """Attention without position encoding: hidden [n, input size] -> [n, hidden_size], of a rank's
+    heads a part of the sum.
 
     ``index`` is the layer's index among the attention layers, and so in the KV pool. ``input_size``
     is the width of the input if it differs from ``hidden_size`` (EAGLE-3 has two inputs).
@@ -32,13 +36,30 @@ class Attention(Layer):
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
         self._qkv: list[Linear] = []  # a list, because a submodule would add parameter names
 
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own, dim = attention_heads(shard, self.config), self.config.head_dim
+        q, kv = rows(own.channels(dim)), rows(*own.group_channels(dim))
+        return {
+            **dict.fromkeys(("q_proj.weight", "q_proj.bias"), q),
+            **dict.fromkeys(("k_proj.weight", "k_proj.bias"), kv),
+            **dict.fromkeys(("v_proj.weight", "v_proj.bias"), kv),
+            "o_proj.weight": columns(own.channels(dim), zero=own.idle),
+            "o_proj.bias": once(self.o_proj.weight.shape[0], shard),
+        }
+
     def prepare(self, ops: LayerOps) -> None:
         # fuse the three input projections into one product
         qkv = Linear.fused([self.q_proj, self.k_proj, self.v_proj])
-        qkv.prepare(ops)
-        self._qkv = [qkv]
+        if qkv is not None:
+            qkv.prepare(ops)
+            self._qkv = [qkv]
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self._qkv[0].rounding if self._qkv else None
+
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         c = self.config
         heads, kv_heads = c.num_heads, c.num_kv_heads
         if self._qkv:

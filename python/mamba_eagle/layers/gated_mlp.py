@@ -7,10 +7,13 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import TORCH, LayerOps
-from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.model_config import Span, UnsupportedModel
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -28,6 +31,12 @@ def activation(name: str) -> Activation:
             f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
+
+
+def gate_and_up(own: Span, width: int) -> Cut:
+    """The channels ``own`` of both halves of a matrix that has gate and up projection, ``width``
+    rows each."""
+    return rows(own, Span(width + own.begin, width + own.end))
 
 
 def gated(both: Tensor, act: Activation) -> Tensor:
@@ -61,14 +70,29 @@ class GatedMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
         self._both: list[Linear] = []  # a list, because a submodule would add parameter names
 
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own = shard.width(self.gate_proj.weight.shape[0])
+        inputs = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
+        return {
+            **dict.fromkeys(inputs, rows(own)),
+            "down_proj.weight": columns(own),
+            "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
+        }
+
     def prepare(self, ops: LayerOps) -> None:
         # fuse the two input projections into one product
         both = Linear.fused([self.gate_proj, self.up_proj])
-        both.prepare(ops)
-        self._both = [both]
+        if both is not None:
+            both.prepare(ops)
+            self._both = [both]
         self.gate.ops = ops
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self._both[0].rounding if self._both else None
+
+    def forward(self, hidden: Tensor | Rounded) -> Tensor:
         if self._both:
             return self.down_proj(self.gate(self._both[0](hidden)))
         return self.down_proj(self.gate.act(self.gate_proj(hidden)) * self.up_proj(hidden))
@@ -82,6 +106,14 @@ class PackedGatedMLP(Layer):
         self.gate = Gate(act)
         self.input_linear = Linear(hidden_size, 2 * intermediate_size)
         self.output_linear = Linear(intermediate_size, hidden_size)
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        width = self.output_linear.weight.shape[1]
+        own = shard.width(width)
+        return {
+            "input_linear.weight": gate_and_up(own, width),
+            "output_linear.weight": columns(own),
+        }
 
     def prepare(self, ops: LayerOps) -> None:
         self.gate.ops = ops

@@ -2,48 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba_eagle.layers.layer import Layer
-from mamba_eagle.layers.ops import LayerOps, Product
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.weights import META, MatrixLayer, empty_weight, weights_come_late
+from mamba_eagle.quantization.matrix import Matrix
 
 
-class Linear(Layer):
-    """``y = x Wᵀ + b``; weight [out, in], x [n, in]."""
+class Linear(MatrixLayer):
+    """``y = x Wᵀ + b``; weight [out, in], x [n, in], or x as float8 where ``rounding`` says so.
+
+    ``matrix`` takes the place of the weight if it has few bits.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight = empty_weight(out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.is_part = False  # whether a fused product replaces this one
-        self._packed: Product | None = None
+        self.rounding: Rounding | None = None  # how a layer before it may round its inputs
+        self._packed: Callable[[Any, Tensor | None], Tensor] | None = None
+
+    @property
+    def matrix(self) -> Matrix | None:
+        return self.matrices.get("weight")
 
     @classmethod
-    def fused(cls, parts: list[Linear]) -> Linear:
+    def fused(cls, parts: list[Linear]) -> Linear | None:
         """One product that replaces ``parts``, which read the same input; outputs are concatenated.
 
         The weights of the parts become views of the fused weight, so that nothing is stored twice.
-        The parts must not be called afterwards.
+        The parts must not be called afterwards. None if the parts are not of one form.
         """
+        joined = joined_matrix(parts)
+        if joined is None and any(part.matrix is not None for part in parts):
+            return None
         sizes = [part.weight.shape[0] for part in parts]
-        whole = cls(parts[0].weight.shape[1], sum(sizes))
-        whole.weight = nn.Parameter(
-            torch.cat([part.weight.detach() for part in parts]), requires_grad=False
-        )
+        with weights_come_late():
+            whole = Linear(parts[0].weight.shape[1], sum(sizes))
+        weights = [part.weight.detach() for part in parts]
+        whole.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
         for part, view in zip(parts, whole.weight.split(sizes)):
             part.weight = nn.Parameter(view, requires_grad=False)
             part.is_part = True
+        if joined is not None:
+            whole.hold("weight", joined)
+            first = 0
+            for part, size in zip(parts, sizes):
+                part.matrices["weight"] = joined.narrow(-2, first, size)
+                first += size
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        return whole
+
+    @classmethod
+    def copied(cls, parts: Sequence[Linear]) -> Linear:
+        """One product with the rows of all parts, which stay as they are."""
+        joined = joined_matrix(parts)
+        with weights_come_late():
+            whole = Linear(parts[0].weight.shape[1], sum(part.weight.shape[0] for part in parts))
+        if joined is not None:
+            whole.hold("weight", joined)
+        else:
+            weights = [
+                part.weight.detach() if part.matrix is None else part.matrix.dequantize()
+                for part in parts
+            ]
+            dtype = parts[0].weight.dtype
+            weight = torch.cat([part.to(dtype) for part in weights])
+            whole.weight = nn.Parameter(weight, requires_grad=False)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return whole
 
     def prepare(self, ops: LayerOps) -> None:
-        if not self.is_part:
+        if self.is_part:
+            return
+        matrix = self.matrix
+        if matrix is None:
             self._packed = ops.pack_linear(self.weight.detach())
+            return
+        product = ops.pack_matrix(matrix, self.weight.dtype)
+        self._packed, self.rounding = product, product.rounding
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Rounded) -> Tensor:
         if self._packed is not None:
             return self._packed(x, self.bias)
+        assert not isinstance(x, Rounded) and self.weight.device != META, "prepare comes first"
         return F.linear(x, self.weight, self.bias)
+
+
+def joined_matrix(parts: Sequence[Linear]) -> Matrix | None:
+    """One matrix with the rows of all parts'; None if they are not of one form."""
+    matrices = [part.matrix for part in parts if part.matrix is not None]
+    if len(matrices) < len(parts) or any(type(one) is not type(matrices[0]) for one in matrices):
+        return None
+    return type(matrices[0]).join(matrices)

@@ -6,12 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config, Span
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard, mamba_heads
 
 
 class Conv1dWeight(nn.Module):
@@ -24,7 +28,8 @@ class Conv1dWeight(nn.Module):
 
 
 class Mamba2Mixer(Layer):
-    """Dao and Gu 2024 (arXiv 2405.21060): hidden [n, hidden_size] -> [n, hidden_size].
+    """Dao and Gu 2024 (arXiv 2405.21060): hidden [n, hidden_size] -> [n, hidden_size], of a rank's
+    heads a part of the sum.
 
     ``index`` is the layer's index among the Mamba2 layers. H heads of P channels, G groups, state
     size N.
@@ -46,9 +51,41 @@ class Mamba2Mixer(Layer):
         self._decay_rate: Tensor | None = None
         self._dt_bias: Tensor | None = None
 
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        c, own = self.config, mamba_heads(shard, self.config)
+        inner, state = c.inner_size, c.num_groups * c.state_size
+        x, heads = own.channels(c.head_dim), own.heads
+        xbc = (x, *own.group_channels(c.state_size, inner))
+        xbc = (*xbc, *own.group_channels(c.state_size, inner + state))
+        dt = inner + c.conv_dim
+        projected = rows(
+            x,
+            *(Span(inner + begin, inner + end) for begin, end in xbc),
+            Span(dt + heads.begin, dt + heads.end),
+        )
+        each = dict.fromkeys(("dt_bias", "A_log", "D"), rows(heads))
+        conv = dict.fromkeys(("conv1d.weight", "conv1d.bias"), rows(*xbc))
+        return {
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), projected),
+            **conv,
+            **each,
+            "norm.weight": rows(x),
+            "out_proj.weight": columns(x),
+            "out_proj.bias": once(self.out_proj.weight.shape[0], shard),
+        }
+
     def prepare(self, ops: LayerOps) -> None:
         self._decay_rate = -torch.exp(self.A_log.detach().float())
         self._dt_bias = self.dt_bias.detach().float()
+
+    def connect(self) -> None:
+        if isinstance(self.norm, GatedGroupRMSNorm):
+            self.norm.rounding = self.out_proj.rounding
+
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self.in_proj.rounding
 
     def decay_rate(self) -> Tensor:
         """A: [H] float32, negative."""
@@ -73,7 +110,7 @@ class Mamba2Mixer(Layer):
             C.unflatten(-1, (c.num_groups, c.state_size)),
         )
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         c = self.config
         gate, xbc, dt = self.in_proj(hidden).split([c.inner_size, c.conv_dim, c.num_heads], dim=-1)
         y = ctx.mamba(self, xbc, dt)

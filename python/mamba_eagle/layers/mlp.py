@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard
 
 
 class ReluSquaredMLP(Layer):
-    """``down(relu(up(x))²)``, without a gate (Nemotron-H). x [n, hidden_size], same output."""
+    """``down(relu(up(x))²)``, without a gate (Nemotron-H). x [n, hidden_size], same output, of a
+    rank's channels a part of the sum."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -19,8 +23,24 @@ class ReluSquaredMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
         self._ops = TORCH
 
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own = shard.width(self.up_proj.weight.shape[0])
+        return {
+            **dict.fromkeys(("up_proj.weight", "up_proj.bias"), rows(own)),
+            "down_proj.weight": columns(own),
+            "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
+        }
+
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        return self.down_proj(self._ops.relu_squared(self.up_proj(hidden)))
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """How a norm before this layer may round its inputs to float8."""
+        return self.up_proj.rounding
+
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
+        above, rounding = self.up_proj(hidden), self.down_proj.rounding
+        if rounding is None:
+            return self.down_proj(self._ops.relu_squared(above))
+        return self.down_proj(self._ops.rounded_relu_squared(above, rounding))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import TORCH, LayerOps, Normed
 
 
 class _Norm(Layer):
-    """A norm with a weight [size]."""
+    """A norm with a weight [size]. With ``rounding``, its output is float8 for the products that
+    read it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.rounding: Rounding | None = None
         self._ops = TORCH
 
     def prepare(self, ops: LayerOps) -> None:
@@ -26,12 +29,18 @@ class RMSNorm(_Norm):
     """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
 
     def after(self, stream: Tensor, added: Tensor) -> Normed:
-        """The norm of ``stream + added``, and that sum. Neither input may be used afterwards, since
-        results may overwrite them. stream, added [n, size]."""
-        return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
+        """The norm of ``stream + added``, and that sum, where ``added`` is a rank's part of what is
+        added. Neither input may be used afterwards, since results may overwrite them. stream, added
+        [n, size]."""
+        added = self._ops.total(added)
+        if self.rounding is None:
+            return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
+        return self._ops.rounded_add_rms_norm(stream, added, self.weight, self.eps, self.rounding)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor | Rounded:
+        if self.rounding is None:
+            return self._ops.rms_norm(x, self.weight, self.eps)
+        return self._ops.rounded_rms_norm(x, self.weight, self.eps, self.rounding)
 
 
 class GatedGroupRMSNorm(_Norm):
@@ -45,5 +54,8 @@ class GatedGroupRMSNorm(_Norm):
         super().__init__(size, eps)
         self.group_size = size // num_groups
 
-    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        return self._ops.gated_group_rms_norm(y, gate, self.weight, self.group_size, self.eps)
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor | Rounded:
+        given = (y, gate, self.weight, self.group_size, self.eps)
+        if self.rounding is None:
+            return self._ops.gated_group_rms_norm(*given)
+        return self._ops.rounded_gated_group_rms_norm(*given, self.rounding)

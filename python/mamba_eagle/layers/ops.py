@@ -6,6 +6,7 @@ Before that, layers use ``TORCH``, which is differentiable and the reference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -13,16 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded
 from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
 from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.kernels.rotary.torch import rotate
+from mamba_eagle.layers.products import (
+    Float8Experts,
+    Float8Reference,
+    GroupedProduct,
+    MatrixProduct,
+    WidenedProduct,
+)
+from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 
 class Normed(NamedTuple):
-    """A residual stream and its norm, both [n, size]."""
+    """A residual stream and its norm, both [n, size]; the norm may be float8."""
 
-    normed: Tensor
+    normed: Tensor | Rounded
     stream: Tensor
 
 
@@ -34,6 +45,18 @@ class LayerOps:
     """The reference operations, in torch. Norms are computed in float32."""
 
     name = "torch"
+    group: Group = ALONE  # the ranks that hold a model's parts
+
+    def over(self, group: Group) -> LayerOps:
+        """The same operations for the layers of a model that is split over ``group``."""
+        ops = copy.copy(self)
+        ops.group = group
+        return ops
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum of what the ranks computed. partial must not be used afterwards, since the result
+        may overwrite it."""
+        return self.group.sum(partial)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
@@ -69,6 +92,58 @@ class LayerOps:
         """
         return rotate(x, cos, sin)
 
+    # ── the same, for a product that takes float8 ──
+
+    def round(self, x: Tensor, rounding: Rounding) -> Rounded:
+        """x [n, size] as float8."""
+        return rounded(x, rounding)
+
+    def rounded_rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    ) -> Rounded:
+        return self.round(self.rms_norm(x, weight, eps), rounding)
+
+    def rounded_add_rms_norm(
+        self, stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    ) -> Normed:
+        normed, stream = self.add_rms_norm(stream, added, weight, eps)
+        assert isinstance(normed, Tensor)
+        return Normed(self.round(normed, rounding), stream)
+
+    def rounded_relu_squared(self, x: Tensor, rounding: Rounding) -> Rounded:
+        return self.round(self.relu_squared(x), rounding)
+
+    def rounded_gated_group_rms_norm(
+        self,
+        y: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        group_size: int,
+        eps: float,
+        rounding: Rounding,
+    ) -> Rounded:
+        return self.round(self.gated_group_rms_norm(y, gate, weight, group_size, eps), rounding)
+
+    # ── products ──
+
+    def keeps(self, matrix: Matrix, device: torch.device) -> bool:
+        """Whether products on ``device`` read ``matrix`` as it is. Where they do not, it is
+        dequantized as it is loaded."""
+        return False
+
+    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
+        """The product with a matrix of few bits, which must not change afterwards. dtype: of what
+        it returns."""
+        if isinstance(matrix, Float8Matrix) and matrix.rounding is not None:
+            return Float8Reference(matrix, dtype, self.pack_linear)
+        return WidenedProduct(matrix, dtype)
+
+    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> GroupedProduct | None:
+        """The same for a stack of experts; None: there is none, so dequantize it."""
+        if isinstance(matrix, Float8Matrix) and matrix.rounding is not None:
+            return Float8Experts(matrix, dtype, self.grouped_linear)
+        return None
+
     def pack_linear(self, weight: Tensor) -> Product | None:
         """A faster product with ``weight`` [out, in], which must not change afterwards; None if
         the backend has none."""
@@ -77,7 +152,8 @@ class LayerOps:
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Multiply entries ``[ends[e-1], ends[e])`` of x by the weight of expert e.
 
-        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m.
+        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m,
+        or less: then later rows of the result are arbitrary.
         """
         out = x.new_empty(x.shape[0], weight.shape[1])
         begin = 0

@@ -23,9 +23,13 @@ class BambaLayer(MixerLayer):
         self.pre_ff_layernorm = RMSNorm(size, config.norm_eps)
         self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
 
+    def connect(self) -> None:
+        super().connect()
+        self.pre_ff_layernorm.rounding = self.feed_forward.input_rounding
+
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         hidden = hidden + self.mixed(hidden, ctx)
-        return hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
+        return hidden + self.total(self.feed_forward(self.pre_ff_layernorm(hidden)))
 
 
 class BambaForCausalLM(CausalLM):

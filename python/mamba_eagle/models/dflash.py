@@ -7,7 +7,7 @@ dflash_config.py reads their config.json.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.markov import ConfidenceHead, MarkovHead
 
 # of other tools: the target's own, what only training needs, and what config.json implies
+Head = Callable[[Tensor], Tensor]  # an lm_head
+
 NOT_NEEDED = ("verifier_norm.", "verifier_lm_head.", "t2d")
 ENCODER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -147,7 +149,7 @@ class BlockDraftModel(Layer):
             normed, stream = norm.after(stream, layer.mlp(normed))
         return normed
 
-    def logits(self, hidden: Tensor, lm_head: Linear) -> Tensor:
+    def logits(self, hidden: Tensor, lm_head: Head) -> Tensor:
         """Without the Markov head: hidden [n, hidden_size] -> [n, draft_vocab_size]. lm_head: the
         target's, used if the drafter has none of its own."""
         own = self.lm_head if self.lm_head is not None else lm_head
@@ -211,12 +213,7 @@ class _StackedContext:
         first, self.ops = layers[0], ops
         self.shape = (2, len(layers), first.config.num_kv_heads, first.config.head_dim)
         parts = [layer.k_proj for layer in layers] + [layer.v_proj for layer in layers]
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
-        self.product = Linear(0, 0)
-        weight = torch.cat([part.weight.detach() for part in parts])
-        self.product.weight = nn.Parameter(weight, requires_grad=False)
-        if biases:
-            self.product.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.product = Linear.copied(parts)
         self.product.prepare(ops)
         self.norms = torch.stack([layer.k_norm.weight.detach() for layer in layers])  # [L, D]
         self.ones, self.eps = torch.ones_like(self.norms[0]), first.k_norm.eps

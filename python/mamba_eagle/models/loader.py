@@ -6,24 +6,23 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mamba_eagle.models import nvfp4
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.config_json import read_json, read_values
-from mamba_eagle.models.quantization import (
-    FLOAT8,
-    SCALE_NAMES,
-    dequantize,
-    is_scale,
-    quantization,
-)
+from mamba_eagle.models.rooms import Rooms
+from mamba_eagle.models.split import Split
+from mamba_eagle.parallel.cut import Cut
+from mamba_eagle.quantization.layout import UNUSED, Packed
+from mamba_eagle.quantization.layouts import layout_of
+from mamba_eagle.quantization.matrix import Matrix
 
 log = logging.getLogger("mamba_eagle.models")
 
@@ -48,39 +47,53 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
+def load_weights(
+    model: nn.Module, folder: str | Path, rooms: Rooms | None = None, split: Split | None = None
+) -> None:
     """Copies the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
     The headers of all files are compared with the model first. Then the tensors that the model
     needs are read one by one, so that only part of one file is in memory beside the parameters.
+    split: if the model is a rank's part of a larger one; of the files it reads only that part.
+
+    rooms: those of the model, if it may keep matrices of few bits; None: these are dequantized.
 
     Raises: CheckpointError listing all names that are missing, unexpected or of another shape.
     """
-    folder = Path(folder)
-    stored = stored_tensors(folder)
-    refuse(folder, misfits(model, stored))
-    quantized = Quantized(folder, stored)
+    rooms = rooms or Rooms(model)
+    checkpoint = Checkpoint(Path(folder))
+    described = model if split is None else split.whole
+    refuse(checkpoint.folder, misfits(described, checkpoint.contents))
+    checkpoint.log_quantization()
+    if checkpoint.packed:
+        rooms.of_few_bits()
     wrong = []
-    rooms = tensors_of(model)
-    places = {name: target for name in stored if (target := place_of(model, name)) is not None}
-    total = sum(stored[name].nbytes for name in places)
+    contents = checkpoint.contents
+    parts: dict[str, Part] = {}
+    for name in contents:
+        if (target := place_of(described, name)) is not None:
+            part = part_of(target, {} if split is None else split.cuts)
+            if part is not None:
+                parts[name] = part._replace(packed=name in checkpoint.packed)
+    total = sum(contents[name].nbytes for name in parts)
     with tqdm(
         total=total,
         unit="B",
         unit_scale=True,
-        desc=f"loading {folder.name}",
+        desc=f"loading {checkpoint.folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, value in checkpoint_tensors(stored, list(places), total // 20):
-            progress.update(value.nbytes)
-            if value.dtype in FLOAT8 or is_nvfp4(name, stored):
-                try:
-                    value = quantized.read(name, value)
-                except ValueError as error:
-                    wrong.append(f"scale of {name}: {error}")
-                    continue
-            copy(rooms[places[name].name], places[name], value)
-    refuse(folder, wrong)
+        for name, stored in checkpoint_tensors(contents, parts, total // 20):
+            progress.update(contents[name].nbytes)
+            try:
+                value = checkpoint.value(name, stored)
+            except ValueError as error:
+                wrong.append(f"scale of {name}: {error}")
+                continue
+            target, cut, packed = parts[name]
+            rooms.put(target, cut.of(value) if cut is not None and packed else value)
+    refuse(checkpoint.folder, wrong)
+    rooms.finish()
 
 
 def refuse(folder: Path, wrong: list[str]) -> None:
@@ -103,6 +116,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it: BF16, I64, …
     nbytes: int
+    key: str = ""  # name in the file, where that is another
 
     @property
     def is_floating_point(self) -> bool:
@@ -149,7 +163,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def place_of(model: nn.Module, name: str) -> Target | None:
     """Where a checkpoint's tensor goes; None if it is not needed."""
-    if is_scale(name):
+    if name.endswith(UNUSED):
         return None
     place: Callable[[str], Target | None] = getattr(model, "target", Target)
     return place(name)
@@ -169,8 +183,6 @@ def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
             wrong.append(f"unexpected: {name}")
             continue
         seen.setdefault(target.name, set()).add(target.index)
-        if is_nvfp4(name, stored):  # two columns in each byte
-            found = found._replace(dtype="F4", shape=(*found.shape[:-1], 2 * found.shape[-1]))
         if problem := misfit(rooms[target.name], target, found):
             wrong.append(f"{problem.what} of {name}: {problem.why}")
     for name, room in rooms.items():
@@ -184,7 +196,7 @@ def weight_problems(make: Callable[[], nn.Module], folder: str | Path) -> list[s
     try:
         with torch.device("meta"):
             model = make()
-        wrong = shortened(misfits(model, stored_tensors(Path(folder))))
+        wrong = shortened(misfits(model, Checkpoint(Path(folder)).contents))
         return [f"{folder}: {one}" for one in wrong]
     except CheckpointError as error:
         return [str(error)]
@@ -200,7 +212,7 @@ def misfit(room: Tensor, target: Target, found: Stored) -> Misfit | None:
     if found.is_floating_point and not room.is_floating_point():
         return Misfit("dtype", f"{found.dtype} in the file, an integer dtype in the model")
     if room.is_floating_point() and not found.is_floating_point:
-        return Misfit("dtype", f"{found.dtype} in the file: quantization is not supported")
+        return Misfit("dtype", f"{found.dtype} in the file, and config.json names no quantization")
     shape = tuple(room.shape)
     if target.index is not None:
         if target.index >= shape[0]:
@@ -209,15 +221,6 @@ def misfit(room: Tensor, target: Target, found: Stored) -> Misfit | None:
     if found.shape != shape:
         return Misfit("shape", f"{list(found.shape)} in the file, {list(shape)} by config.json")
     return None
-
-
-def copy(room: Tensor, target: Target, value: Tensor) -> None:
-    room = room.detach()
-    if target.index is not None:
-        room = room[target.index]
-    if isinstance(target.scale, Tensor) or target.scale != 1.0:
-        value = value.float() * target.scale
-    room.copy_(value)
 
 
 def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
@@ -229,36 +232,78 @@ def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
     return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in seen]
 
 
-class Quantized:
-    """Reads float8 weights with their scales, which may be in another file."""
+class Part(NamedTuple):
+    """What a rank needs of a checkpoint's tensor, and where that goes in its model."""
 
-    def __init__(self, folder: Path, stored: dict[str, Stored]) -> None:
-        found = quantization(read_values(folder))
-        if found.method:
-            log.info("%s: converting %s weights to the model's dtype", folder, found.name)
-        if found.kv_cache:
-            log.info("%s: the KV cache uses the model's dtype, not %s", folder, found.kv_cache)
-        self.stored, self.block = stored, found.block
+    target: Target
+    cut: Cut | None  # None: all of it
+    packed: bool = False  # a matrix of few bits: cut once it is read, with its scales
 
-    def read(self, name: str, value: Tensor) -> Tensor:
-        """Raises: ValueError if there is no scale, or one that does not fit."""
-        if value.dtype == torch.uint8:
-            return nvfp4.dequantize(value, *(self._scale(name + end) for end in nvfp4.SCALES))
-        for end in SCALE_NAMES:
-            if name + end in self.stored:
-                return dequantize(value, self._scale(name + end), self.block)
-        raise ValueError(f"the weight is {value.dtype}, but there is no {name}{SCALE_NAMES[0]}")
 
-    def _scale(self, name: str) -> Tensor:
-        if (scale := self.stored.get(name)) is None:
+def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
+    """None if the rank needs nothing of it: an expert that another one holds."""
+    cut = cuts.get(target.name)
+    if cut is None:
+        return Part(target, None)
+    if target.index is not None:
+        index = cut.place_of(target.index)
+        return None if index is None else Part(replace(target, index=index), None)
+    if isinstance(target.scale, Tensor):  # a factor for each row
+        target = replace(target, scale=cut.of(target.scale))
+    return Part(target, cut)
+
+
+class Checkpoint:
+    """A folder's tensors, with its matrices of few bits.
+
+    ``contents`` describes them as a model has them: one weight per matrix, instead of its values
+    and scales.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: CheckpointError for broken files; UnsupportedModel, FileNotFoundError."""
+        self.folder = folder
+        self.layout = layout_of(read_values(folder))
+        self.stored = stored_tensors(folder)
+        self.packed: dict[str, Packed] = {}
+        self.contents = dict(self.stored)
+        for matrix in self.layout.matrices(self.stored):
+            for name in (matrix.values, *matrix.others):
+                self.contents.pop(name, None)
+            found = self.stored[matrix.values]
+            self.packed[matrix.name] = matrix
+            self.contents[matrix.name] = Stored(
+                found.file, matrix.shape, "F8", found.nbytes, matrix.values
+            )
+        self._open: dict[Path, Any] = {}
+
+    def log_quantization(self) -> None:
+        layout = self.layout
+        if layout.name:
+            log.info("%s: weights are %s", self.folder, layout.name)
+        if layout.kv_cache:
+            log.info(
+                "%s: the KV cache uses the dtype of --kv-cache-dtype, not %s",
+                self.folder,
+                layout.kv_cache,
+            )
+
+    def value(self, name: str, stored: Tensor) -> Tensor | Matrix:
+        """The tensor of ``contents``, from the one of the file.
+
+        Raises: ValueError if it is a matrix without scales, or if they do not fit.
+        """
+        matrix = self.packed.get(name)
+        return stored if matrix is None else matrix.read(stored, self._read)
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self.stored:
             raise ValueError(f"there is no {name}")
-        with safe_open(scale.file, framework="pt") as file:
-            return file.get_tensor(name)
-
-
-def is_nvfp4(name: str, stored: dict[str, Stored]) -> bool:
-    """Whether a tensor holds 4-bit floats."""
-    return stored[name].dtype == "U8" and name + nvfp4.SCALES[1] in stored
+        path = self.stored[name].file
+        if path not in self._open:  # opening one parses its header, which takes milliseconds
+            self._open[path] = safe_open(path, framework="pt").__enter__()
+        tensor: Tensor = self._open[path].get_tensor(name)
+        return tensor
 
 
 class Opened(NamedTuple):
@@ -269,17 +314,22 @@ class Opened(NamedTuple):
 
 
 def checkpoint_tensors(
-    stored: dict[str, Stored], names: list[str], mapped_bytes: int
+    stored: dict[str, Stored], parts: dict[str, Part], mapped_bytes: int
 ) -> Iterator[Opened]:
-    """The named tensors, on the CPU. Files are closed and opened again after ``mapped_bytes``: what
+    """The named tensors, on the CPU: what ``parts`` says of them, but float8 ones as a whole, since
+    their scales are for the whole. Files are closed and opened again after ``mapped_bytes``: what
     was read stays in memory until then."""
     limit = max(1 << 20, min(MAPPED_BYTES, mapped_bytes))
-    at = 0
+    at, names = 0, list(parts)
     while at < len(names):
         left, path = limit, stored[names[at]].file
         with safe_open(path, framework="pt") as file:
             while at < len(names) and left > 0 and stored[names[at]].file == path:
-                value = file.get_tensor(names[at])
+                part, name = parts[names[at]], stored[names[at]].key or names[at]
+                if part.cut is None or part.packed:
+                    value = file.get_tensor(name)
+                else:
+                    value = part.cut.of(file.get_slice(name))
                 left -= value.nbytes
                 yield Opened(names[at], value)
                 del value
@@ -309,27 +359,38 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def random_weights(model: nn.Module, seed: int) -> None:
+def random_weights(
+    model: nn.Module, seed: int, rooms: Rooms | None = None, split: Split | None = None
+) -> None:
     """Weights for ``--load-format dummy``: small, finite, and reproducible for a seed. They are
-    made on the parameters' device."""
+    made on the parameters' device. rooms, split: as for ``load_weights``; a rank gets its part of
+    the weights that the whole model would get."""
+    rooms = rooms or Rooms(model)
+    cuts = {} if split is None else split.cuts
+    whole = dict((model if split is None else split.whole).named_parameters())
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            device, leaf = parameter.device, name.rsplit(".", 1)[-1]
+            device = rooms.device_of(parameter)
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            generator = generators[device]
-            if leaf in ("A_log", "dt_bias"):
-                low, high = (0.0, 2.5) if leaf == "A_log" else (-6.0, -2.0)
-                values = torch.rand(parameter.shape, generator=generator, device=device)
-                values = values * (high - low) + low
-            elif leaf == "D" or "norm" in name:
-                values = torch.ones((), device=device)
-            elif leaf.endswith("bias"):
-                values = torch.zeros((), device=device)
-            else:
-                values = torch.randn(
-                    parameter.shape, generator=generator, dtype=parameter.dtype, device=device
-                )
-                values = values * 0.05
-            parameter.copy_(values)
+            value = random_weight(name, whole[name], generators[device])
+            if name in cuts and value.dim():
+                value = cuts[name].of(value)
+            rooms.put(Target(name), value)
+    rooms.finish()
+
+
+def random_weight(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Values for the parameter ``name``, which ``like`` is; of its shape, or one for all."""
+    leaf, device = name.rsplit(".", 1)[-1], generator.device
+    if leaf in ("A_log", "dt_bias"):
+        low, high = (0.0, 2.5) if leaf == "A_log" else (-6.0, -2.0)
+        values = torch.rand(like.shape, generator=generator, device=device)
+        return values * (high - low) + low
+    if leaf == "D" or "norm" in name:
+        return torch.ones((), device=device)
+    if leaf.endswith("bias"):
+        return torch.zeros((), device=device)
+    values = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device)
+    return values * 0.05

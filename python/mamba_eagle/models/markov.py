@@ -40,6 +40,7 @@ class MarkovHead(Layer):
         self.rank = rank = block.markov_rank
         self.markov_w1 = Embedding(config.vocab_size, rank)
         self.markov_w2 = Linear(rank, block.draft_vocab_size)
+        self.markov_w2.may_hold = False  # drafts read some of its rows
         self.gate_proj = self.joint_proj = None
         if block.markov_kind == "gated":
             self.gate_proj = Linear(size + rank, rank, bias=True)
@@ -73,6 +74,7 @@ class ConfidenceHead(Layer):
         self.reads_markov = block.confidence_reads_markov
         width = config.hidden_size + (block.markov_rank if self.reads_markov else 0)
         self.proj = Linear(width, 1, bias=True)
+        self.proj.may_hold = False
         self.proj.weight = nn.Parameter(self.proj.weight.float())
         assert self.proj.bias is not None
         self.proj.bias = nn.Parameter(self.proj.bias.float())

@@ -11,7 +11,7 @@ from mamba_eagle.drafters import head_algorithm
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config_json import naming, read_values
-from mamba_eagle.models.quantization import quantization
+from mamba_eagle.quantization.layouts import layout_of
 
 
 class Family(NamedTuple):
@@ -87,7 +87,7 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is not supported.
     """
-    quantization(values)  # refuses unsupported schemes before any weight is read
+    layout_of(values)  # refuses unsupported schemes before any weight is read
     for name in SIZES:
         if not isinstance(values.get(name), int | None):
             raise UnsupportedModel(f"{name} {values[name]!r:.200}: must be a whole number")

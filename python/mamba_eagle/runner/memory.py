@@ -8,6 +8,7 @@ import torch
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import journal_bytes
+from mamba_eagle.backend.pools import kv_dtype
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
@@ -112,17 +113,18 @@ def _sizes(
     """A plan with the bytes per slot and request; the numbers of slots are left 0."""
     size = backend.dtype.itemsize
     ssm_size = getattr(torch, config.mamba_ssm_dtype).itemsize
-    kv_bytes = kv_slot_bytes(model, size)
+    kv_size = kv_dtype(config.kv_cache_dtype, backend.dtype).itemsize
+    kv_bytes = kv_slot_bytes(model, kv_size)
     state_slot_bytes = state_bytes(model, ssm_size, size) + feature_size * size
     request_bytes = row_bytes(model, config.mamba_verify_mode, rows, feature_size, size)
     if draft is not None:
-        kv_bytes += kv_slot_bytes(draft.config, size)
+        kv_bytes += kv_slot_bytes(draft.config, kv_size)
         state_slot_bytes += state_bytes(draft.config, ssm_size, size)
         request_bytes += row_bytes(draft.config, "deferred", draft.rows, 0, size)
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
-        if backend.samples_in_kernels:
+        if backend.samples_in_kernels and config.tp_size == 1:
             graphs += sampling_bytes(config.max_running_requests + 1, model)
     own_journal = journal_bytes(
         model.mamba, model.num_mamba_layers, config.journal_rows, feature_size, size
@@ -226,6 +228,8 @@ def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
 def available_memory(config: EngineConfig, backend: Backend) -> Available:
     """Memory that is free now, less the part that --mem-fraction-static reserves for others."""
     share, memory = config.mem_fraction_static, backend.place.memory()
+    if backend.place.on_host:  # which all ranks share
+        memory = memory._replace(free=memory.free // config.tp_size)
     if memory.total is None:
         budget, of_total = int(share * memory.free), ""
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from mamba_eagle.kernels.float8.torch import to_e4m3
 from mamba_eagle.kernels.tree_attention import naive
 from mamba_eagle.kernels.tree_attention.triton import (
     Config,
@@ -249,6 +250,33 @@ def check(batch: Batch) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_nodes_attend_to_their_prefix_and_path(case: Case) -> None:
     check(make_batch(case))
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", ["one-node-in-shares", "tree", "lanes-in-shares", "bfloat16"])
+def test_keys_and_values_are_kept_as_float8(name: str) -> None:
+    """They are float8 numbers here, which rounding does not change: a small pool gives the same."""
+    batch = make_batch(CASES[name])
+    parts = ("k", "v", "pool_k", "pool_v")
+    rounded = {part: to_e4m3(getattr(batch, part)) for part in parts}
+    batch = replace(batch, **{part: value.to(batch.q.dtype) for part, value in rounded.items()})
+    wanted, *pools = expected(batch)
+    small = replace(batch, pool_k=rounded["pool_k"], pool_v=rounded["pool_v"])
+    found = small.attend()
+    real = len(batch.case.prefix) * batch.case.nodes
+    error = (found[:real].double() - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if batch.q.dtype == torch.float32 else 6e-3)
+    for pool, wanted_pool in zip((small.pool_k, small.pool_v), pools):
+        assert torch.equal(pool.to(wanted_pool.dtype), wanted_pool)
+
+
+@runs_kernels
+def test_keys_beyond_float8_become_its_largest_number() -> None:
+    batch = make_batch(CASES["tree"])
+    stored = to_e4m3(batch.pool_k), to_e4m3(batch.pool_v)
+    small = replace(batch, k=1e4 * batch.k, pool_k=stored[0], pool_v=stored[1])
+    assert small.attend().isfinite().all()
+    assert small.pool_k.float().isfinite().all()
 
 
 @runs_kernels

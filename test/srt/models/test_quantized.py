@@ -15,8 +15,8 @@ from test_loading import edit, logits
 from tiny_model import load_model
 from torch import Tensor
 
+from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.model_config import UnsupportedModel
-from mamba_eagle.models import nvfp4
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import read_model_config
 
@@ -151,26 +151,11 @@ def test_a_quantized_kv_cache_is_said_to_stay_as_it_is(
     write_modelopt(tmp_path, quant_algo=algorithm, kv_cache_quant_algo="NVFP4")
     with caplog.at_level(logging.INFO, logger="mamba_eagle.models"):
         assert torch.equal(logits(load_model(tmp_path)), plain)
-    assert "the KV cache uses the model's dtype, not NVFP4" in caplog.text
-    assert ("converting modelopt (FP8) weights" in caplog.text) == (algorithm == "FP8")
+    assert "the KV cache uses the dtype of --kv-cache-dtype, not NVFP4" in caplog.text
+    assert ("weights are modelopt (FP8)" in caplog.text) == (algorithm == "FP8")
 
 
 # ── NVFP4 ──
-
-
-def test_four_bit_floats_are_what_the_format_says() -> None:
-    """Sign, two bits of exponent with a bias of 1, one of mantissa: element by element."""
-    generator = torch.Generator().manual_seed(0)
-    packed = torch.randint(0, 256, (5, 24), generator=generator, dtype=torch.uint8)
-    scale = (torch.rand(5, 3, generator=generator) * 4).to(torch.float8_e4m3fn)
-    made = nvfp4.dequantize(packed, scale, torch.tensor(0.375))
-    assert made.shape == (5, 48)
-    for i, j in ((i, j) for i in range(5) for j in range(48)):
-        bits = int(packed[i, j // 2]) >> 4 * (j % 2) & 15
-        exponent, mantissa = bits >> 1 & 3, bits & 1
-        size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
-        value = (-size if bits & 8 else size) * float(scale[i, j // 16]) * 0.375
-        assert float(made[i, j]) == value
 
 
 def write_nvfp4(folder: Path) -> Written:
@@ -187,7 +172,7 @@ def write_nvfp4(folder: Path) -> Written:
         packed = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         scale = (torch.rand(rows, columns // 16, generator=generator) + 1).to(torch.float8_e4m3fn)
         stored |= {name: packed, f"{name}_scale": scale, f"{name}_scale_2": torch.tensor(0.01)}
-        exact[name] = nvfp4.dequantize(packed, scale, torch.tensor(0.01))
+        exact[name] = dequantize(packed, scale, None, torch.full((1, 1), 0.01))
     save_file(stored, folder / "model.safetensors")
     write_modelopt(folder, quant_algo="W4A16_NVFP4")
     assert len(stored) >= len(exact) + 8
@@ -219,13 +204,15 @@ def test_nvfp4_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Pat
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization gptq is not"),
+        ({"quant_method": "gptq", "bits": 3}, r"quantization gptq \(bits 3\) is not"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"awq \(bits 4, version 'gemv'\)"),
+        ({"quant_method": "hqq"}, "quantization hqq is not supported; known: fp8"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, r"modelopt \(NVFP4_AWQ\)"),
         (compressed("tensor", num_bits=4), r"compressed-tensors \(4-bit float per tensor\)"),
         (compressed("group", group_size=32), r"compressed-tensors \(8-bit float per group\)"),
         (compressed("channel", type="int"), r"compressed-tensors \(8-bit int per channel\)"),
     ],
-    ids=["gptq", "nvfp4-awq", "fp4", "mxfp8", "int8"],
+    ids=["gptq", "awq", "other-tool", "nvfp4-awq", "fp4", "mxfp8", "int8"],
 )
 def test_other_schemes_are_refused_by_name(
     described: dict[str, Any], words: str, tmp_path: Path
@@ -243,9 +230,9 @@ def test_other_schemes_are_refused_by_name(
         (
             {
                 "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8_AWQ"}},
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A8"}},
             },
-            r"modelopt \(FP8, W4A8_AWQ\)",
+            r"modelopt \(FP8, W4A8\)",
         ),
         ({"quant_algo": "MIXED_PRECISION"}, r"modelopt \(MIXED_PRECISION\)"),
     ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mamba_eagle.bench.report import Speed, StateMemory
-from mamba_eagle.bench.traffic import StepBytes, StepSize, step_bytes, weight_bytes
+from mamba_eagle.bench.traffic import FewBits, StepBytes, StepSize, step_bytes, weight_bytes
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.models.registry import parse_config
+from mamba_eagle.quantization.policy import Policy
 
 HYBRID = {
     "architectures": ["NemotronHForCausalLM"],
@@ -54,6 +55,18 @@ def test_a_step_reads_weights_once_and_states_and_keys_of_each_request() -> None
     assert found.states == 3 * 2 * (4 * 8 * 16 * 4 + history)
     assert found.kv == 3 * 50.5 * 2 * 2 * 8 * 2
     assert found.total == found.weights + found.states + found.kv
+
+
+def test_matrices_of_few_bits_are_a_byte_per_number() -> None:
+    model = parse_config(HYBRID)
+    dense = weight_bytes(model, "bfloat16", tokens=5)
+    projections = 2 * ((32 + 32 + 2 * 2 * 16 + 4) * 32 + 32 * 32) + (32 + 2 * 16) * 32 + 32 * 32
+    matrices = projections + 2 * 32 * 48
+    assert weight_bytes(model, "bfloat16", 5, Policy("fp8")) == dense - matrices
+    assert weight_bytes(model, "bfloat16", 5, Policy("fp8", True)) == dense - matrices - 100 * 32
+    size, few = StepSize(batch=3, nodes=8, position=50.5), FewBits(kv_cache_dtype="fp8_e4m3")
+    large, small = (step_bytes(model, size, "bfloat16", "float32", x) for x in (FewBits(), few))
+    assert 2 * small.kv == large.kv and small.weights == large.weights
 
 
 def test_an_embedding_that_is_the_lm_head_is_read_whole() -> None:

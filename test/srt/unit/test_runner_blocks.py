@@ -32,9 +32,9 @@ from torch import Tensor
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.drafting.check import drafter_problems
+from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.model_config import UnsupportedModel
-from mamba_eagle.models import nvfp4
 from mamba_eagle.models.dflash import published_name
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import parse_config
@@ -210,8 +210,8 @@ class PlainDrafts:
         self.target.tap(tuple(layer + 1 for layer in drafter.taps))
         stored = load_file(folder / "model.safetensors")
         for name in [name for name, value in stored.items() if value.dtype == torch.uint8]:
-            scales = (stored.pop(f"{name}{end}") for end in nvfp4.SCALES)
-            stored[name] = nvfp4.dequantize(stored[name], *scales)
+            scale, whole = (stored.pop(f"{name}{end}") for end in ("_scale", "_scale_2"))
+            stored[name] = dequantize(stored[name], scale, None, whole.reshape(1, 1))
         self.weights = {published_name(name): value.double() for name, value in stored.items()}
         self.rows: dict[int, Tensor] = {}  # by length of what is known
 

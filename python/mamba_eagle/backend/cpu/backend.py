@@ -36,7 +36,8 @@ from mamba_eagle.tree.tree import Tree
 
 
 class CpuBackend(TorchBackend):
-    """torch processes prompts, and also the recurrence if states are not float32."""
+    """torch processes prompts, the recurrence if states are not float32, and attention if the KV
+    cache is not."""
 
     name = "cpu"
 
@@ -44,6 +45,8 @@ class CpuBackend(TorchBackend):
         super().__init__(place, torch.float32, CpuOps())
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
+        if pool.k.dtype != torch.float32:
+            return super().tree_attention(pool, nodes)
         return CpuTreeAttention(pool, nodes) if pool.num_layers else None
 
     def lane_attention(
@@ -51,9 +54,13 @@ class CpuBackend(TorchBackend):
     ) -> LaneAttention | None:
         if not pool.num_layers:
             return None
+        if pool.k.dtype != torch.float32:
+            return super().lane_attention(pool, slot_table, slots, prefix, max_lanes)
         return CpuLanes(pool, slot_table, slots, prefix, max_lanes)
 
     def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
+        if pool.k.dtype != torch.float32:
+            return super().block_attention(pool, rows)
         return CpuBlocks(pool, rows)
 
     def state_scheme(

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import CudaOps
-from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.relu_squared.triton import relu_squared_
+from mamba_eagle.backend.triton.products import (
+    Float8GroupedProduct,
+    Float8Product,
+    FourBitProduct,
+    groups_supported,
+    multiplies,
+)
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.triton import rounded
+from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
+from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_squared
+from mamba_eagle.kernels.rms_norm.triton import rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.layers.ops import Normed
+from mamba_eagle.layers.products import GroupedProduct, MatrixProduct
+from mamba_eagle.quantization.four_bit import FourBitMatrix
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 
 class TritonOps(CudaOps):
@@ -24,6 +38,65 @@ class TritonOps(CudaOps):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate_(x, cos, sin)
+
+    # ── float8; scales of groups of channels are not fused ──
+
+    def round(self, x: Tensor, rounding: Rounding) -> Rounded:
+        return rounded(x, rounding)
+
+    def rounded_rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    ) -> Rounded:
+        if rounding.group:
+            return super().rounded_rms_norm(x, weight, eps, rounding)
+        return rounded_rms_norm(x, None, weight, eps, rounding)
+
+    def rounded_add_rms_norm(
+        self, stream: Tensor, added: Tensor, weight: Tensor, eps: float, rounding: Rounding
+    ) -> Normed:
+        if rounding.group:
+            return super().rounded_add_rms_norm(stream, added, weight, eps, rounding)
+        return Normed(rounded_rms_norm(stream, added, weight, eps, rounding), stream)
+
+    def rounded_relu_squared(self, x: Tensor, rounding: Rounding) -> Rounded:
+        if rounding.group:
+            return super().rounded_relu_squared(x, rounding)
+        return rounded_relu_squared(x, rounding)
+
+    def rounded_gated_group_rms_norm(
+        self,
+        y: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        group_size: int,
+        eps: float,
+        rounding: Rounding,
+    ) -> Rounded:
+        if rounding.group:
+            given = (y, gate, weight, group_size, eps, rounding)
+            return super().rounded_gated_group_rms_norm(*given)
+        groups = y.shape[1] // group_size
+        return rounded_gated_norm(y, gate, weight, groups, eps, rounding)
+
+    # ── products of few bits ──
+
+    def keeps(self, matrix: Matrix, device: torch.device) -> bool:
+        return multiplies(matrix, device)
+
+    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
+        device = next(iter(matrix.tensors().values())).device
+        if isinstance(matrix, Float8Matrix) and multiplies(matrix, device):
+            return Float8Product(matrix, dtype)
+        if isinstance(matrix, FourBitMatrix) and multiplies(matrix, device):
+            return FourBitProduct(matrix, dtype)
+        return super().pack_matrix(matrix, dtype)
+
+    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> GroupedProduct | None:
+        if isinstance(matrix, Float8Matrix) and groups_supported(
+            matrix, dtype, matrix.values.device
+        ):
+            return Float8GroupedProduct(matrix)
+        return super().pack_experts(matrix, dtype)
 
 
 class FlashInferOps(TritonOps):

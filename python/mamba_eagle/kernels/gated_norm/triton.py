@@ -1,4 +1,4 @@
-"""The gated RMSNorm in one pass."""
+"""The gated RMSNorm in one pass, in the model's dtype or as float8."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
 from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
@@ -62,6 +64,75 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: fl
         BLOCK=triton.next_power_of_2(group),
         OVERLAP=overlap,
         num_warps=4 if group > 512 else 1,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+@triton.jit
+def _rounded_gated_norm_kernel(
+    y,  # [n, size], rows y_stride apart
+    gate,  # [n, size], rows gate_stride apart
+    weight,  # [size]
+    static,  # [1, 1], read if not DYNAMIC
+    out,  # [n, size] float8
+    scales,  # [n, 1], written if DYNAMIC
+    y_stride,
+    gate_stride,
+    eps,
+    DYNAMIC: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # of the norm that a program takes, padded
+    BLOCK: tl.constexpr,  # GROUP, padded
+    OVERLAP: tl.constexpr,
+):
+    previous_done(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    within = tl.arange(0, BLOCK)
+    column = group[:, None] * GROUP + within[None, :]
+    inside = (within < GROUP)[None, :] & (column < SIZE)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gated = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32) * silu(g)
+    inverse = 1.0 / tl.sqrt(tl.sum(gated * gated, 1) / GROUP + eps)
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    normed = gated * inverse[:, None] * w
+    if DYNAMIC:
+        scale = token_scale(tl.max(tl.abs(normed), 1), 0)
+        tl.store(scales + row, scale)
+    else:
+        scale = tl.load(static)
+    tl.store(out + row * SIZE + column, to_e4m3(normed / scale), mask=inside)
+
+
+def rounded_gated_norm(
+    y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float, rounding: Rounding
+) -> Rounded:
+    """``gated_norm`` as float8, rounded once. A token's own scale needs all of its groups in one
+    program; with a static scale each has its own. rounding: without groups."""
+    n, size = y.shape
+    out = empty_rounded(n, size, rounding, y.device)
+    dynamic, group = rounding.scale is None, size // num_groups
+    groups = triton.next_power_of_2(num_groups) if dynamic else 1
+    block, overlap = triton.next_power_of_2(group), launches_overlap(y.device)
+    _rounded_gated_norm_kernel[(n, 1 if dynamic else num_groups)](
+        y,
+        gate,
+        weight,
+        out.scale,
+        out.values,
+        out.scale,
+        y.stride(0),
+        gate.stride(0),
+        eps,
+        DYNAMIC=dynamic,
+        SIZE=size,
+        GROUP=group,
+        GROUPS=groups,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=warps_of_row(groups * block),
         launch_pdl=overlap,
     )
     return out

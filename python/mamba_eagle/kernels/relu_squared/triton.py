@@ -1,10 +1,15 @@
-"""relu(x)² in one pass, in place."""
+"""relu(x)² in one pass, in place, or to float8."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
+from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.triton_math import previous_done
 
 BLOCK = 2048
 
@@ -29,3 +34,51 @@ def relu_squared_(x: Tensor) -> Tensor:
     size = x.numel()
     _relu_squared_kernel[(triton.cdiv(size, BLOCK),)](x, size, BLOCK=BLOCK, num_warps=4)
     return x
+
+
+@triton.jit
+def _rounded_relu_squared_kernel(
+    x,  # [n, SIZE], rows x_stride apart
+    static,  # [1, 1], read if not DYNAMIC
+    out,  # [n, SIZE] float8
+    scales,  # [n, 1], written if DYNAMIC
+    x_stride,
+    DYNAMIC: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    previous_done(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    positive = tl.maximum(numbers, 0.0)
+    squares = positive * positive
+    if DYNAMIC:
+        scale = token_scale(squares, 0)
+        tl.store(scales + row, scale)
+    else:
+        scale = tl.load(static)
+    tl.store(out + row * SIZE + column, to_e4m3(squares / scale), mask=inside)
+
+
+def rounded_relu_squared(x: Tensor, rounding: Rounding) -> Rounded:
+    """``relu(x)²`` as float8. x [n, size], last dimension contiguous. rounding: without groups."""
+    n, size = x.shape
+    out = empty_rounded(n, size, rounding, x.device)
+    block, overlap = triton.next_power_of_2(size), launches_overlap(x.device)
+    _rounded_relu_squared_kernel[(n,)](
+        x,
+        out.scale,
+        out.values,
+        out.scale,
+        x.stride(0),
+        DYNAMIC=rounding.scale is None,
+        SIZE=size,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=warps_of_row(block),
+        launch_pdl=overlap,
+    )
+    return out

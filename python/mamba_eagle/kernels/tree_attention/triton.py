@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.float8.torch import E4M3
+from mamba_eagle.kernels.float8.triton import to_e4m3
 from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.triton_math import exact_dot, previous_done
 
@@ -105,6 +107,7 @@ def _tree_attention_kernel(
     NODES: tl.constexpr,  # of a word of the masks, padded
     WORDS: tl.constexpr,
     HAS_OLD: tl.constexpr,  # some nodes are already in the pool
+    FLOAT8: tl.constexpr,  # the pool is E4M3, and queries set the precision
     HAS_WINDOW: tl.constexpr,  # node i, at position prefix + i, sees so far back only
     HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -135,7 +138,9 @@ def _tree_attention_kernel(
     head = kv_head * GROUP + row % GROUP
     in_rows = is_row[:, None] & in_head[None, :]
     queries = q + (request * T + node)[:, None] * q_stride + head[:, None] * D + d[None, :]
-    query = tl.load(queries, mask=in_rows, other=0.0).to(pool_k.dtype.element_ty)
+    query = tl.load(queries, mask=in_rows, other=0.0)
+    if not FLOAT8:
+        query = query.to(pool_k.dtype.element_ty)
 
     largest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -156,6 +161,8 @@ def _tree_attention_kernel(
         in_keys = seen[:, None] & in_head[None, :]
         key = tl.load(pool_k + at, mask=in_keys, other=0.0)
         value = tl.load(pool_v + at, mask=in_keys, other=0.0)
+        if FLOAT8:
+            key, value = key.to(query.dtype), value.to(query.dtype)
         visible = seen[None, :]
         if HAS_WINDOW:
             visible = visible & (position[None, :] > (length + node - window)[:, None])
@@ -176,8 +183,11 @@ def _tree_attention_kernel(
             source = request * T + fresh
             key = tl.load(k + source[:, None] * k_stride + in_slot, mask=in_new, other=0.0)
             value = tl.load(v + source[:, None] * v_stride + in_slot, mask=in_new, other=0.0)
-            key = key.to(pool_k.dtype.element_ty)
-            value = value.to(pool_v.dtype.element_ty)
+            if FLOAT8:
+                key, value = to_e4m3(key.to(tl.float32)), to_e4m3(value.to(tl.float32))
+            else:
+                key = key.to(pool_k.dtype.element_ty)
+                value = value.to(pool_v.dtype.element_ty)
             if first_row == 0:
                 tl.store(pool_k + at, key, mask=in_new)
                 tl.store(pool_v + at, value, mask=in_new)
@@ -187,6 +197,8 @@ def _tree_attention_kernel(
                 old_value = tl.load(pool_v + at, mask=in_old, other=0.0)
                 key = tl.where(is_new[:, None], key, old_key)
                 value = tl.where(is_new[:, None], value, old_value)
+            if FLOAT8:
+                key, value = key.to(query.dtype), value.to(query.dtype)
             mask = tl.load(masks + (request * T + node) * WORDS + word, mask=is_row, other=0)
             visible = ((mask[:, None] >> bit.to(tl.int64)[None, :]) & 1) != 0
             largest, total, acc = _attend(
@@ -304,7 +316,7 @@ def paged_tree_attention(
     Args:
         q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.
         pool_k, pool_v: [KV slots, kv_heads, D], contiguous; they set the precision: bfloat16,
-            float16 or float32. Softmax and sums are float32.
+            float16 or float32; as E4M3 they are widened to q's dtype. Softmax and sums are float32.
         slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
@@ -317,7 +329,8 @@ def paged_tree_attention(
     (b, T, words), E = masks.shape, own.shape[1]
     (_, heads, D), kv_heads, positions = q.shape, k.shape[1], slot_table.shape[1]
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
-    config = config or choose_config(b, T, heads, kv_heads, D, positions, pool_k.itemsize)
+    precise = q.dtype if pool_k.dtype == E4M3 else pool_k.dtype
+    config = config or choose_config(b, T, heads, kv_heads, D, positions, precise.itemsize)
     overlap = launches_overlap(q.device)
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
@@ -337,11 +350,12 @@ def paged_tree_attention(
         NODES=max(16, min(64, triton.next_power_of_2(E))),
         WORDS=words,
         HAS_OLD=E > T,
+        FLOAT8=pool_k.dtype == E4M3,
         HAS_WINDOW=window > 0,
         HAS_SINKS=sinks is not None,
         ROWS=config.rows,
         KEYS=config.keys,
-        PRECISION="tf32" if pool_k.dtype != torch.float32 else "tf32x3",
+        PRECISION="tf32" if precise != torch.float32 else "tf32x3",
         STAGES=config.stages,
         OVERLAP=overlap,
         num_warps=config.warps,

@@ -110,7 +110,8 @@ class _Graph:
         """part: the drafter's part in all steps of this kind."""
         self.kind, self.part, self.step = kind, part, graphs.step
         self.place = graphs.place
-        self.samples = self.step.sampling.tables is not None
+        step = self.step
+        self.samples = step.chooser.has_all_logits and step.sampling.tables is not None
         self.counts = self.samples and kind.sampled
         self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
         self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]

@@ -1,0 +1,146 @@
+"""Products with matrices of few bits on a GPU, and what chooses between their kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.kernels.float8 import triton as float8
+from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
+from mamba_eagle.kernels.four_bit import triton as four_bit
+from mamba_eagle.kernels.gpu import capability
+from mamba_eagle.layers.products import MatrixProduct
+from mamba_eagle.quantization.four_bit import FourBitMatrix
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
+
+FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
+ROW_SCALES = (9, 0)  # and from which cuBLASLt and CUTLASS scale rows
+MULTIPLE = 16  # rows and columns of a float8 product
+BLOCK = 128  # columns of a block that the kernel supports
+# Up to so many tokens the Triton kernel multiplies: row-scaled products of libraries lose half of
+# what float8 gains there (docs/design/quantization.md).
+FEW_TOKENS = 64
+
+
+def multiplies(matrix: Matrix, device: torch.device) -> bool:
+    """Whether there is a product that reads the matrix [out, in] as it is."""
+    if isinstance(matrix, FourBitMatrix):
+        group = matrix.group
+        return group >= 16 and group & (group - 1) == 0
+    if not isinstance(matrix, Float8Matrix) or capability(device) < FLOAT8:
+        return False
+    rounding, block = matrix.rounding, matrix.block
+    if rounding is None or matrix.values.dtype != E4M3 or matrix.shape[-1] % MULTIPLE:
+        return False
+    if block is None:
+        return rounding.group == 0
+    return block[1] == BLOCK and rounding.group in (0, BLOCK)
+
+
+class Float8Product(MatrixProduct):
+    """Scales of whole tensors: cuBLASLt. Of rows and tokens: the Triton kernel for few tokens, a
+    library for more. Of blocks: the Triton kernel."""
+
+    def __init__(self, matrix: Float8Matrix, dtype: torch.dtype) -> None:
+        assert matrix.rounding is not None
+        self.rounding: Rounding = matrix.rounding
+        self.dtype, self.block = dtype, matrix.block
+        self.rows = matrix.shape[0]
+        self.scale = matrix.scale.contiguous()
+        missing = 0 if self.block else -self.rows % MULTIPLE
+        values = matrix.values.contiguous()
+        if missing:
+            values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
+        self.padded, self.weight = values, values[: self.rows]
+        self.one = torch.ones(1, 1, device=values.device)
+        self.column_scale = self.scale.t()
+        if missing and len(self.scale) > 1:
+            self.column_scale = F.pad(self.column_scale, (0, missing))
+        self.row_scaled = dtype == torch.bfloat16 and capability(values.device) >= ROW_SCALES
+
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        given = float8.rounded(x, self.rounding) if isinstance(x, Tensor) else x
+        n = len(given.values)
+        if self.block is not None:
+            return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
+        if given.scale.numel() == 1 and self.scale.numel() == 1:
+            return self._library(given, given.scale, self.scale, bias, self.dtype)
+        if n <= FEW_TOKENS:
+            return float8.product(given, self.weight, self.scale, bias, self.dtype)
+        if self.row_scaled and len(self.scale) > 1:
+            own = given.scale.expand(n, 1).contiguous()
+            return self._library(given, own, self.column_scale, bias, self.dtype)
+        sums = self._library(given, self.one, self.one, None, torch.float32)
+        y = torch.empty(n, self.rows, dtype=self.dtype, device=sums.device)
+        float8.join(sums[None], given.scale, self.scale, bias, y)
+        return y
+
+    def _library(
+        self,
+        x: Rounded,
+        x_scale: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """x_scale [1, 1] and scale [1, 1], or [n, 1] and [1, padded rows]."""
+        whole = self.padded.shape[0] == self.rows
+        inside = bias if whole and dtype != torch.float32 else None
+        y = torch._scaled_mm(
+            x.values, self.padded.t(), scale_a=x_scale, scale_b=scale, bias=inside, out_dtype=dtype
+        )
+        if not whole:
+            y = y[:, : self.rows].contiguous()
+        return y if bias is None or inside is not None else y + bias
+
+
+class Float8GroupedProduct:
+    """A stack of experts, scaled by rows and tokens; one launch, nothing waits for the host."""
+
+    def __init__(self, matrix: Float8Matrix) -> None:
+        assert matrix.rounding is not None
+        self.rounding = matrix.rounding
+        self.weight = matrix.values.contiguous().transpose(1, 2)
+        experts, rows, _ = matrix.shape
+        self.scale = matrix.scale[..., 0].expand(experts, rows).contiguous()
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        given = float8.rounded(x, self.rounding)
+        return torch._scaled_grouped_mm(
+            given.values,
+            self.weight,
+            given.scale[:, 0].expand(len(x)).contiguous(),
+            self.scale,
+            offs=ends.int(),
+            out_dtype=torch.bfloat16,
+        )
+
+
+def groups_supported(matrix: Float8Matrix, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``Float8GroupedProduct`` multiplies a stack of experts."""
+    plain = matrix.block is None and matrix.rounding is not None and matrix.rounding.group == 0
+    fits = matrix.shape[-1] % MULTIPLE == 0 and matrix.shape[-2] % MULTIPLE == 0
+    return plain and fits and dtype == torch.bfloat16 and capability(device)[0] == ROW_SCALES[0]
+
+
+class FourBitProduct(MatrixProduct):
+    """Few tokens are multiplied with the weight as it is; for more it is dequantized each time,
+    which takes little beside their product."""
+
+    def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
+        zero = matrix.zero
+        self.parts = (
+            matrix.codes.contiguous(),
+            matrix.scale.contiguous(),
+            None if zero is None else zero.contiguous(),
+            matrix.factor.contiguous(),
+        )
+        self.dtype = dtype
+        self.one = torch.ones(1, 1, device=matrix.codes.device)
+
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        if len(x) <= FEW_TOKENS:
+            return four_bit.product(x, *self.parts, self.one, bias)
+        return F.linear(x, four_bit.dequantize(*self.parts, self.dtype), bias)

@@ -1,0 +1,340 @@
+"""Float8 products on a GPU, with scales per row and token or per block, and rounding to float8.
+
+A program multiplies some rows of the weight with all columns, or a share of them, and 16 to 128
+tokens. The weight is the first factor: it has enough rows for the tensor cores' widest instruction
+however few tokens there are. Scales of rows and tokens are applied to the finished sums; scales of
+blocks to the sum of each 128 columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounded, Rounding
+from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
+
+
+# ── rounding ──
+
+
+@triton.jit
+def to_e4m3(x):
+    """x (float32) as E4M3; what is larger than 448 becomes 448."""
+    x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+    if INTERPRETED:
+        # the interpreter's own conversion truncates: round to the spacing of the neighbours first
+        size = tl.abs(x)
+        exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(size, 1e-30))), -6.0)
+        step = tl.exp2(exponent - 3.0)
+        x = _half_to_even(x / step) * step
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _half_to_even(x):
+    """The nearest whole number, for |x| below 2^22: adding 1.5 · 2^23 leaves no fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def token_scale(x, axis: tl.constexpr):
+    """The scale that makes the largest of some numbers (float32) 448."""
+    return tl.maximum(tl.max(tl.abs(x), axis) / _LARGEST, _SMALLEST)
+
+
+@triton.jit
+def _round_kernel(
+    x,  # [n, size], rows x_stride apart
+    static,  # [1, 1], read if not DYNAMIC
+    out,  # [n, size] float8
+    scales,  # [n, groups], written if DYNAMIC
+    x_stride,
+    size,
+    groups,
+    DYNAMIC: tl.constexpr,
+    BLOCK: tl.constexpr,  # a row or a group, padded
+    WIDTH: tl.constexpr,  # of a group; 0: the whole row
+    OVERLAP: tl.constexpr,
+):
+    previous_done(OVERLAP)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    if WIDTH > 0:
+        inside = column < WIDTH
+        column += group * WIDTH
+        inside = inside & (column < size)
+    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if DYNAMIC:
+        scale = token_scale(numbers, 0)
+        tl.store(scales + row * groups + group, scale)
+    else:
+        scale = tl.load(static)
+    tl.store(out + row * size + column, to_e4m3(numbers / scale), mask=inside)
+
+
+def empty_rounded(n: int, size: int, rounding: Rounding, device: torch.device) -> Rounded:
+    """Room for n tokens; a static scale is already there."""
+    values = torch.empty(n, size, dtype=E4M3, device=device)
+    if rounding.scale is not None:
+        return Rounded(values, rounding.scale)
+    groups = triton.cdiv(size, rounding.group) if rounding.group else 1
+    scale = torch.empty(n, groups, dtype=torch.float32, device=device)
+    return Rounded(values, scale, rounding.group)
+
+
+def rounded(x: Tensor, rounding: Rounding) -> Rounded:
+    """As torch.py's. x [n, size], last dimension contiguous."""
+    n, size = x.shape
+    out = empty_rounded(n, size, rounding, x.device)
+    groups = triton.cdiv(size, rounding.group) if rounding.group else 1
+    block = triton.next_power_of_2(rounding.group or size)
+    overlap = launches_overlap(x.device)
+    _round_kernel[(n, groups)](
+        x,
+        out.scale,
+        out.values,
+        out.scale,
+        x.stride(0),
+        size,
+        groups,
+        DYNAMIC=rounding.scale is None,
+        BLOCK=block,
+        WIDTH=rounding.group,
+        OVERLAP=overlap,
+        num_warps=warps_of_row(block),
+        launch_pdl=overlap,
+    )
+    return out
+
+
+def warps_of_row(block: int) -> int:
+    """Warps of a program that keeps ``block`` numbers in registers."""
+    return 1 if block <= 512 else 4 if block <= 4096 else 8
+
+
+# ── products ──
+
+
+class Config(NamedTuple):
+    """How a product is divided; the result depends on it by rounding only."""
+
+    rows: int  # of the weight, per program: a power of two
+    tokens: int  # per program: a power of two, at least 16
+    columns: int  # per iteration: a power of two
+    splits: int  # shares of the columns
+    warps: int
+    stages: int  # iterations in flight
+
+
+@triton.jit
+def _dot(w, x, acc, IMPRECISE: tl.constexpr):
+    if INTERPRETED:
+        return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
+    else:
+        # sums inside of the tensor cores have fewer bits than float32: carry them over in time
+        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
+
+
+# not specialized, so that all weights of a model and all numbers of tokens share machine code
+@triton.jit(do_not_specialize=["n", "share", "x_scale_stride", "scale_stride", "blocks_in"])
+def _product_kernel(
+    x,  # [n, columns] float8
+    x_scale,  # [n, 1], one, or [n, blocks_in]
+    weight,  # [out, columns] float8
+    scale,  # [out], one, or [out blocks, blocks_in]
+    bias,  # [out], read if HAS_BIAS
+    y,  # [n, out], or parts [splits, n, out] float32 if SPLIT
+    n,
+    out,
+    columns,
+    share,  # iterations of a program
+    blocks_in,  # blocks of columns that share a scale, if BLOCK_OUT > 0
+    x_scale_stride,  # 0: one scale for all tokens
+    scale_stride,  # 0: one scale for all rows
+    BLOCK_OUT: tl.constexpr,  # rows of a block; 0: scales are of rows and tokens
+    GROUPED: tl.constexpr,  # tokens have a scale per block of columns
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    is_row, is_token = row < out, token < n
+    column = split * share * COLUMNS + tl.arange(0, COLUMNS)
+    rows = weight + row.to(tl.int64)[:, None] * columns
+    tokens = x + token.to(tl.int64)[:, None] * columns
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    previous_done(OVERLAP)
+    for step in tl.range(0, share, num_stages=STAGES):
+        at = column + step * COLUMNS
+        inside = (at < columns)[None, :]
+        w = tl.load(rows + at[None, :], mask=is_row[:, None] & inside, other=0.0)
+        t = tl.load(tokens + at[None, :], mask=is_token[:, None] & inside, other=0.0)
+        if BLOCK_OUT > 0:
+            part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
+            block = tl.minimum(split * share + step, blocks_in - 1)
+            s = tl.load(scale + row // BLOCK_OUT * blocks_in + block, mask=is_row, other=0.0)
+            if GROUPED:
+                own = x_scale + token * blocks_in + block
+                part *= tl.load(own, mask=is_token, other=0.0)[None, :]
+            acc += part * s[:, None]
+        else:
+            acc = _dot(w, t, acc, COLUMNS)
+    keep = is_row[:, None] & is_token[None, :]
+    at = token.to(tl.int64)[None, :] * out + row[:, None]
+    if SPLIT:
+        tl.store(y + split.to(tl.int64) * n * out + at, acc, mask=keep)
+    else:
+        if not GROUPED:
+            of_token = tl.load(x_scale + token * x_scale_stride, mask=is_token, other=0.0)
+            acc *= of_token[None, :]
+        if BLOCK_OUT == 0:
+            acc *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)[:, None]
+        if HAS_BIAS:
+            acc += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        tl.store(y + at, acc, mask=keep)
+
+
+@triton.jit(do_not_specialize=["n", "x_scale_stride", "scale_stride"])
+def _join_kernel(
+    parts,  # [SPLITS, n, out] float32
+    x_scale,  # [n, 1] or one
+    scale,  # [out] or one
+    bias,  # [out], read if HAS_BIAS
+    y,  # [n, out]
+    n,
+    out,
+    x_scale_stride,
+    scale_stride,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """y = the sum of the parts, times both scales, plus the bias."""
+    previous_done(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < out
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (split * n + token) * out + row
+        total += tl.load(parts + at, mask=is_row, other=0.0)
+    total *= tl.load(x_scale + token * x_scale_stride)
+    total *= tl.load(scale + row * scale_stride, mask=is_row, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(y + token * out + row, total, mask=is_row)
+
+
+PROGRAMS = 264  # two for each of a Hopper GPU's 132 multiprocessors
+
+
+def choose_config(n: int, rows: int, columns: int, blocks: bool) -> Config:
+    """For a weight [rows, columns] and n tokens; blocks: whether scales are of blocks.
+
+    Up to 64 tokens all are in one program, and columns are split until every multiprocessor has two
+    programs: a program that reads the weight is bound by how much it has in flight.
+    """
+    if n > 64:
+        return Config(128, 128, 128, 1, 8, 3)
+    tokens = max(16, triton.next_power_of_2(n))
+    programs, steps, splits = triton.cdiv(rows, 64), triton.cdiv(columns, 128), 1
+    while not blocks and programs * splits * 2 <= 2 * PROGRAMS and steps >= splits * 8:
+        splits *= 2
+    return Config(64, tokens, 128, splits, 4, 5)
+
+
+def product(
+    x: Rounded,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    block: tuple[int, int] | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """``y_ro = Σ_i (s_r q_ri) (t_o w_oi) + b_o``, sums in float32.
+
+    Args:
+        x: values [n, in] contiguous; scale [1, 1], [n, 1], or with ``block`` [n, in blocks].
+        weight: [out, in] E4M3, contiguous.
+        scale: [1, 1] or [out, 1] float32, contiguous; with ``block`` [out blocks, in blocks].
+        block: rows and columns that share a scale; columns 128.
+    Returns: [n, out] of ``dtype``.
+    """
+    n, (out, columns) = x.values.shape[0], weight.shape
+    config = config or choose_config(n, out, columns, block is not None)
+    device, splits = weight.device, config.splits
+    y = torch.empty(n, out, dtype=dtype, device=device)
+    parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
+    strides = (int(x.scale.shape[0] > 1), int(scale.shape[0] > 1))
+    overlap = launches_overlap(device)
+    grid = (triton.cdiv(out, config.rows), triton.cdiv(n, config.tokens), splits)
+    _product_kernel[grid](
+        x.values,
+        x.scale,
+        weight,
+        scale,
+        y if bias is None else bias,
+        parts,
+        n,
+        out,
+        columns,
+        triton.cdiv(triton.cdiv(columns, config.columns), splits),
+        scale.shape[1],
+        *strides,
+        BLOCK_OUT=0 if block is None else block[0],
+        GROUPED=block is not None and x.group > 0,
+        HAS_BIAS=bias is not None,
+        ROWS=config.rows,
+        TOKENS=config.tokens,
+        COLUMNS=config.columns,
+        SPLIT=splits > 1,
+        STAGES=config.stages,
+        OVERLAP=overlap,
+        num_warps=config.warps,
+        launch_pdl=overlap,
+    )
+    if splits > 1:
+        join(parts, x.scale, scale, bias, y)
+    return y
+
+
+def join(parts: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y [n, out] = the sum of ``parts`` [splits, n, out] float32, times the scales of tokens
+    ([n, 1] or [1, 1]) and rows ([out, 1] or [1, 1]), plus the bias [out]."""
+    splits, n, out = parts.shape
+    overlap, block = launches_overlap(y.device), min(1024, triton.next_power_of_2(out))
+    _join_kernel[(n, triton.cdiv(out, block))](
+        parts,
+        x_scale,
+        scale,
+        y if bias is None else bias,
+        y,
+        n,
+        out,
+        int(x_scale.shape[0] > 1),
+        int(scale.shape[0] > 1),
+        HAS_BIAS=bias is not None,
+        SPLITS=splits,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )

@@ -1,0 +1,91 @@
+"""Products with matrices of few bits: the interface, and forms for any device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded, widened
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
+
+# x [m, in], sorted by expert; ends [E] int64, where each expert's rows end -> [m, out]
+GroupedProduct: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+GroupedLinear: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class MatrixProduct(ABC):
+    """``y = x Wᵀ + b`` for a matrix of few bits."""
+
+    rounding: Rounding | None = None  # how inputs become float8; None: they stay as they are
+
+    @abstractmethod
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        """x [n, in], which the caller may have rounded by ``rounding``; bias [out] -> [n, out]."""
+
+
+class WidenedProduct(MatrixProduct):
+    """The weight is dequantized once, and nothing is saved."""
+
+    def __init__(self, matrix: Matrix, dtype: torch.dtype) -> None:
+        self.weight = matrix.dequantize().to(dtype)
+
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        return F.linear(x, self.weight, bias)
+
+
+class Float8Reference(MatrixProduct):
+    """Float8 numbers multiplied in the model's dtype, on devices without float8 products.
+
+    Where scales belong to rows and tokens, they are applied to the sums, so that the factors are
+    float8 numbers; those have few enough bits for every dtype.
+    """
+
+    def __init__(
+        self,
+        matrix: Float8Matrix,
+        dtype: torch.dtype,
+        pack: Callable[[Tensor], Callable[[Tensor, Tensor | None], Tensor] | None],
+    ) -> None:
+        """pack: as LayerOps.pack_linear."""
+        assert matrix.rounding is not None
+        self.rounding: Rounding = matrix.rounding
+        self.dtype = dtype
+        self.by_blocks = matrix.block is not None or self.rounding.group > 0
+        numbers = matrix.dequantize() if self.by_blocks else matrix.values.float()
+        weight = numbers.to(dtype)
+        self.product = pack(weight) or (lambda x, bias: F.linear(x, weight, bias))
+        self.scale = matrix.scale.mT  # [1, 1] or [1, out]
+
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        x = rounded(x, self.rounding) if isinstance(x, Tensor) else x
+        if self.by_blocks:
+            return self.product(widened(x).to(self.dtype), bias)
+        y = self.product(x.values.to(self.dtype), None).float() * (x.scale * self.scale)
+        return (y if bias is None else y + bias.float()).to(self.dtype)
+
+
+class Float8Experts:
+    """The same for a stack of experts."""
+
+    def __init__(self, matrix: Float8Matrix, dtype: torch.dtype, grouped: GroupedLinear) -> None:
+        """grouped: as LayerOps.grouped_linear."""
+        assert matrix.rounding is not None
+        self.rounding, self.dtype, self.grouped = matrix.rounding, dtype, grouped
+        self.by_blocks = matrix.block is not None or self.rounding.group > 0
+        numbers = matrix.dequantize() if self.by_blocks else matrix.values.float()
+        self.weight = numbers.to(dtype)
+        self.scale = matrix.scale[..., 0]  # [E, 1] or [E, out]
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        given = rounded(x, self.rounding)
+        if self.by_blocks:
+            return self.grouped(widened(given).to(self.dtype), self.weight, ends)
+        y = self.grouped(given.values.to(self.dtype), self.weight, ends).float()
+        expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+        return (y * (given.scale * self.scale[expert])).to(self.dtype)

@@ -1,0 +1,102 @@
+"""Weights that come late: allocated when they are loaded, or held as matrices of few bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.quantization.matrix import Matrix
+
+META = torch.device("meta")
+_come_late: ContextVar[bool] = ContextVar("come_late", default=False)
+
+
+@contextlib.contextmanager
+def weights_come_late() -> Iterator[None]:
+    """Layers made inside have weights without memory, which ``MatrixLayer.allocate`` or
+    ``MatrixLayer.hold`` replaces: a model of few bits never takes the memory of its 16."""
+    token = _come_late.set(True)
+    try:
+        yield
+    finally:
+        _come_late.reset(token)
+
+
+def empty_weight(*shape: int) -> nn.Parameter:
+    """A weight in the default dtype; without memory where weights come late."""
+    return nn.Parameter(torch.empty(*shape, device=META if _come_late.get() else None))
+
+
+class MatrixLayer(Layer):
+    """A layer whose weights are matrices [out, in], or stacks of them [E, out, in].
+
+    Each is either a parameter or, after ``hold``, a matrix of few bits in its place; then the
+    parameter only keeps shape and dtype.
+    """
+
+    matrix_names: tuple[str, ...] = ("weight",)
+    may_hold = True  # False: something else reads the parameters, so they keep their dtype
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices: dict[str, Matrix] = {}  # by parameter
+        self._stacks: dict[str, dict[int, Matrix]] = {}  # of experts, until ``assemble``
+
+    def allocate(self, name: str, device: torch.device) -> None:
+        """Give the parameter its memory, if it has none."""
+        empty: nn.Parameter = getattr(self, name)
+        if empty.device == META:
+            self._replace(name, torch.empty_like(empty, device=device))
+            for index, matrix in self._stacks.pop(name, {}).items():
+                getattr(self, name).detach()[index].copy_(matrix.dequantize())
+
+    def hold(self, name: str, matrix: Matrix, index: int | None = None) -> None:
+        """Use ``matrix`` in place of the parameter, or of its slice ``index``."""
+        weight: nn.Parameter = getattr(self, name)
+        if index is None:
+            self._replace(name, torch.empty_like(weight, device=META))
+            self.matrices[name] = matrix
+        elif weight.device != META:  # other slices are not of few bits
+            weight.detach()[index].copy_(matrix.dequantize())
+        else:
+            self._stacks.setdefault(name, {})[index] = matrix
+
+    def assemble(self) -> None:
+        """Stack the slices, once all are there."""
+        for name, parts in self._stacks.items():
+            ordered = [parts[index] for index in sorted(parts)]
+            stacked = type(ordered[0]).stack(ordered)
+            if stacked is not None:
+                self.matrices[name] = stacked
+            else:  # forms that differ from expert to expert
+                self._widen(name, torch.stack([part.dequantize() for part in ordered]))
+        self._stacks = {}
+
+    def widen(self, name: str) -> None:
+        """Replace a matrix of few bits by a parameter of the model's dtype."""
+        self._widen(name, self.matrices.pop(name).dequantize())
+
+    def _widen(self, name: str, weight: Tensor) -> None:
+        self._replace(name, weight.to(getattr(self, name).dtype))
+
+    def _replace(self, name: str, weight: Tensor) -> None:
+        setattr(self, name, nn.Parameter(weight, requires_grad=False))
+
+
+def matrix_layers(model: nn.Module) -> Iterator[tuple[str, MatrixLayer]]:
+    """The layers with matrices, each with its name in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, MatrixLayer):
+            yield name, module
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, as they are kept."""
+    dense = sum(p.nbytes for p in model.parameters() if p.device != META)
+    held = (layer.matrices.values() for _, layer in matrix_layers(model))
+    return dense + sum(matrix.nbytes for matrices in held for matrix in matrices)

@@ -1,0 +1,115 @@
+"""Where a checkpoint's tensors go: parameters, buffers, or matrices of few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.weights import META, MatrixLayer, matrix_layers
+from mamba_eagle.models.base import Target
+from mamba_eagle.quantization.matrix import Matrix
+from mamba_eagle.quantization.policy import Policy
+
+
+class Rooms:
+    """A model's parameters and buffers while they are filled.
+
+    Weights that came late are allocated as they are filled, on ``device``.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        self.model, self.device = model, device or torch.device("cpu")
+        self.tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.layers: dict[str, tuple[MatrixLayer, str]] = {}
+        for name, layer in matrix_layers(model):
+            for leaf in layer.matrix_names:
+                self.layers[f"{name}.{leaf}" if name else leaf] = (layer, leaf)
+
+    def device_of(self, parameter: Tensor) -> torch.device:
+        return self.device if parameter.device == META else parameter.device
+
+    def put(self, target: Target, value: Tensor | Matrix) -> None:
+        """Copy ``value``, which may be one number for all, to its place."""
+        if isinstance(value, Matrix):
+            value = value.dequantize()
+        if target.name in self.layers:
+            layer, leaf = self.layers[target.name]
+            layer.allocate(leaf, self.device)
+            self._copy(getattr(layer, leaf), target, value)
+        else:
+            self._copy(self.tensors[target.name], target, value)
+
+    def _copy(self, room: Tensor, target: Target, value: Tensor) -> None:
+        room = room.detach()
+        if target.index is not None:
+            room = room[target.index]
+        room.copy_(scaled(value, target))
+
+    def of_few_bits(self) -> None:
+        """The checkpoint has matrices of few bits; what it keeps in 16 bits is meant to stay."""
+
+    def finish(self) -> None:
+        """Everything has been put."""
+        for _, layer in matrix_layers(self.model):
+            layer.assemble()
+
+
+class FewBitRooms(Rooms):
+    """Rooms of a model that keeps a checkpoint's matrices of few bits, and that may round others,
+    as ``policy`` says. The model's weights come late."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        policy: Policy,
+        supported: Callable[[Matrix, torch.device], bool],
+    ) -> None:
+        """supported: whether products of the device read a matrix as it is."""
+        super().__init__(model, device)
+        self.policy, self.supported = policy, supported
+        self.rounds = True  # whether what is stored in 16 bits may be rounded
+
+    def of_few_bits(self) -> None:
+        self.rounds = False
+
+    def put(self, target: Target, value: Tensor | Matrix) -> None:
+        held = self._matrix(target, value)
+        if held is None:
+            super().put(target, value)
+            return
+        layer, leaf = self.layers[target.name]
+        layer.hold(leaf, held, target.index)
+
+    def _matrix(self, target: Target, value: Tensor | Matrix) -> Matrix | None:
+        """What the layer holds instead of a parameter."""
+        if target.name not in self.layers or not self.layers[target.name][0].may_hold:
+            return None
+        if isinstance(value, Matrix):
+            if not self.policy.keeps(value, self.supported(value, self.device)):
+                return None
+            matrix = value if is_one(target.scale) else value.times(target.scale)
+            return None if matrix is None else matrix.to(self.device)
+        if value.ndim < 2 or not self.rounds:
+            return None
+        return self.policy.rounds(target.name, scaled(value, target).to(self.device))
+
+    def finish(self) -> None:
+        super().finish()
+        head = self.layers.get("lm_head.weight")
+        if head is None or "lm_head.weight" in self.tensors or not self.rounds:
+            return
+        # tied to the embedding, so it was never put
+        matrix = self.policy.rounds("lm_head.weight", getattr(*head).detach())
+        if matrix is not None:
+            head[0].hold(head[1], matrix)
+
+
+def scaled(value: Tensor, target: Target) -> Tensor:
+    return value if is_one(target.scale) else value.float() * target.scale
+
+
+def is_one(scale: float | Tensor) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1.0

@@ -1,0 +1,71 @@
+"""How a checkpoint publishes matrices of few bits: the interface of all layouts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mamba_eagle.quantization.matrix import Matrix
+
+# Tensors that checkpoints hold beside their matrices and that no product needs: scales of inputs
+# that are not rounded, of what products return, and of a quantized KV cache.
+UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+
+Read = Callable[[str], Tensor]  # a stored tensor, by name
+
+
+class StoredTensor(Protocol):
+    """A tensor as described in a file's header."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it: F8_E4M3, I32, …"""
+
+
+Stored = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Packed(ABC):
+    """One matrix as it is stored: its values, and the tensors that belong to them."""
+
+    module: str  # of the checkpoint, whose ``weight`` it is
+    values: str  # names of stored tensors
+    others: tuple[str, ...]
+    shape: tuple[int, ...]  # of the weight it stands for
+
+    @property
+    def name(self) -> str:
+        return self.module + ".weight"
+
+    @abstractmethod
+    def read(self, values: Tensor, read: Read) -> Matrix:
+        """The matrix. values: the stored tensor of that name.
+
+        Raises: ValueError if a tensor is missing or does not fit.
+        """
+
+
+class Layout(ABC):
+    """The matrices of a checkpoint, by one tool's conventions."""
+
+    def __init__(self, name: str, kv_cache: str = "") -> None:
+        """name: the tool and its scheme, for messages; empty: nothing is quantized. kv_cache: the
+        scheme for the KV cache, if there is one."""
+        self.name, self.kv_cache = name, kv_cache
+
+    @abstractmethod
+    def matrices(self, stored: Stored) -> list[Packed]:
+        """All matrices of few bits among a checkpoint's tensors."""
+
+
+def settings_text(values: Mapping[str, Any], *names: str) -> str:
+    """Some keys of a quantization_config, for a refusal."""
+    return ", ".join(f"{name} {values[name]!r:.200}" for name in names if name in values)

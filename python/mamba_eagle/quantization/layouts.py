@@ -1,0 +1,36 @@
+"""Which layout a checkpoint has, from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mamba_eagle.quantization import awq, compressed_tensors, fp8, gptq, modelopt
+from mamba_eagle.quantization.float8 import NONE, Float8Layout
+from mamba_eagle.quantization.layout import Layout
+from mamba_eagle.quantization.unsupported import unsupported
+
+# quant_method -> its layout
+LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
+    "fp8": fp8.layout,
+    "modelopt": modelopt.layout,
+    "modelopt_fp4": modelopt.layout,
+    "compressed-tensors": compressed_tensors.layout,
+    "awq": awq.layout,
+    "gptq": gptq.layout,
+}
+
+
+def layout_of(values: dict[str, Any]) -> Layout:
+    """values: config.json, with ModelOpt's own file in it.
+
+    Raises: UnsupportedModel naming an unsupported scheme.
+    """
+    given = values.get("quantization_config") or values.get("compression_config")
+    if not given:
+        return Float8Layout("", lambda module: NONE)
+    given = {**given, **(given.get("quantization") or {})}  # ModelOpt's own file nests it
+    method = given.get("quant_method") or (given.get("producer") or {}).get("name") or "?"
+    if method not in LAYOUTS:
+        raise unsupported(f"{method:.200}")
+    return LAYOUTS[method](given)

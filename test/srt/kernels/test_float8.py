@@ -1,0 +1,257 @@
+"""Float8 rounding and products in each form against naive.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from forms import (
+    GPU,
+    HAS_TRITON,
+    INTERPRETED,
+    TORCH,
+    TRITON,
+    device_of,
+    run_in_the_interpreter,
+)
+from torch import Tensor
+
+from mamba_eagle.kernels.float8 import naive
+from mamba_eagle.kernels.float8.torch import (
+    E4M3,
+    Rounded,
+    Rounding,
+    rounded,
+    row_scale,
+    to_e4m3,
+    widened,
+)
+from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
+from mamba_eagle.kernels.relu_squared.naive import relu_squared
+from mamba_eagle.kernels.rms_norm.naive import rms_norm
+
+
+@pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """This file and its two neighbours: a process takes longer to start than most of the tests."""
+    names = ("test_float8.py", "test_four_bit.py", "test_few_bit_products.py")
+    run_in_the_interpreter(*(request.path.with_name(name) for name in names))
+
+
+EPS = 1e-5
+
+torch_or_triton = pytest.mark.parametrize("form", [TORCH, TRITON])
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def moved(x: Rounded, device: torch.device) -> Rounded:
+    return Rounded(x.values.to(device), x.scale.to(device), x.group)
+
+
+# ── rounding ──
+
+
+def test_every_e4m3_number_is_its_own_nearest_and_ties_go_to_the_even_one() -> None:
+    numbers = torch.arange(127, dtype=torch.uint8).view(E4M3).double()  # 0 to 448
+    assert numbers[-1] == 448.0
+    between = (numbers[1:] + numbers[:-1]) / 2
+    even = torch.stack([numbers[:-1], numbers[1:]])[torch.arange(126) % 2, torch.arange(126)]
+    for x, nearest in ((numbers, numbers), (-numbers, -numbers), (between, even)):
+        assert [naive.nearest(one) for one in x.tolist()] == nearest.tolist()
+        assert torch.equal(to_e4m3(x.float()).double(), nearest)
+    assert naive.nearest(1e9) == 448.0 and naive.nearest(-449.0) == -448.0
+
+
+ROUNDINGS = {"static": (0.037, 0), "token": (None, 0), "group": (None, 16)}
+
+
+def round_in(form: str, x: Tensor, rounding: Rounding) -> Rounded:
+    if form == "torch":
+        return rounded(x, rounding)
+    from mamba_eagle.kernels.float8 import triton
+
+    device, scale = device_of(form), rounding.scale
+    if scale is not None:
+        rounding = rounding._replace(scale=scale.to(device))
+    return moved(triton.rounded(x.to(device), rounding), torch.device("cpu"))
+
+
+@torch_or_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale, group", ROUNDINGS.values(), ids=ROUNDINGS)
+def test_rounding(form: str, scale: float | None, group: int, dtype: torch.dtype) -> None:
+    """A static scale cuts what is larger than 448 times itself; a row of zeros stays one."""
+    x = 8 * normal(5, 40, dtype=dtype)
+    x[0] = 0.0
+    given = None if scale is None else torch.full((1, 1), scale)
+    found = round_in(form, x, Rounding(given, group))
+    values, scales = naive.rounded(x, scale, group)
+    assert found.values.dtype == E4M3 and found.scale.dtype == torch.float32
+    torch.testing.assert_close(found.scale.double().expand_as(scales), scales, rtol=1e-6, atol=0)
+    # a quotient next to a tie may fall to either side
+    off = (found.values.double() - values).abs()
+    assert (off <= 0.126 * values.abs().clamp(min=2**-6)).all() and (off > 0).sum() <= 2
+    assert not found.values[0].float().any()
+
+
+# ── rounding at the end of norms and activations ──
+
+
+def check_rounded(found: Rounded, exact: Tensor, static: float | None) -> None:
+    """``exact`` [n, size] float64, rounded; a number next to a tie may fall to either side."""
+    values, scales = naive.rounded(exact, static)
+    torch.testing.assert_close(
+        found.scale.cpu().double(), scales[: len(found.scale)], rtol=1e-5, atol=0
+    )
+    off = (found.values.cpu().double() - values).abs()
+    assert (off <= 0.126 * values.abs().clamp(min=2**-6)).all()
+    assert (off > 0).sum() <= 2 + values.numel() // 100
+
+
+def make_rounding(form: str, static: float | None) -> Rounding:
+    given = None if static is None else torch.full((1, 1), static, device=device_of(form))
+    return Rounding(given)
+
+
+static_or_own = pytest.mark.parametrize("static", [0.01, None], ids=["static", "token"])
+only_triton = pytest.mark.parametrize("form", [TRITON])
+
+
+@only_triton
+@static_or_own
+@pytest.mark.parametrize("has_added", [False, True], ids=["norm", "sum-and-norm"])
+def test_rounded_rms_norm(form: str, has_added: bool, static: float | None) -> None:
+    from mamba_eagle.kernels.rms_norm.triton import rounded_rms_norm
+
+    x, added, weight = normal(3, 72), normal(3, 72, seed=1), normal(72, seed=2)
+    exact = rms_norm(x + added if has_added else x, weight, EPS)
+    device = device_of(form)
+    stream = x.to(device, copy=True)
+    given = added.to(device) if has_added else None
+    rounding = make_rounding(form, static)
+    found = rounded_rms_norm(stream, given, weight.to(device), EPS, rounding)
+    check_rounded(found, exact, static)
+    torch.testing.assert_close(stream.cpu(), x + added if has_added else x)
+
+
+@only_triton
+@static_or_own
+def test_rounded_relu_squared(form: str, static: float | None) -> None:
+    from mamba_eagle.kernels.relu_squared.triton import rounded_relu_squared
+
+    x = normal(3, 72)
+    found = rounded_relu_squared(x.to(device_of(form)), make_rounding(form, static))
+    check_rounded(found, relu_squared(x), static)
+
+
+@only_triton
+@static_or_own
+@pytest.mark.parametrize("groups", [1, 3, 8])
+def test_rounded_gated_norm(form: str, groups: int, static: float | None) -> None:
+    """The gate is a view of wider rows, as in_proj leaves it."""
+    from mamba_eagle.kernels.gated_norm.triton import rounded_gated_norm
+
+    y, wide, weight = normal(3, 72), normal(3, 80, seed=1), normal(72, seed=2)
+    device = device_of(form)
+    exact = gated_group_rms_norm(y, wide[:, 4:-4], weight, 72 // groups, EPS)
+    given = (y.to(device), wide.to(device)[:, 4:-4], weight.to(device))
+    found = rounded_gated_norm(*given, groups, EPS, make_rounding(form, static))
+    check_rounded(found, exact, static)
+
+
+# ── products ──
+
+
+class ProductCase(NamedTuple):
+    tokens: int
+    rows: int
+    columns: int
+    inputs: str = "token"  # as in ROUNDINGS
+    weight: str = "channel"  # or tensor, block
+    bias: bool = False
+    splits: int = 1
+
+
+PRODUCTS = {
+    "one-token": ProductCase(1, 80, 96),
+    "several-tokens": ProductCase(5, 64, 64, bias=True),
+    "two-programs-of-tokens": ProductCase(20, 33, 64),
+    "columns-split": ProductCase(3, 48, 160, splits=4, bias=True),
+    "more-shares-than-columns": ProductCase(3, 16, 48, splits=2),
+    "static": ProductCase(3, 48, 64, "static"),
+    "one-scale-each": ProductCase(3, 48, 64, "static", "tensor", splits=2),
+    "blocks-and-groups": ProductCase(3, 72, 80, "group", "block", bias=True),
+    "blocks-and-tokens": ProductCase(3, 72, 80, "token", "block"),
+}
+BLOCK = (16, 32)
+
+
+def draw(case: ProductCase) -> tuple[Rounded, Tensor, Tensor, Tensor | None]:
+    """Inputs, the weight's numbers and scales, and the bias."""
+    scale, group = ROUNDINGS[case.inputs]
+    given = None if scale is None else torch.full((1, 1), scale)
+    x = rounded(normal(case.tokens, case.columns), Rounding(given, BLOCK[1] if group else 0))
+    weight = normal(case.rows, case.columns, seed=1)
+    if case.weight == "block":
+        shape = (-(-case.rows // BLOCK[0]), -(-case.columns // BLOCK[1]))
+        scales = torch.rand(shape, generator=torch.Generator().manual_seed(2)) * 0.01 + 0.01
+    else:
+        scales = row_scale(weight) if case.weight == "channel" else torch.full((1, 1), 0.01)
+    bias = normal(case.rows, seed=3) if case.bias else None
+    values = to_e4m3(weight / whole(scales, case.rows, case.columns))
+    return x, values, scales, bias
+
+
+def whole(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """As large as what they scale."""
+    if min(scales.shape) > 1:
+        scales = scales.repeat_interleave(BLOCK[0], 0)[:rows]
+        return scales.repeat_interleave(BLOCK[1], 1)[:, :columns]
+    return scales.expand(rows, columns)
+
+
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", PRODUCTS.values(), ids=PRODUCTS)
+def test_products(form: str, case: ProductCase, dtype: torch.dtype) -> None:
+    from mamba_eagle.kernels.float8 import triton
+
+    x, weight, scale, bias = draw(case)
+    x_scale = widened(x._replace(values=torch.ones(x.values.shape).to(E4M3)))
+    exact = naive.product(x.values, x_scale, weight, whole(scale, *weight.shape))
+    exact = exact if bias is None else exact + bias.double()
+    block = BLOCK if case.weight == "block" else None
+    config = triton.Config(32, 16, BLOCK[1], case.splits, 4, 2)
+    device = device_of(form)
+    given = (weight.to(device), scale.to(device), None if bias is None else bias.to(device))
+    found = triton.product(moved(x, device), *given, dtype, block, config)
+    assert found.dtype == dtype
+    within = 2e-6 if dtype == torch.float32 else 8e-3
+    error = (found.cpu().double() - exact).norm() / exact.norm()
+    assert error < within
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64, 200])
+@pytest.mark.parametrize("block", [None, (128, 128)], ids=["rows", "blocks"])
+def test_products_at_real_sizes(form: str, tokens: int, block: tuple[int, int] | None) -> None:
+    """Every configuration that is chosen, for a wide and a long weight."""
+    from mamba_eagle.kernels.float8 import triton
+
+    device = device_of(form)
+    for rows, columns in ((22656, 4480), (4480, 15680)):
+        x = rounded(normal(tokens, columns).to(device), Rounding(group=block[1] if block else 0))
+        weight = normal(rows, columns, seed=1).to(device)
+        scale = row_scale(weight)
+        if block:
+            scale = torch.full((-(-rows // 128), -(-columns // 128)), 0.01, device=device)
+        values = to_e4m3(weight / (scale if block is None else 0.01))
+        wide = values.float() * (scale if block is None else 0.01)
+        exact = widened(x).double() @ wide.double().t()
+        found = triton.product(x, values, scale, None, torch.bfloat16, block)
+        assert (found.double() - exact).norm() / exact.norm() < 3e-3

@@ -1,0 +1,122 @@
+"""Products with weights of four bits, in each form against naive.py. (In the interpreter:
+test_float8.py.)"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from forms import TORCH, TRITON, device_of
+from torch import Tensor
+
+from mamba_eagle.kernels.four_bit import naive
+from mamba_eagle.kernels.four_bit import torch as four_bit
+
+torch_or_triton = pytest.mark.parametrize("form", [TORCH, TRITON])
+
+
+class Case(NamedTuple):
+    tokens: int
+    rows: int
+    columns: int
+    group: int = 16
+    floats: bool = True  # NVFP4; else integers with zero points
+    factors: int = 1  # one, or one per row
+    splits: int = 1
+    bias: bool = False
+
+
+CASES = {
+    "nvfp4": Case(3, 40, 96),
+    "nvfp4-split": Case(1, 64, 160, splits=2, bias=True, factors=64),
+    "nvfp4-many-tokens": Case(21, 20, 64),
+    "int4": Case(3, 40, 128, 32, floats=False),
+    "int4-of-wide-groups": Case(2, 24, 256, 128, floats=False, splits=2, bias=True),
+}
+
+
+class Weight(NamedTuple):
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    factor: Tensor
+
+
+def draw(case: Case) -> Weight:
+    generator = torch.Generator().manual_seed(case.columns)
+    shape, groups = (case.rows, case.columns // 2), case.columns // case.group
+    codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    scale = torch.rand(case.rows, groups, generator=generator) + 0.5
+    factor = torch.rand(case.factors, 1, generator=generator) + 0.5
+    if case.floats:
+        return Weight(codes, scale.to(torch.float8_e4m3fn), None, factor)
+    zero = torch.randint(0, 17, scale.shape, generator=generator, dtype=torch.uint8)
+    return Weight(codes, scale.half(), zero, factor)
+
+
+def on(device: torch.device, weight: Weight) -> Weight:
+    return Weight(*(None if part is None else part.to(device) for part in weight))
+
+
+def test_the_floats_of_all_codes() -> None:
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert [naive.float_of(code) for code in range(16)] == values + [-x for x in values]
+
+
+@torch_or_triton
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_dequantized(form: str, case: Case) -> None:
+    weight = draw(case)
+    if form == "torch":
+        found = four_bit.dequantize(*weight)
+    else:
+        from mamba_eagle.kernels.four_bit import triton
+
+        found = triton.dequantize(*on(device_of(form), weight), torch.float32).cpu()
+    exact = naive.weight(*weight)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+@torch_or_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_products(form: str, case: Case, dtype: torch.dtype) -> None:
+    weight = draw(case)
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(case.tokens, case.columns + 8, generator=generator).to(dtype)
+    x = wide[:, :-8]  # a view of wider rows, as lm_head's inputs may be
+    bias = torch.randn(case.rows, generator=generator).to(dtype) if case.bias else None
+    exact = naive.product(x, *weight) + (0.0 if bias is None else bias.double())
+    if form == "torch":
+        found = four_bit.product(x, *weight)
+        found = found if bias is None else found + bias
+    else:
+        from mamba_eagle.kernels.four_bit import triton
+
+        device = device_of(form)
+        config = triton.Config(32, 16, 64, case.splits, 4, 2)
+        one = torch.ones(1, 1, device=device)
+        given = None if bias is None else bias.to(device)
+        x = wide.to(device)[:, :-8]
+        found = triton.product(x, *on(device, weight), one, given, config).cpu()
+    assert found.dtype == dtype
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error < (2e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64])
+@pytest.mark.parametrize("floats", [True, False], ids=["nvfp4", "int4"])
+def test_products_at_real_sizes(form: str, tokens: int, floats: bool) -> None:
+    from mamba_eagle.kernels.four_bit import triton
+
+    device = device_of(form)
+    for rows, columns in ((22656, 4480), (4480, 15616)):
+        case = Case(tokens, rows, columns, 16 if floats else 128, floats)
+        weight = on(device, draw(case))
+        x = torch.randn(tokens, columns, device=device).bfloat16()
+        exact = x.double() @ four_bit.dequantize(*weight).double().t()
+        found = triton.product(x, *weight, torch.ones(1, 1, device=device), None)
+        assert (found.double() - exact).norm() / exact.norm() < 5e-3
