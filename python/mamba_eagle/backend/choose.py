@@ -13,11 +13,9 @@ from importlib.util import find_spec
 import torch
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.cpu.backend import CpuBackend
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,15 +59,23 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """The fastest backend for weights and activations of this dtype on this device."""
     place: Place = Host() if device.type == "cpu" else Cuda(device)
     if place.on_host:
-        if dtype == torch.float32 and numba_math.numba is not None:
-            return CpuBackend(place)
-        return TorchBackend(place, dtype)
+        return _host_backend(place, dtype)
     if not triton_usable(place.device, dtype):
         return TorchBackend(place, dtype)
     # needs triton
     from mamba_eagle.backend.triton.backend import TritonBackend
 
     return TritonBackend(place, dtype, flashinfer_usable(dtype))
+
+
+def _host_backend(place: Place, dtype: torch.dtype) -> Backend:
+    # numba takes half a second, which a start on a GPU does without
+    from mamba_eagle.backend.cpu.backend import CpuBackend
+    from mamba_eagle.kernels import numba_math
+
+    if dtype == torch.float32 and numba_math.numba is not None:
+        return CpuBackend(place)
+    return TorchBackend(place, dtype)
 
 
 def triton_usable(device: torch.device, dtype: torch.dtype) -> bool:

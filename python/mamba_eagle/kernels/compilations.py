@@ -10,8 +10,6 @@ import logging
 import sys
 from typing import Any
 
-from mamba_eagle.kernels import numba_math
-
 log = logging.getLogger("mamba_eagle.runner")
 
 
@@ -22,7 +20,7 @@ class Compilations:
         self.names: list[str] = []
         if "triton" in sys.modules:
             self._listen_to_triton()
-        if numba_math.numba is not None:
+        if "numba" in sys.modules:
             self._listen_to_numba()
 
     @property

@@ -28,6 +28,8 @@ from mamba_eagle.tree.tree import Tree
 class Chooser:
     """One rank, which has all logits."""
 
+    has_all_logits = True  # so that a captured step may sample itself
+
     def __init__(self, state: SamplingState) -> None:
         self.state, self.place = state, state.backend.place
 
@@ -62,6 +64,8 @@ class Limits(NamedTuple):
 class ShardedChooser(Chooser):
     """Ranks that find the tokens together; the logits stay where they are. Tokens are those that
     ``sampler.sample`` finds in all logits, bit for bit."""
+
+    has_all_logits = False
 
     def __init__(self, state: SamplingState, group: Group) -> None:
         super().__init__(state)

@@ -256,7 +256,7 @@ class ModelRunner:
                 self._make_steps(RehearsedSteps)
 
     def _generate(self) -> None:
-        """Make two tokens, greedy and then sampled.
+        """Make two tokens, greedy and then sampled, and mask logits.
 
         Leftovers in request slot 0, state slot 0 and the KV slots are overwritten by the requests
         that take these slots.
@@ -279,6 +279,11 @@ class ModelRunner:
             self.execute(Plan(step=0, prefill=[prompt]))
             self.execute(Plan(step=0, decode=tree))
             self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
+        # and mask one row of two, as for the first request that has a grammar
+        vocab, device = self.model_config.vocab_size, self.backend.device
+        masks = torch.full((1, self.constraints.matchers.words), -1, dtype=torch.int32)
+        logits = torch.zeros(2, vocab, device=device)
+        self.backend.mask_logits(logits, self.backend.place.to_device([0]), masks.to(device))
 
     @torch.inference_mode()
     def _make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:

@@ -119,6 +119,11 @@ class ServerState:
 
     def submit(self, rid: str, prompts: list[PromptRequest]) -> LiveRequest:
         """Raises: RequestError 400 or 503."""
+        if self.config.simulate_acc_len and any(prompt.sampling.grammar for prompt in prompts):
+            raise RequestError(
+                f"--simulate-acc-len {self.config.simulate_acc_len:g} forces tokens that no "
+                "grammar allows: leave the grammar out, or ask a server without it"
+            )
         try:
             return self.manager.submit(rid, prompts, trace_parent.get())
         except DuplicateRid as error:

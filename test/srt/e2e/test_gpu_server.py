@@ -134,10 +134,13 @@ def test_a_nine_b_geometry_answers(drafter: list[str], start_server) -> None:
     prompts = [[7 * i + k for k in range(40)] for i in range(1, 9)]
     asks = {"return_logprob": True}
     bodies = [greedy_body(prompt, 12, **asks) for prompt in prompts]
+    sampling = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "max_new_tokens": 12}
+    bodies += [{**body, "sampling_params": sampling} for body in bodies[:3]]
     replies = asyncio.run(post_all(server.base_url, [*bodies, bodies[0]]))
     with httpx.Client(base_url=server.base_url, timeout=60) as client:
         info = client.get("/server_info").json()
     server.stop()
+    assert info["internal_states"][0]["num_compiled_kernels"] == 0, server.output
     for reply in replies:
         assert len(reply["output_ids"]) == 12
         assert all(0 <= token < info["vocab_size"] for token in reply["output_ids"])

@@ -190,7 +190,9 @@ def launch_noise() -> None:
     gumbel(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 64)
 
 
-def test_what_a_dry_run_finds_is_compiled_once(hopper: None, cache: Path) -> None:
+def test_what_a_dry_run_finds_is_compiled_once(
+    hopper: None, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """In a process of its own, for a device that is not there; a second start looks no further than
     at the note."""
     builds = KernelBuilds("a model", processes=1)
@@ -200,10 +202,13 @@ def test_what_a_dry_run_finds_is_compiled_once(hopper: None, cache: Path) -> Non
     again = KernelBuilds("a model", processes=1)
     assert again.builders is None
     again.build(lambda: pytest.fail("there is nothing to rehearse"))
-    assert not KernelBuilds("a model", processes=1).note.samefile(cache)
     other = KernelBuilds("another model", processes=1)
     assert other.builders is not None
-    other.builders.build(DryRun())
+    run = DryRun()
+    run.builds[Build("nowhere", "kernel", "{}", ("cuda", 90, 32))] = None
+    assert other.builders.build(run) == 1
+    assert "not built ahead: kernel: " in caplog.text, "the launch will raise it"
+    assert [process.returncode for process in other.builders.processes] == [0]
 
 
 def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) -> None:

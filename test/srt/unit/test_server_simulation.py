@@ -36,6 +36,17 @@ def test_every_reply_says_so(length: float) -> None:
     run(test())
 
 
+def test_a_request_with_a_grammar_is_refused() -> None:
+    async def test() -> None:
+        async with serving(says("ab"), simulate_acc_len=2.5) as harness:
+            sampling = {"max_new_tokens": 1, "regex": "a+"}
+            reply = await harness.post("/generate", text="a", sampling_params=sampling)
+            assert reply.status_code == 400, reply.text
+            assert "forces tokens that no grammar allows" in reply.text
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -17,11 +17,12 @@ import importlib
 import json
 import logging
 import os
-import signal
+import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +35,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from mamba_eagle.message.lifetime import die_with_parent
-
 log = logging.getLogger("mamba_eagle.runner")
 
 MAX_BUILDERS = 16
+BUILDER = "mamba_eagle.backend.triton.builder"
 
 
 class Build(NamedTuple):
@@ -132,35 +132,43 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _begin_builder() -> None:
-    """The parent decides when this process ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
-    torch.set_num_threads(1)
-
-
 class Builders:
     """Processes that compile. Made early: while weights are loaded, they import what they need."""
 
     def __init__(self, processes: int | None = None) -> None:
         count = processes or min(MAX_BUILDERS, max(1, (os.cpu_count() or 1) - 1))
-        context = get_context("spawn")
-        self.pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_builder)
-        for _ in range(count):  # each starts one more
-            self.pool.submit(os.getpid)
+        command = [sys.executable, "-m", BUILDER]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.processes = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
 
     def build(self, run: DryRun) -> int:
-        """Compile all that a dry run found; returns their number. What fails is left to the launch
-        that needs it, which raises the same error with the code around it."""
-        futures = [self.pool.submit(compile_build, build) for build in run.builds]
-        failed = 0
-        for future in futures:
-            failed += future.exception() is not None
-        if failed:
-            log.warning("%d of %d kernels were not built ahead", failed, len(futures))
-        self.pool.shutdown()
-        return len(futures)
+        """Compile all that a dry run found, and end; returns their number. What fails is left to
+        the launch that needs it, which raises the same error with the code around it."""
+        waiting, problems = deque(run.builds), list[str]()
+
+        def work(process: subprocess.Popen[str]) -> None:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(IndexError, OSError):  # nothing is left; the process has ended
+                while True:
+                    build = waiting.popleft()
+                    process.stdin.write(json.dumps(build) + "\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                    problems.append(json.loads(answer) if answer else f"{build.name}: no answer")
+
+        with ThreadPoolExecutor(len(self.processes)) as threads:
+            list(threads.map(work, self.processes))
+        self.end()
+        for problem in filter(None, problems):
+            log.warning("not built ahead: %s", problem[:200])
+        return len(run.builds)
+
+    def end(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+            process.wait()
 
 
 class KernelBuilds:

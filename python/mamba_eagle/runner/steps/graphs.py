@@ -110,7 +110,8 @@ class _Graph:
         """part: the drafter's part in all steps of this kind."""
         self.kind, self.part, self.step = kind, part, graphs.step
         self.place = graphs.place
-        self.samples = self.step.sampling.tables is not None
+        step = self.step
+        self.samples = step.chooser.has_all_logits and step.sampling.tables is not None
         self.counts = self.samples and kind.sampled
         self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
         self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
@@ -215,6 +216,8 @@ def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
 class GraphedSteps:
     """Graphs by kind of step; each is captured by ``warm_up`` or when it is first needed."""
 
+    done = "captured"  # what ``warm_up`` has done with them, for the log
+
     def __init__(self, step: DecodeStep, padded_slot: int, max_nodes: int, vocab: int) -> None:
         """padded_slot: the request slot of padding, which follows all others; so it is also the
         largest batch size. max_nodes: the largest tree. vocab: the width of the logits."""
@@ -246,8 +249,9 @@ class GraphedSteps:
         drafter.release(padding, [-1])
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
         log.info(
-            "%d CUDA graphs in %.1f s, %.2f GB with the logits",
+            "%d kinds of steps %s in %.1f s, %.2f GB with the logits",
             len(self.graphs),
+            self.done,
             time.perf_counter() - began,
             self.num_bytes / 1e9,
         )
@@ -309,6 +313,8 @@ class GraphedSteps:
 
 class RehearsedSteps(GraphedSteps):
     """The same works in the same order, for what they launch: nothing is captured."""
+
+    done = "rehearsed"
 
     def record(self, work: Callable[[], None]) -> Replayable:
         return _NoGraph()
