@@ -363,6 +363,20 @@ class ServerConfig(EngineConfig):
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
+    chat_template: str = setting(
+        "",
+        "Jinja file of the chat template, or the template itself (default: the tokenizer's)",
+        may_be_empty=False,
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: nemotron_3, nemotron_nano_v2, granite_4, falcon_h1, "
+        "qwen3, qwen3_coder, hermes, or a JSON file like theirs; none: calls stay text; auto: the "
+        "tokenizer's response_template, else what its chat template shows",
+    )
+    reasoning_parser: str = setting(
+        "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
+    )
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0
     )

@@ -186,6 +186,11 @@ class Backend(ABC):
         """A queue of entries that a drafter has yet to process."""
 
     @abstractmethod
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        """-inf for tokens that a grammar forbids, in new memory: logits [n, V] float32, rows [m]
+        int64, indices of different rows, masks [m, W] int32, a bit per token -> [n, V]."""
+
+    @abstractmethod
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
         [n, V] float32."""

@@ -7,13 +7,14 @@ each other for ever. Shapes as in sampler.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.parallel.groups import Group
 from mamba_eagle.parallel.vocabulary import LOW_BITS, Columns, score_of
+from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
     MASS,
     SamplingState,
@@ -31,10 +32,15 @@ class Chooser:
         self.state, self.place = state, state.backend.place
 
     def sample(
-        self, slots: list[int], logits: Tensor, positions: Tensor, tree: Tree | None
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None,
+        allowed: TokenMasks | None = None,
     ) -> Tensor:
         """``sampler.sample`` of logits [b, T, V], or of a rank's columns of these."""
-        return sample(self.state, slots, logits, positions, tree)
+        return sample(self.state, slots, logits, positions, tree, allowed)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """``sampler.token_logprobs`` of logits [n, V], or of a rank's columns of these."""
@@ -43,18 +49,6 @@ class Chooser:
     def agree(self, tree: Tree) -> Tree:
         """The trees that all ranks verify, from those that each has drafted."""
         return tree
-
-
-class Allowed(Protocol):
-    """What the grammars of some requests leave (``Columns.forbid``)."""
-
-    @property
-    def rows(self) -> Tensor:
-        """[m] int64, indices of nodes in the flat batch [b * T]."""
-
-    @property
-    def masks(self) -> Tensor:
-        """[m, W] int32, a bit per token."""
 
 
 class Limits(NamedTuple):
@@ -87,7 +81,7 @@ class ShardedChooser(Chooser):
         logits: Tensor,
         positions: Tensor,
         tree: Tree | None,
-        allowed: Allowed | None = None,
+        allowed: TokenMasks | None = None,
     ) -> Tensor:
         state, needs = self.state, self.state.needs(slots)
         logits = logits.float()
@@ -119,7 +113,7 @@ class ShardedChooser(Chooser):
         own = self.columns.of(noise).view(kept.shape)
         return self._best(own.mul(temperature).add_(kept))  # two roundings, as in ``sample``
 
-    def _constrained(self, logits: Tensor, allowed: Allowed | None) -> Tensor:
+    def _constrained(self, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
         if allowed is None:
             return logits
         flat = self.columns.forbid(logits.flatten(0, 1), allowed.rows, allowed.masks)

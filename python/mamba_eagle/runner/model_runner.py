@@ -16,6 +16,8 @@ from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
@@ -44,6 +46,7 @@ from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.steps.decode_step import (
@@ -126,6 +129,7 @@ class ModelRunner:
             self.scheme,
             self.drafter,
             self.sampling,
+            self.constraints,
             self.chooser,
         )
         self.step.forced_length = config.simulate_acc_len or None
@@ -133,6 +137,9 @@ class ModelRunner:
             self.step, self.pool, self.journals, self.model_config.eos_token_ids
         )
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
+        # called when a launch is about to wait for the device, where the last step's result is by
+        # then: whoever sends results can do so first
+        self.before_waiting: Callable[[], None] = lambda: None
         self._ended = self.backend.place.timestamp()  # end of the previous step
         self.compilations: Compilations | None = None  # counted from the end of the start on
         self.warm_up()
@@ -189,15 +196,23 @@ class ModelRunner:
         return Launched(plan.step, prompts, trees, times, self.num_compiled)
 
     def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
+        tree, view = run.draft(), None
+        if self.constraints.any(batch.slots):
+            view = self.constraints.view(batch.slots, tree)
         verified = run.verify()
+        allowed, marks = None, None
+        if view is not None:
+            self.before_waiting()
+            allowed, marks = view.masks()
         target = None
-        if not run.samples:
-            after = verified.positions + 1
-            target = self.chooser.sample(batch.slots, verified.logits, after, verified.tree)
+        if allowed is not None or not run.samples:
+            after, tree = verified.positions + 1, verified.tree
+            target = self.chooser.sample(batch.slots, verified.logits, after, tree, allowed)
         outcome = run.commit(target)
+        self.constraints.observe_accepted(batch.slots, outcome.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
             self._keep_rows(run.slots, verified, outcome)
-        return PendingDecode(self.chooser, self.table, batch, verified, outcome)
+        return PendingDecode(self.chooser, self.table, batch, verified, outcome, marks)
 
     def _keep_rows(self, slots: Tensor, verified: Verified, outcome: Outcome) -> None:
         """Copy the rows of accepted tokens to the journals of the requests that have one."""
@@ -221,6 +236,7 @@ class ModelRunner:
         self.table.remaining[self.backend.place.to_device(slots)] = 0
         for slot in slots:
             self.sampling.release(slot)
+            self.constraints.release(slot)
 
     def simulate_accept_length(self, length: float) -> None:
         """Make steps accept ``length`` nodes on average, whatever the target's tokens are.
@@ -391,6 +407,15 @@ class ModelRunner:
             running, model.vocab_size, model.eos_token_ids, backend, whole=self.group.size == 1
         )
         self.chooser = make_chooser(self.sampling, self.group)
+        self.constraints = Constraints(self._matchers(), backend.place)
+
+    def _matchers(self) -> Matchers:
+        path, model = self.config.tokenizer_path, self.model_config
+
+        def load() -> Vocabulary:
+            return Vocabulary(read_tokenizer(path), model.vocab_size, model.eos_token_ids)
+
+        return Matchers(load, model.vocab_size, model.eos_token_ids)
 
     def _describe(self) -> RunnerReady:
         memory = self.memory

@@ -57,6 +57,19 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
+
+    def send_result() -> None:
+        result = launched.popleft().result()
+        if rank == 0:
+            results.send(result)
+        pulse.step_ended()
+
+    def send_all() -> None:
+        while launched:
+            send_result()
+
+    runner.before_waiting = send_all
+    runner.constraints.prepare()
     while True:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
@@ -72,10 +85,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             except RanksDiffer as error:
                 sys.exit(f"error: {error}")
         while launched and launched[0].done:
-            result = launched.popleft().result()
-            if rank == 0:
-                results.send(result)
-            pulse.step_ended()
+            send_result()
 
 
 def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunner | None:

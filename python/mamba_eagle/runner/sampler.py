@@ -1,9 +1,10 @@
 """From logits to tokens.
 
 The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, position))``, and
-``argmax(logits')`` at temperature 0, where logits' has the penalties, the bias and the ban of
-stop tokens applied. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
-is the same and needs no case for temperature 0.
+``argmax(logits')`` at temperature 0. logits' are the logits after, in this order, penalties, bias,
+the ban of stop tokens, and the mask of the request's grammar. It is computed as
+``argmax(filter(logits') + temperature * gumbel)``, which is the same and needs no case for
+temperature 0.
 
 A request's tokens do not depend on its batch: all operations treat requests separately, operations
 that a request does not ask for leave its logits unchanged bit for bit, and all sums that decide
@@ -26,6 +27,8 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling import tables as asked
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
+from mamba_eagle.runner.constraints import TokenMasks
+from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree, single_node_tree
 
 NO_TOKEN = -1  # returned instead of a token where none can be sampled
@@ -156,7 +159,8 @@ class SamplingState:
             min_p=noise and params.min_p > 0.0,
             history=params.needs_history,
             bias=bool(params.logit_bias),
-            ban=params.min_new_tokens > 0 and bool(stop_tokens),
+            # with a grammar the ban yields to its end, which its masks know (constrain/request.py)
+            ban=params.min_new_tokens > 0 and bool(stop_tokens) and not params.grammar,
             top_k=params.top_k if limited else 0,
         )
         self._needs[slot] = needs
@@ -243,10 +247,6 @@ class SamplingState:
         """Whether any request of a batch takes more than an argmax. slots: [b] request slots."""
         return any(self._needs[slot] != _GREEDY for slot in slots)
 
-    def any_noise(self, slots: list[int]) -> bool:
-        """Whether any request of a batch is not greedy. slots: [b] request slots."""
-        return any(self._needs[slot].noise for slot in slots)
-
 
 class BatchNoise:
     """The Gumbel noise that ``sample`` will add, for drafters (``KeyedNoise`` in drafting/base.py).
@@ -270,6 +270,9 @@ class BatchNoise:
         noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
         return torch.where(is_noisy, noisy, log_probs)
 
+    def follow(self, frontier: Frontier) -> None:
+        """It is the same in all lanes."""
+
 
 def sample(
     state: SamplingState,
@@ -277,23 +280,26 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     tree: Tree | None,
+    allowed: TokenMasks | None = None,
 ) -> Tensor:
     """The target's token at every node.
 
     slots: [b] request slots. logits: [b, T, V], any float dtype. positions: [b, T] int64, the
     absolute position of the sampled token, which is the node's own + 1. tree: None if T is 1 and
-    the node is the last token counted.
+    the node is the last token counted. allowed: what the grammars of constrained requests leave.
 
     Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled because logits are not
     finite or all tokens are banned.
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
-        return _best(logits)
+        return _best(_constrained(state, logits, allowed))
 
     device_slots = state.backend.place.to_device(slots)
     if state.tables is not None:
-        return sample_in_kernels(state, device_slots, logits, positions, tree)
+        # what is -inf before penalties and bias stays so
+        masked = _constrained(state, logits, allowed)
+        return sample_in_kernels(state, device_slots, masked, positions, tree)
     numbers = state.numbers[device_slots].unsqueeze(2)  # [b, 6, 1]
     temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
     seed, top_k, ban_until = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
@@ -310,6 +316,7 @@ def sample(
     if any(need.ban for need in needs):
         early = positions.unsqueeze(2) < ban_until
         logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
+    logits = _constrained(state, logits, allowed)
     if not any(need.noise for need in needs):
         return _best(logits)
 
@@ -349,6 +356,15 @@ def sample_in_kernels(
 def sample_greedy(logits: Tensor) -> Tensor:
     """As ``sample``, for requests that need nothing but the best token: [b, T, V] -> [b, T]."""
     return _best(logits)
+
+
+def _constrained(state: SamplingState, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
+    """-inf for tokens that a grammar forbids, after all that could raise them: [b, T, V]. Never in
+    place, since logprobs are of the raw logits."""
+    if allowed is None:
+        return logits
+    flat = logits.float().flatten(0, 1)
+    return state.backend.mask_logits(flat, *allowed).view(logits.shape)
 
 
 def _best(scores: Tensor) -> Tensor:

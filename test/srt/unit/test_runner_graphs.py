@@ -49,7 +49,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def again(self: GraphedSteps, work: Callable[[], None]) -> SimpleNamespace:
     """In place of a graph: results go to the memory of the first ones, as a graph's do."""
-    graph, name = work.__self__, {"_verify": "verified", "_commit": "outcome"}.get(work.__name__)
+    results = {
+        "_draft": "drafted",
+        "_verify": "verified",
+        "_draft_and_verify": "verified",
+        "_commit": "outcome",
+    }
+    graph, name = work.__self__, results.get(work.__name__)
     work()
     if name is None:  # it has no result
         return SimpleNamespace(replay=work)

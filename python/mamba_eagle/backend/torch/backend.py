@@ -33,6 +33,7 @@ from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -134,6 +135,9 @@ class TorchBackend(Backend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return PendingEntries(table, size)
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        return mask_logits(logits, rows, masks)
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)

@@ -38,6 +38,7 @@ from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
+from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
@@ -162,6 +163,9 @@ class TritonBackend(TorchBackend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return TritonPendingEntries(table, size)
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        return mask_logits(logits, rows, masks)
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)

@@ -21,10 +21,12 @@ from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.core import PLAIN
-from mamba_eagle.drafting.base import Drafter, StepPart
+from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.runner.chooser import Chooser
+from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import (
     BatchNoise,
     SamplingState,
@@ -75,21 +77,24 @@ class DecodeStep:
         scheme: StateScheme,
         drafter: Drafter,
         sampling: SamplingState,
+        constraints: Constraints,
         chooser: Chooser,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.chooser = chooser
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
+        self.constraints = constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
-    def draft(self, slots: Tensor, kv_slots: Tensor, part: StepPart, noisy: bool) -> Tree:
-        """A tree of ``part.shape`` per request. noisy: let the drafter use the sampler's noise."""
+    def draft(
+        self, slots: Tensor, kv_slots: Tensor, part: StepPart, noise: KeyedNoise | None
+    ) -> Tree:
+        """A tree of ``part.shape`` per request. noise: what else the target will sample with."""
         table = self.table
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
-        noise = BatchNoise(self.sampling, slots) if noisy else None
         return self.chooser.agree(self.drafter.propose(slots, part, noise))
 
     def verify(
@@ -185,11 +190,23 @@ class EagerRun:
         self.slots = place.to_device(batch.slots)
         self.kv_slots = place.to_device(batch.kv_slots)
 
+    def draft(self) -> Tree:
+        """Draft trees."""
+        sampling, constraints, slots = self.step.sampling, self.step.constraints, self.batch.slots
+        noise: KeyedNoise | None = None
+        if sampling.any_need(slots):
+            noise = BatchNoise(sampling, self.slots)
+        steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
+        if steers:
+            noise = GrammarGuide(constraints, slots, noise, self.step.backend)
+        self.tree = self.step.draft(self.slots, self.kv_slots, self.part, noise)
+        if steers:
+            self.tree = constraints.reshape(slots, self.tree, self.part.shape.depth)
+        return self.tree
+
     def verify(self) -> Verified:
-        """Draft trees and run the target on them."""
-        noisy = self.step.sampling.any_need(self.batch.slots)
-        tree = self.step.draft(self.slots, self.kv_slots, self.part, noisy)
-        self.verified = self.step.verify(self.slots, self.kv_slots, tree)
+        """Run the target on the drafted trees."""
+        self.verified = self.step.verify(self.slots, self.kv_slots, self.tree)
         return self.verified
 
     def commit(self, target: Tensor | None) -> Outcome:

@@ -2,12 +2,14 @@
 
 A graph repeats the same kernels on the same memory, so there are graphs for each kind of step. A
 kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether any
-request takes more than an argmax (then drafts use the sampler's noise, and tokens are counted), and
-whether the drafter observes the accepted tokens. Batches are
+request takes more than an argmax (then drafts use the sampler's noise, and tokens are counted),
+whether the drafter observes the accepted tokens, and whether the host needs the trees before they
+are verified, because a request has a grammar. Batches are
 padded with requests that have no tokens left to generate and that use a request slot, a state slot
 and a KV slot which no real request ever gets, so padding does not affect any request.
 
     inputs → [ draft → verify ] → logits → [ sample ] → target → [ accept, commit ] → outcome
+    inputs → [ draft ] → [ verify ] → masks, sampler → …                        with a grammar
 
 The middle one is left out, and operations are launched one by one, where the backend does not
 sample in kernels, or where somebody else has chosen the tokens. The graphs of a kind run back to
@@ -27,6 +29,7 @@ from torch import Tensor
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
+from mamba_eagle.runner.sampler import BatchNoise
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Outcome, Verified
 from mamba_eagle.tree.tree import Tree
 
@@ -41,6 +44,9 @@ class Kind(NamedTuple):
     sampled: bool  # some request takes more than an argmax
     drafter_commits: bool
     stop_tokens: int  # width of the stop token table, which may grow
+    # draft and verify are two graphs, between which trees are sent to the host: it makes the
+    # masks of grammars while the device verifies
+    apart: bool = False
 
 
 def batch_ladder(max_batch: int) -> list[int]:
@@ -68,9 +74,18 @@ class GraphedRun:
         self.slots = graph.slots[: self.b]
         self.verified = graph.verified.first(self.b)
 
+    def draft(self) -> Tree:
+        """Draft trees; if no grammar needs them before, they are there after ``verify`` only."""
+        if self.graph.kind.apart:
+            self.graph.load(self.batch, self.part)
+            self.graph.draft.replay()
+        return self.verified.tree
+
     def verify(self) -> Verified:
-        """Draft trees and run the target on them."""
-        self.graph.load(self.batch, self.part)
+        """Run the target on the trees."""
+        if not self.graph.kind.apart:
+            self.graph.load(self.batch, self.part)
+        self.graph.verify.replay()
         return self.verified
 
     def commit(self, target: Tensor | None) -> Outcome:
@@ -110,7 +125,11 @@ class _Graph:
 
         for work in self.works():  # compiles kernels; runs on padding alone
             work()
-        self.verify = graphs.record(self._verify)
+        if kind.apart:
+            self.draft = graphs.record(self._draft)
+            self.verify = graphs.record(self._verify)
+        else:
+            self.verify = graphs.record(self._draft_and_verify)
         if self.samples:
             self.sample = graphs.record(self._sample)
         self.commit = graphs.record(self._commit)
@@ -118,15 +137,26 @@ class _Graph:
     def works(self) -> list[Callable[[], None]]:
         """What the graphs repeat, in order."""
         sample = [self._sample] if self.samples else []
-        return [self._verify, *sample, self._commit]
+        return [self._draft, self._verify, *sample, self._commit]
 
-    def _verify(self) -> None:
+    def _draft(self) -> None:
         self.slots.copy_(self.inputs[:, 0])
         self.kv_slots.copy_(self.inputs[:, 1:])
-        tree = self.tree
-        if tree is None:
-            tree = self.step.draft(self.slots, self.kv_slots, self.part, self.kind.sampled)
-        self.verified = self.step.verify(self.slots, self.kv_slots, tree, self.logits)
+        self.drafted = self.tree
+        if self.drafted is None:
+            self.drafted = self._drafted(self.slots, self.kv_slots, self.part)
+
+    def _drafted(self, slots: Tensor, kv_slots: Tensor, part: StepPart) -> Tree:
+        noise = BatchNoise(self.step.sampling, slots) if self.kind.sampled else None
+        return self.step.draft(slots, kv_slots, part, noise)
+
+    def _verify(self) -> None:
+        assert self.drafted is not None
+        self.verified = self.step.verify(self.slots, self.kv_slots, self.drafted, self.logits)
+
+    def _draft_and_verify(self) -> None:
+        self._draft()
+        self._verify()
 
     def _sample(self) -> None:
         self.target.copy_(self.step.sample(self.slots, self.verified, self.kind.sampled))
@@ -140,17 +170,16 @@ class _Graph:
             self.step.sampling.count(self.slots, accepted.tokens, accepted.count)
 
     def load(self, batch: DecodeBatch, part: StepPart) -> None:
-        """Copy the inputs to the device, then draft and verify."""
+        """Copy the inputs to the device, with the trees if the host drafts them."""
         inputs = [[slot, *nodes] for slot, nodes in zip(batch.slots, batch.kv_slots)]
         inputs += [self.padding] * (self.kind.batch - len(inputs))
         self.inputs.copy_(self.place.host_tensor(inputs), non_blocking=True)
         if self.tree is not None:
             own = self.inputs[: len(batch.slots)]
             slots, kv_slots = own[:, 0].contiguous(), own[:, 1:].contiguous()
-            drafted = self.step.draft(slots, kv_slots, part, self.kind.sampled)
+            drafted = self._drafted(slots, kv_slots, part)
             for kept, new in zip(self.tree, drafted):
                 kept[: len(new)] = new
-        self.verify.replay()
 
 
 class _CatchUp:
@@ -241,6 +270,7 @@ class GraphedSteps:
             sampled,
             self.step.drafter_commits(part),
             self.step.table.stop_tokens.shape[1],
+            shape != PLAIN and self.step.constraints.any(slots),
         )
         if kind not in self.graphs:
             self.graphs[kind] = _Graph(kind, part, self)

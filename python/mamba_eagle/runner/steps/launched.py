@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from mamba_eagle.backend.place import Timestamp
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
+from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.decode_step import Outcome, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill
 from mamba_eagle.tree.tree import Tree
@@ -25,7 +27,10 @@ class PendingDecode:
         batch: DecodeBatch,
         verified: Verified,
         outcome: Outcome,
+        marks: Marks | None = None,
     ) -> None:
+        """marks: of the grammars; None if no request of the batch has one."""
+        self.marks = marks or Marks({}, {})
         accepted, place = outcome.accepted, chooser.place
         self.width = accepted.nodes.shape[1]
         numbers = [accepted.count[:, None], outcome.folded[:, None]]
@@ -47,16 +52,21 @@ class PendingDecode:
         for i, (n, folded, *path) in enumerate(self.numbers.tolist()):
             tokens, nodes = path[: self.width], path[self.width :]
             result = DecodeResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
+            if not n:
+                result.problem = self.marks.problems.get(i, "")
             if n and i in self.logprobs:
                 result.logprobs = self.logprobs[i].read(n)
             if n and self.traced[i]:
                 assert self.tree is not None
-                result.trace = step_trace(self.tree, i, result)
+                refused = self.marks.refused.get(i, [])
+                result.trace = step_trace(self.tree, i, result, refused)
             results.append(result)
         return results
 
 
-def step_trace(tree: Tree, index: int, result: DecodeResult) -> StepTrace:
+def step_trace(
+    tree: Tree, index: int, result: DecodeResult, refused: Sequence[int] = ()
+) -> StepTrace:
     """The tree of request ``index`` and its accepted path, for requests that ask for a trace."""
     return StepTrace(
         tokens=tree.tokens[index].tolist(),
@@ -64,6 +74,7 @@ def step_trace(tree: Tree, index: int, result: DecodeResult) -> StepTrace:
         scores=tree.scores[index].tolist(),
         accepted=result.nodes,
         bonus=result.tokens[-1],
+        refused=list(refused),
     )
 
 
