@@ -100,8 +100,10 @@ class MarkovTrees(BlockTrees):
         assert model.markov_head is not None
         self.head: MarkovHead = model.markov_head
         self.scale = model.block.logit_scale
-        wanted = model.block.draft_topk
-        self.shortlist = wanted if 0 < wanted < model.block.draft_vocab_size else 0
+        wanted, known = model.block.draft_topk, model.block.draft_vocab_size
+        # a weight of few bits is multiplied whole
+        whole = not wanted or wanted >= known or self.head.markov_w2.matrix is not None
+        self.shortlist = 0 if whole else wanted
 
     def grow(self, grown: Candidates, block: Block, noise: KeyedNoise | None) -> None:
         b, depth, _ = block.hidden.shape

@@ -39,10 +39,10 @@ TRITON = pytest.param("triton", marks=runs_kernels)
 every_form = pytest.mark.parametrize("form", [TORCH, CPU, TRITON])
 
 
-def run_in_the_interpreter(path: Path) -> None:
-    """The tests of a file, in a process of its own."""
+def run_in_the_interpreter(*paths: Path) -> None:
+    """The tests of some files, in a process of their own."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 

@@ -1,4 +1,5 @@
-"""Products with weights of four bits, in each form against naive.py."""
+"""Products with weights of four bits, in each form against naive.py. (In the interpreter:
+test_float8.py.)"""
 
 from __future__ import annotations
 
@@ -6,13 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import TORCH, TRITON, device_of, in_the_interpreter
+from forms import TORCH, TRITON, device_of
 from torch import Tensor
 
 from mamba_eagle.kernels.four_bit import naive
 from mamba_eagle.kernels.four_bit import torch as four_bit
-
-test_in_the_interpreter = in_the_interpreter
 
 torch_or_triton = pytest.mark.parametrize("form", [TORCH, TRITON])
 

@@ -25,7 +25,7 @@ from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.weights import matrix_layers
 
-PROMPTS = [random_prompt(length, length) for length in (1, 7, 40)]
+PROMPTS = [random_prompt(length, length) for length in (3, 40)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def logprobs(tiny: Tiny, tokens: list[int], context: type[FullSequenceContext]) 
     return rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("settings", ["none", "tree", "tree-snapshot", "tree-torch"])
+@pytest.mark.parametrize("settings", ["none", "tree", "tree-torch"])
 def test_texts_are_those_of_rounded_keys_and_values(tiny: Tiny, settings: str) -> None:
     engine = tiny.engine(settings, kv_cache_dtype="fp8_e4m3")
     changed = 0.0
@@ -79,7 +79,7 @@ def kv_pools(runner: object) -> list:
     return [runner.kv, drafter.kv]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "standalone", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["eagle", "mtp", "standalone", "dspark"])
 def test_drafters_are_float8_too(tiny: Tiny, name: str, tmp_path: Path) -> None:
     """And guess as well: float8 changes a draft now and then."""
     lengths = {}

@@ -253,7 +253,8 @@ class PromptRunner:
         logits = self.step.model.compute_logits(last_features)
         chooser = self.step.chooser
         allowed, marks = self.step.constraints.first_masks(slots)
-        sampled = chooser.sample(slots, logits[:, None], positions[:, None], None, allowed)[:, 0]
+        at = (logits[:, None], positions[:, None], None, allowed)
+        sampled = chooser.sample(slots, *at)[:, 0]
         is_token = sampled != NO_TOKEN
         self.step.constraints.observe_first_tokens(slots, sampled, is_token.long())
         tokens = torch.where(is_token, sampled, 0)  # later steps need a valid token in the tables
