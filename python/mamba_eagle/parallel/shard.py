@@ -91,6 +91,8 @@ def problems(config: ModelConfig, size: int) -> list[str]:
     limits = {"tokens in the vocabulary": config.vocab_size}
     if config.mamba is not None:
         limits["heads in a Mamba2 layer"] = config.mamba.num_heads
+    if config.moe is not None:
+        limits["routed experts"] = config.moe.num_experts
     if config.intermediate_size:
         limits["channels in an MLP"] = config.intermediate_size
     for what, count in limits.items():

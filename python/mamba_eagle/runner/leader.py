@@ -24,7 +24,7 @@ from mamba_eagle.runner.process import default_threads
 from mamba_eagle.runner.ranks import join_ranks
 from mamba_eagle.runner.steps.launched import Launched
 
-END_SECONDS = 10.0  # for the other ranks to end by themselves
+END_SECONDS = 60.0  # for the other ranks to end by themselves
 
 
 class LeadingRunner:
