@@ -11,6 +11,7 @@ the scheduler's own are left out (see mamba_eagle/bench/batch.py).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 
@@ -34,13 +35,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--results", default="", help="append lines as in benchmark/results, one per number"
     )
     own.add_argument(
-        "--simulate-acc-len",
-        type=float,
-        metavar="X",
-        help="for dummy weights: every step accepts X tokens on average, whatever the target says "
-        "(SGLang: SGLANG_SIMULATE_ACC_LEN); texts mean nothing",
-    )
-    own.add_argument(
         "--compare-verify-modes",
         action="store_true",
         help="measure --mamba-verify-mode deferred and snapshot, one after the other, and compare",
@@ -52,20 +46,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def simulation_problem(args: argparse.Namespace, config: EngineConfig) -> str:
     """Why --simulate-acc-len cannot work; empty: it can, or is not used."""
-    wanted, most = args.simulate_acc_len, config.tree_shape.depth + 1
-    if wanted is None:
-        return ""
-    flag = f"--simulate-acc-len {wanted}"
-    if args.correctness_test:
-        return f"{flag}: texts mean nothing with it, so --correctness-test has nothing to compare"
-    if config.speculative_algorithm == "NONE":
-        return f"{flag}: without a drafter each step makes one token; set --speculative-algorithm"
-    if not 1 <= wanted <= most:
+    config = dataclasses.replace(config, simulate_acc_len=args.simulate_acc_len)
+    if args.simulate_acc_len and args.correctness_test:
         return (
-            f"{flag}: must be between 1 and {most}, the most that a tree of "
-            f"--speculative-num-steps {config.tree_shape.depth} can gain per step"
+            f"--simulate-acc-len {args.simulate_acc_len:g}: texts mean nothing with it, so "
+            "--correctness-test has nothing to compare"
         )
-    return ""
+    return "".join(config.simulation_problems())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,6 +70,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     if problem := simulation_problem(args, config):
         sys.exit(f"error: {problem}")
+    # the benchmark says so beside its numbers, and tells the runner itself
+    config = dataclasses.replace(config, simulate_acc_len=0.0)
+    args.simulate_acc_len = args.simulate_acc_len or None
     from mamba_eagle.bench import one_batch  # torch takes seconds to import, --help does not
 
     try:

@@ -214,6 +214,12 @@ class EngineConfig:
         2_000_000, "NGRAM: maximum number of n-grams kept, 40 bytes of host memory each"
     )
 
+    simulate_acc_len: float = setting(
+        0.0,
+        "for benchmarks with dummy weights: every step accepts so many tokens on average, whatever "
+        "the target says, and texts mean nothing; 0: off (SGLang: SGLANG_SIMULATE_ACC_LEN)",
+    )
+
     log_level: str = setting(
         "info",
         "least severe messages that are logged",
@@ -266,7 +272,24 @@ class EngineConfig:
                     "--speculative-draft-model-path, the folder of a drafter made for "
                     f"{self.model_path}"
                 )
-        return wrong
+        return wrong + self.simulation_problems()
+
+    def simulation_problems(self) -> list[str]:
+        """Why --simulate-acc-len cannot be had."""
+        length, most = self.simulate_acc_len, self.tree_shape.depth + 1
+        flag = f"--simulate-acc-len {length:g}"
+        if length == 0.0:
+            return []
+        if self.speculative_algorithm == "NONE":
+            return [
+                f"{flag}: without a drafter each step makes one token; set --speculative-algorithm"
+            ]
+        if not 1 <= length <= most:
+            return [
+                f"{flag}: must be between 1 and {most}, the most that a tree of "
+                f"--speculative-num-steps {self.tree_shape.depth} can gain per step; or 0 for off"
+            ]
+        return []
 
     @property
     def num_journals(self) -> int | None:
@@ -327,6 +350,20 @@ class ServerConfig(EngineConfig):
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
+    chat_template: str = setting(
+        "",
+        "Jinja file of the chat template, or the template itself (default: the tokenizer's)",
+        may_be_empty=False,
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: nemotron_3, nemotron_nano_v2, granite_4, falcon_h1, "
+        "qwen3, qwen3_coder, hermes, or a JSON file like theirs; none: calls stay text; auto: the "
+        "tokenizer's response_template, else what its chat template shows",
+    )
+    reasoning_parser: str = setting(
+        "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
+    )
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0
     )
@@ -387,6 +424,11 @@ class ServerConfig(EngineConfig):
 
     def problems(self) -> list[str]:
         wrong = super().problems()
+        if self.simulate_acc_len and self.speculative_adaptive:
+            wrong.append(
+                f"--simulate-acc-len {self.simulate_acc_len:g}: smaller trees than the one that is "
+                "set would not accept that many; add --no-speculative-adaptive"
+            )
         wrong += [
             f"--metrics-prefix {name}: must be sglang, vllm or none, with commas between"
             for name in self.metrics_prefixes

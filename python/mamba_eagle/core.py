@@ -101,6 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    # what the output may be, as llguidance reads it (constrain/grammar.py); "": anything
+    grammar: str = ""
 
     def problems(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> list[Problem]:
         """Every invalid value, with field, value and remedy; [] if all are valid."""
@@ -195,9 +197,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether the runner must know all tokens of a request, those that it finds cached, too:
+        penalties count them, and a retracted request's grammar has to take its output in again."""
+        return self.needs_history or bool(self.grammar)
+
     def stop_tokens(self, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-        """The tokens that end a request: its own, and the model's unless ``ignore_eos`` is set."""
-        own = () if self.ignore_eos else eos_token_ids
+        """The tokens that end a request: its own, and the model's unless ``ignore_eos`` is set.
+
+        At the end of a grammar there is nothing but the model's: ``ignore_eos`` yields to it.
+        """
+        own = () if self.ignore_eos and not self.grammar else eos_token_ids
         return frozenset(own) | frozenset(self.stop_token_ids)
 
 

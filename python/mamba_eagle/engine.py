@@ -22,6 +22,7 @@ from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.asgi_client import Call
+from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.launch import Ending, Launch
 from mamba_eagle.server.socket_dir import new_socket_dir
@@ -70,6 +71,8 @@ class Engine:
             config = ServerConfig(model_path=model_path, **known)
         except TypeError as error:
             raise ConfigError([str(error).replace("ServerConfig.__init__()", "Engine")]) from None
+        if problems := chat_problems(config):
+            raise ConfigError(problems)
         self.config = resolve(config)
         self._ready: Future[_EngineLaunch] = Future()
         self._last_words = ""

@@ -24,6 +24,8 @@ from rich.tree import Tree
 from mamba_eagle import explain_cache
 from mamba_eagle.bench.client import ServerError, generate_all, read_cache
 from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.constrain.errors import GrammarError
+from mamba_eagle.constrain.grammar import json_schema_grammar, regex_grammar
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
@@ -36,6 +38,7 @@ from mamba_eagle.tokenizer.text import TextTokenizer
 LONGEST_BAR = 40  # characters
 WIDEST = 1000  # characters: no line of a tree is broken
 LEGEND = "✓ accepted   ★ the target's own next token (bonus)   0.5 how sure the drafter was\n"
+REFUSED = "✗ refused by the grammar\n"
 RID = "explain"
 
 
@@ -147,8 +150,8 @@ def token_names(step: dict[str, Any]) -> list[str]:
 
 
 def step_tree(step: dict[str, Any]) -> Tree:
-    """✓ before accepted nodes, ★ before the bonus."""
-    accepted, names = step["accepted"], token_names(step)
+    """✓ before accepted nodes, ★ before the bonus, ✗ before those that the grammar refused."""
+    accepted, names, refused = step["accepted"], token_names(step), step.get("refused", [])
     branches = [Tree(Text(names[0], "bold"), guide_style="dim")]
     bonus_drawn = False
     for node in range(1, len(step["tokens"])):
@@ -160,6 +163,8 @@ def step_tree(step: dict[str, Any]) -> Tree:
             # drafted, too, but the output ends with it
             bonus_drawn = True
             text = Text(f"★ {label}", "cyan")
+        elif node in refused:
+            text = Text(f"✗ {label}", "dim red")
         else:
             text = Text(label, "dim")
         branches.append(branches[parent].add(text))
@@ -184,7 +189,8 @@ def show(reply: dict[str, Any], console: Console) -> None:
     """All trees, then the summary."""
     meta = reply["meta_info"]
     steps = meta["spec_trace"]
-    console.print(Text(LEGEND, "dim"))
+    any_refused = any(step.get("refused") for step in steps)
+    console.print(Text(LEGEND + REFUSED * any_refused, "dim"))
     for number, step in enumerate(steps, start=1):
         drafted, accepted = len(step["tokens"]) - 1, len(step["accepted"]) - 1
         console.print(Text(f"step {number}: {drafted} drafted, {accepted} accepted", "bold"))
@@ -217,6 +223,8 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument("--max-new-tokens", type=int, default=64)
     own.add_argument("--temperature", type=float, default=0.0)
     own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")
+    own.add_argument("--json-schema", default="", help="constrain the output to this JSON schema")
+    own.add_argument("--regex", default="", help="constrain the output to this pattern")
     own.add_argument("--url", default="", help="ask this server; no model is loaded then")
     own.add_argument("--api-key", default="", help="the server's, if it has one")
     own.add_argument(
@@ -224,6 +232,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser, EngineConfig)
     return parser
+
+
+def grammar_of(args: argparse.Namespace) -> str:
+    """The text of the constraint; "" if none is asked for.
+
+    Raises: GrammarError
+    """
+    if args.json_schema and args.regex:
+        raise GrammarError("both are given; give one")
+    if args.json_schema:
+        return json_schema_grammar(args.json_schema).text
+    return regex_grammar(args.regex).text if args.regex else ""
 
 
 def show_cache(args: argparse.Namespace) -> None:
@@ -252,18 +272,24 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--text {args.text!r}: must be text in valid UTF-8, not empty")
     if args.url and config != EngineConfig():
         parser.error(f"--url {args.url}: the server has its own model; leave the model's flags out")
-    sampling = {
+    sampling: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "seed": args.seed,
     }
+    try:
+        grammar = grammar_of(args)
+    except GrammarError as error:
+        parser.error(f"--json-schema or --regex: {error}")
     if problems := SamplingParams(**sampling).problems(vocab_size=1):
         sys.exit("\n".join(f"error: {problem}" for problem in problems))
     try:
         if args.url:
-            reply = ask_server(args.url, args.text, sampling, args.api_key)
+            asked = {"json_schema": args.json_schema or None, "regex": args.regex or None}
+            reply = ask_server(args.url, args.text, {**sampling, **asked}, args.api_key)
         else:
-            reply = ask_engine(resolve(config), args.text, SamplingParams(**sampling))
+            params = SamplingParams(**sampling, grammar=grammar)
+            reply = ask_engine(resolve(config), args.text, params)
     except (ExplainError, ConfigError) as error:
         sys.exit(f"error: {error}")
     if args.json:

@@ -39,11 +39,19 @@ MAX_SAMPLES = 1024  # n
 MAX_CACHE_SALT = 256  # characters of cache_salt
 MAX_PIN_SECONDS = 3600  # pin_seconds
 MAX_CHECKPOINTS = 16  # positions of checkpoint
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 128  # characters
+MAX_DOCUMENTS = 256
 MAX_STOP_STRINGS = 512
 MAX_STOP_LENGTH = 1024  # characters of one
 MAX_STOP_CHARACTERS = 16_384  # of all together
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS_ENTRIES = 4096
+MAX_GRAMMAR_CHARACTERS = 131_072  # of a schema, a pattern or a grammar
+MAX_SCHEMA_DEPTH = 100  # objects and lists within each other
+MAX_CHOICES = 4096
+MAX_TAGS = 512  # tags, triggers or elements of one structural tag
+MAX_TAG_DEPTH = 16  # formats within each other
 MAX_RID_LENGTH = 256  # characters
 MAX_MODEL_LENGTH = 512  # characters
 MAX_DETOKENIZED_IDS = 2**20  # of all lists of /detokenize together
@@ -54,6 +62,9 @@ MAX_PROMPT_TOKENS = 2**22  # of all samples: each carries its prompt
 MAX_TOKEN_ENTRIES = 2**18  # logit_bias and stop_token_ids, of all samples
 MAX_INPUT_LOGPROBS = 2**17  # of one prompt: positions times (1 + top)
 MAX_LOGPROBS = 2**21  # of all samples, input and output: tokens times (1 + top)
+
+MAX_TEMPLATE_SECONDS = 2.0  # of processor time for rendering a chat
+MAX_THINKING_BUDGET = 2**20  # tokens
 
 # ── what is shown and repeated ───────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ and tokens in tensors are int64.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -52,6 +53,18 @@ class Backend(ABC):
     @abstractmethod
     def description(self) -> str:
         """The chosen implementations, in one line for the start-up log."""
+
+    # ── kernels that are compiled ──
+
+    @abstractmethod
+    def prepare_builds(self, about: str) -> None:
+        """The first thing that a runner calls: what is slow may begin here, beside the loading of
+        weights. about: everything that decides which kernels there will be."""
+
+    @abstractmethod
+    def build_kernels(self, rehearse: Callable[[], None]) -> None:
+        """Compile all kernels that ``rehearse`` launches, which is everything that serving can
+        need, if that takes longer one after the other."""
 
     # ── which parts may be captured in a graph ──
 
@@ -173,6 +186,23 @@ class Backend(ABC):
         """A queue of entries that a drafter has yet to process."""
 
     @abstractmethod
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        """-inf for tokens that a grammar forbids, in new memory: logits [n, V] float32, rows [m]
+        int64, indices of different rows, masks [m, W] int32, a bit per token -> [n, V]."""
+
+    @abstractmethod
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
         [n, V] float32."""
+
+    # ── sampling ──
+
+    @property
+    def samples_in_kernels(self) -> bool:
+        """Whether ``sample_nodes`` exists. Elsewhere runner/sampler.py does it in torch."""
+        return False
+
+    def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
+        """The target's token at every node, without asking the host: logits [b, T, V], any float
+        dtype -> [b, T], negative where none can be sampled."""
+        raise AssertionError("only where samples_in_kernels")

@@ -171,12 +171,16 @@ class SavedJournals:
         assert 0 < count <= self.size, f"{count} of {self.size} rows"
         rows = torch.arange(part.start, part.end, device=self.trail.device) % self.size
         if self.mixers:
+            key = self.pool.rounding.cache_key(part.end, rows.device)
             group = max(1, MAX_REPLAY_ELEMENTS // (count * self.conv_in.shape[3]))
             for first in range(0, len(self.mixers), group):
-                self._replay_layers(slice(first, first + group), part.slot, rows, state_slot)
+                layers = slice(first, first + group)
+                self._replay_layers(layers, part.slot, rows, state_slot, key)
         self.pool.feature[state_slot] = self.feature[part.slot, rows[-1]]
 
-    def _replay_layers(self, layers: slice, slot: int, rows: Tensor, state_slot: int) -> None:
+    def _replay_layers(
+        self, layers: slice, slot: int, rows: Tensor, state_slot: int, key: Tensor | None
+    ) -> None:
         weights, pool, count = self._convolutions(), self.pool, len(rows)
         raw = torch.cat([pool.conv[layers, state_slot], self.conv_in[layers, slot][:, rows]], dim=1)
         taps = weights.taps[layers]
@@ -190,7 +194,7 @@ class SavedJournals:
         in_journal = torch.ones(dt.shape[:2], dtype=torch.bool, device=dt.device)
         state = pool.ssm[layers, state_slot]
         folded = fold(Rows(x, B, dt, log_decay), in_journal, log_decay[:, -1], state)
-        pool.ssm[layers, state_slot] = folded.to(pool.ssm.dtype)
+        pool.ssm[layers, state_slot] = pool.rounding.round_layers(folded, key, layers.start)
         pool.conv[layers, state_slot] = raw[:, count:]
 
     def _convolutions(self) -> Convolutions:

@@ -143,7 +143,11 @@ class RequestTable:
     """Data of running requests, by request slot (R of them): tensors on the device, lists on the
     host."""
 
-    def __init__(self, max_running: int, context_length: int, device: torch.device) -> None:
+    def __init__(
+        self, max_running: int, context_length: int, device: torch.device, max_stops: int = 8
+    ) -> None:
+        """max_stops: stop tokens of a request that there is room for; the table grows with more,
+        which captured graphs would not see."""
         R = max_running
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -157,7 +161,7 @@ class RequestTable:
         self.last_token = zeros(R)  # the root of the next tree: sampled, not yet processed
         self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
         # padded with -1
-        self.stop_tokens = torch.full((R, 8), -1, dtype=torch.int64, device=device)
+        self.stop_tokens = torch.full((R, max_stops), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R
         self.top_logprobs = [0] * R
         self.wants_trace = [False] * R

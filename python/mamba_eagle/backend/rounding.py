@@ -32,8 +32,17 @@ class StateRounding(ABC):
         """What the noise of these writes depends on, [n] int64; None without noise."""
 
     @abstractmethod
+    def cache_key(self, position: int, device: torch.device) -> Tensor | None:
+        """As ``keys``, [1], for a state that belongs to no request but to the cache."""
+
+    @abstractmethod
     def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
         """states [n, H, P, N] float32 -> the same in the state slots' dtype."""
+
+    def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
+        """``round`` for one slot's states in layers ``first`` and after it, [layers, H, P, N]."""
+        layers = range(first, first + len(states))
+        return torch.cat([self.round(s[None], key, i) for s, i in zip(states, layers, strict=True)])
 
 
 class ToNearest(StateRounding):
@@ -42,7 +51,13 @@ class ToNearest(StateRounding):
     def keys(self, slots: Tensor, positions: Tensor) -> None:
         return None
 
+    def cache_key(self, position: int, device: torch.device) -> None:
+        return None
+
     def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
+        return states.to(self.dtype)
+
+    def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
         return states.to(self.dtype)
 
 
@@ -59,6 +74,10 @@ class Stochastic(StateRounding):
 
     def keys(self, slots: Tensor, positions: Tensor) -> Tensor:
         return token_keys(self.seeds[slots], positions)
+
+    def cache_key(self, position: int, device: torch.device) -> Tensor:
+        at = torch.full((1,), position, device=device)
+        return token_keys(torch.zeros_like(at), at)
 
     def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
         assert keys is not None

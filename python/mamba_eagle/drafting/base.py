@@ -19,18 +19,23 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import weight_problems
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class KeyedNoise(Protocol):
-    """The noise that the target will sample with. A drafter that adds it predicts the sampled token
-    rather than the distribution."""
+    """What else the target will sample with: noise, and on a CPU the masks of grammars. A drafter
+    that adds it predicts the sampled token rather than the distribution."""
 
     def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] int64 -> [b, lanes, V]
         float32, the log-probabilities with noise."""
+
+    def follow(self, frontier: Frontier) -> None:
+        """The next call has these lanes, made of the last call's results. Drafters without lanes
+        need not call it: what depends on the tokens of lanes is then left out."""
 
 
 class StepPart(NamedTuple):

@@ -240,6 +240,8 @@ class ModelDrafter(Drafter):
         root = table.processed[slots]  # [b]: position of the root
         grown = self.backend.candidates(table.last_token[slots], shape.topk, shape.depth)
         frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
+        if noise is not None:
+            noise.follow(frontier)
         if shape.depth > 1:
             lanes = self._lanes(slots, root + 1, shape.depth)
         for depth in range(1, shape.depth):
@@ -251,6 +253,8 @@ class ModelDrafter(Drafter):
                 lanes.context(frontier.lanes, root + depth),
             ).unflatten(0, frontier.tokens.shape)
             frontier = grown.expand(self._best(depth, above, root + depth + 1, noise, shape.topk))
+            if noise is not None:
+                noise.follow(frontier)
         return grown.select(shape.nodes)
 
     def _best(

@@ -125,6 +125,7 @@ class StepTrace(msgspec.Struct, array_like=True):
     scores: list[float]  # [T]; log-probability of the path under the drafter; the root's is 0
     accepted: list[int]  # nodes on the accepted path, the root first
     bonus: int  # the target's token at the end of the path
+    refused: list[int] = []  # nodes that the request's grammar does not allow, and those below them
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -267,7 +268,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
     # (a retracted request prefills its own output again)
-    # all tokens of [0, start), if sampling or the drafter needs them:
+    # all tokens of [0, start), if sampling, a grammar or the drafter needs them:
     history: Indices = msgspec.field(default_factory=indices)
     return_spec_trace: bool = False
     # in every chunk:
@@ -339,6 +340,7 @@ class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     token: int = -1  # first output token after the last chunk; -1: none, or none could be sampled
     logprob: TokenLogprob | None = None  # of ``token``, if requested
     input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
+    problem: str = ""  # what the request's grammar says if none could be sampled
 
 
 class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -353,6 +355,7 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     folded: int = 0  # position of the state in the request's state slot after this step
     logprobs: list[TokenLogprob] = []  # one per token, if requested
     trace: StepTrace | None = None  # if requested
+    problem: str = ""  # what the request's grammar says if no token could be sampled
 
 
 class StepResult(Message):
@@ -364,6 +367,7 @@ class StepResult(Message):
     seconds: float = 0.0  # the runner's time for the whole step
     decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting
     idle_seconds: float = 0.0  # between the end of the previous step and the start of this one
+    num_compiled: int = 0  # kernels and graphs that the runner made since it was ready: none
 
 
 # ── scheduler and runner → watchdog of the server process ────────────────────────────────────

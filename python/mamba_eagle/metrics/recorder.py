@@ -54,6 +54,7 @@ GAUGES = {
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens per verify step",
     "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
+    "num_compiled_kernels": "kernels compiled and graphs captured while serving, each a stall",
     "num_retracted_reqs": "requests sent back to the queue because memory ran out",
 }
 FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -184,7 +185,18 @@ class Recorder:
             ["model_name", "accepted_drafts"],
             registry=self.registry,
         )
+        self._simulated = Gauge(
+            PREFIX + "simulated_accept_length",
+            "length that --simulate-acc-len forces, texts mean nothing; 0: texts are the model's",
+            ["model_name"],
+            registry=self.registry,
+        )
+        self.simulates(0.0)
         self.reset_averages()
+
+    def simulates(self, accept_length: float) -> None:
+        """Every step accepts so many tokens on average, whatever the target says."""
+        self._simulated.labels(self._model).set(accept_length)
 
     def reset_averages(self) -> None:
         """Starts the averages anew, as benchmarks ask for with /flush_cache."""

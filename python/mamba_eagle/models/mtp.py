@@ -109,9 +109,9 @@ def num_modules(config: ModelConfig) -> int:
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     """The modules' blocks, from the target's config.json or from one with the same keys.
 
-    There are ``num_nextn_predict_layers`` modules with the blocks of
-    ``mtp_hybrid_override_pattern`` or ``mtp_layers_block_type``. With ``mtp_use_repeated_layer``
-    that number counts the uses of a single module.
+    There are ``num_nextn_predict_layers`` modules with the blocks of ``mtp_layers_block_type`` or,
+    where that is missing or says no more than the default, ``mtp_hybrid_override_pattern``. With
+    ``mtp_use_repeated_layer`` that number counts the uses of a single module.
 
     Raises: UnsupportedModel
     """
@@ -123,13 +123,11 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         )
     if values.get("mtp_use_repeated_layer"):
         count = 1
-    blocks = (
-        values.get("mtp_hybrid_override_pattern")
-        or values.get("mtp_layers_block_type")
-        or DEFAULT_BLOCKS
-    )
-    # letters of a pattern, or names of a list
-    names = [nemotron_h.BLOCK_OF_LETTER.get(block, block) for block in blocks]
+    names = [nemotron_h.BLOCK_OF_NAME.get(n, n) for n in values.get("mtp_layers_block_type") or ()]
+    pattern = values.get("mtp_hybrid_override_pattern")
+    if pattern and (not names or names == list(DEFAULT_BLOCKS)):
+        names = [nemotron_h.BLOCK_OF_LETTER.get(letter, letter) for letter in pattern]
+    names = names or list(DEFAULT_BLOCKS)
     return nemotron_h.parse_config(
         {
             **values,

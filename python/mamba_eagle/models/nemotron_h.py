@@ -1,7 +1,8 @@
 """Nemotron-H: Mamba2, attention without position encoding, relu² MLP and expert layers, mixed.
 
-For Nemotron-H, Nemotron Nano v2, and Nemotron 3 Nano and Super (whose experts have a latent width).
-The multi-token-prediction layers that come with Super belong to a drafter (mtp.py).
+For Nemotron-H, Nemotron Nano v2, Nemotron 3 Nano and Super (whose experts have a latent width), and
+Nemotron 3.5 Lightning. The multi-token-prediction layers that come with some of them belong to a
+drafter (mtp.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ BLOCK_OF_NAME = {
     "full_attention": "attention",
     "mlp": "mlp",
     "moe": "moe",
+}
+# older names, which win where a config.json has both, as in transformers
+OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_chunk_size": "chunk_size",
+    "mamba_dt_limit": "time_step_limit",
 }
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(up_proj|down_proj)\.weight")
 
@@ -64,9 +73,21 @@ def expert_place(name: str) -> Target | None:
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
-    """Layers as a pattern or a list. Also reads the EAGLE heads of this project."""
+    """Layers as a pattern or a list; ``num_hidden_layers`` is not read, as in transformers. Also
+    reads the EAGLE heads of this project.
+
+    Raises: UnsupportedModel, KeyError naming what config.json lacks.
+    """
+    values = {**values, **{OLDER_NAMES[k]: v for k, v in values.items() if k in OLDER_NAMES}}
     blocks = blocks_of(values)
     only(values, mamba_hidden_act="silu", mlp_hidden_act="relu2")
+    if "attention" in blocks and values.get("sliding_window"):
+        raise UnsupportedModel(
+            f"sliding_window {values['sliding_window']!r:.200} is not supported: attention layers "
+            "of this family see everything before a token"
+        )
+    if "moe" in blocks:
+        only(values, n_shared_experts=1)
     mamba = attention = moe = None
     if "mamba" in blocks:
         mamba = Mamba2Config(

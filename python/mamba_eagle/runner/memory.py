@@ -124,6 +124,8 @@ def _sizes(
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
+        if backend.samples_in_kernels:
+            graphs += sampling_bytes(config.max_running_requests + 1, model)
     own_journal = journal_bytes(
         model.mamba, model.num_mamba_layers, config.journal_rows, feature_size, size
     )
@@ -166,6 +168,12 @@ def graph_bytes(tokens: int, model: ModelConfig) -> int:
     """Bytes that graphed steps of up to ``tokens`` nodes need: their logits in float32, and as much
     again for activations, the logits of a drafter's lanes, and the graphs themselves."""
     return 2 * tokens * model.vocab_size * 4 + MIN_GRAPH_BYTES
+
+
+def sampling_bytes(requests: int, model: ModelConfig) -> int:
+    """Bytes of the sampler's tables by request slot and token: whether the prompt has it, how often
+    the output does, its bias, and whether it ends the request."""
+    return requests * model.vocab_size * (1 + 4 + 4 + 1)
 
 
 def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:

@@ -16,12 +16,16 @@ from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
+from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.weights import weight_bytes, weights_come_late
+from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.message.indices import indices
 from mamba_eagle.model_config import UnsupportedModel
@@ -34,6 +38,7 @@ from mamba_eagle.models.loader import (
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.models.rooms import FewBitRooms
 from mamba_eagle.quantization.policy import Policy
+from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState, sample
 from mamba_eagle.runner.steps.decode_step import (
@@ -43,7 +48,7 @@ from mamba_eagle.runner.steps.decode_step import (
     Outcome,
     Verified,
 )
-from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps
+from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
 from mamba_eagle.tree.shapes import step_shapes
@@ -67,6 +72,7 @@ class ModelRunner:
         self.config = config
         self.model_config = read_model_config(config.model_path)
         self.backend = _choose_backend(config, self.model_config.dtype)
+        self.backend.prepare_builds(f"{config} {self.model_config}")
         self.context_length = self._context_length()
         self.shape = config.tree_shape
 
@@ -106,16 +112,31 @@ class ModelRunner:
             self.scheme,
             self.drafter,
             self.sampling,
+            self.constraints,
         )
+        self.step.forced_length = config.simulate_acc_len or None
         self.prompts = PromptRunner(
             self.step, self.pool, self.journals, self.model_config.eos_token_ids
         )
         self.steps: EagerSteps | GraphedSteps = EagerSteps(self.step)
+        # called when a launch is about to wait for the device, where the last step's result is by
+        # then: whoever sends results can do so first
+        self.before_waiting: Callable[[], None] = lambda: None
         self._ended = self.backend.place.timestamp()  # end of the previous step
+        self.compilations: Compilations | None = None  # counted from the end of the start on
         self.warm_up()
+        self.compilations = Compilations()
+        self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
 
     # ── one step ──
+
+    @property
+    def num_compiled(self) -> int:
+        """Kernels that were compiled or loaded, and graphs that were captured, since the start."""
+        if self.compilations is None:
+            return 0
+        return self.compilations.count + self.steps.num_graphs - self.graphs_at_start
 
     @property
     def overlaps(self) -> bool:
@@ -149,16 +170,26 @@ class ModelRunner:
             trees = self._decode(plan.decode, run)
         previous, self._ended = self._ended, now()
         times = Times(previous, began, decode_began, self._ended)
-        return Launched(plan.step, prompts, trees, times)
+        return Launched(plan.step, prompts, trees, times, self.num_compiled)
 
     def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
+        tree, view = run.draft(), None
+        if self.constraints.any(batch.slots):
+            view = self.constraints.view(batch.slots, tree)
         verified = run.verify()
-        after = verified.positions + 1
-        target = sample(self.sampling, batch.slots, verified.logits, after, verified.tree)
+        allowed, marks = None, None
+        if view is not None:
+            self.before_waiting()
+            allowed, marks = view.masks()
+        target = None
+        if allowed is not None or not run.samples:
+            after, tree = verified.positions + 1, verified.tree
+            target = sample(self.sampling, batch.slots, verified.logits, after, tree, allowed)
         outcome = run.commit(target)
+        self.constraints.observe_accepted(batch.slots, outcome.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
             self._keep_rows(run.slots, verified, outcome)
-        return PendingDecode(self.backend.place, self.table, batch, verified, outcome)
+        return PendingDecode(self.backend.place, self.table, batch, verified, outcome, marks)
 
     def _keep_rows(self, slots: Tensor, verified: Verified, outcome: Outcome) -> None:
         """Copy the rows of accepted tokens to the journals of the requests that have one."""
@@ -182,6 +213,7 @@ class ModelRunner:
         self.table.remaining[self.backend.place.to_device(slots)] = 0
         for slot in slots:
             self.sampling.release(slot)
+            self.constraints.release(slot)
 
     def simulate_accept_length(self, length: float) -> None:
         """Make steps accept ``length`` nodes on average, whatever the target's tokens are.
@@ -189,43 +221,59 @@ class ModelRunner:
         For benchmarks with dummy weights. Call it before the first step.
         """
         self.step.forced_length = length
-        self.steps = self._make_steps()
+        if self._capturable():
+            self.steps = self._make_steps(GraphedSteps)
 
     # ── start-up ──
 
     def warm_up(self) -> None:
-        """Generate two tokens, so that no request waits for kernels to be compiled.
+        """Launch everything that serving can need, so that no request waits for a kernel that is
+        compiled or a graph that is captured."""
+        self.backend.build_kernels(self._rehearse)
+        self._generate()
+        if self._capturable():
+            self.steps = self._make_steps(GraphedSteps)
+
+    def _rehearse(self) -> None:
+        """As ``warm_up``, and captures nothing."""
+        self._generate()
+        if self._capturable():
+            self._make_steps(RehearsedSteps)
+
+    def _generate(self) -> None:
+        """Make two tokens, greedy and then sampled.
 
         Leftovers in request slot 0, state slot 0 and the KV slots are overwritten by the requests
         that take these slots.
         """
         nodes = self.shape.nodes
-        prompt = PrefillItem(
-            slot=0,
-            state_slot=0,
-            start=0,
-            token_ids=indices([0]),
-            kv_slots=indices([0]),
-            sampling=SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True),
-            output_start=1,
-        )
-        tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
-        self.execute(Plan(step=0, prefill=[prompt]))
-        self.execute(Plan(step=0, decode=tree))
-        self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
-        self.steps = self._make_steps()
+        for temperature, top_k in ((0.0, -1), (1.0, 2)):
+            sampling = SamplingParams(
+                temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
+            )
+            prompt = PrefillItem(
+                slot=0,
+                state_slot=0,
+                start=0,
+                token_ids=indices([0]),
+                kv_slots=indices([0]),
+                sampling=sampling,
+                output_start=1,
+            )
+            tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
+            self.execute(Plan(step=0, prefill=[prompt]))
+            self.execute(Plan(step=0, decode=tree))
+            self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
 
     @torch.inference_mode()
-    def _make_steps(self) -> EagerSteps | GraphedSteps:
-        """Graphed steps if no part of a step waits for the host, otherwise eager ones."""
-        if not self._capturable():
-            return EagerSteps(self.step)
+    def _make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:
         running, vocab = self.config.max_running_requests, self.model_config.vocab_size
-        steps = GraphedSteps(self.step, running, self.shape.nodes, vocab)
+        steps = kind(self.step, running, self.shape.nodes, vocab)
         steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
 
     def _capturable(self) -> bool:
+        """Whether no part of a step waits for the host."""
         if self.config.disable_cuda_graph or not self.backend.captures_graphs:
             return False
         model = self.model_config
@@ -273,7 +321,8 @@ class ModelRunner:
         config, model, memory, backend = self.config, self.model_config, self.memory, self.backend
         padding = backend.place.padding_slots
         running = config.max_running_requests + padding
-        self.table = RequestTable(running, self.context_length, backend.device)
+        stops = 8 if backend.place.on_host else MAX_STOP_TOKEN_IDS + len(model.eos_token_ids)
+        self.table = RequestTable(running, self.context_length, backend.device, stops)
         self.table.state_slot[config.max_running_requests :] = memory.state_slots
         self.kv = KVPool(
             model.num_attention_layers,
@@ -313,6 +362,15 @@ class ModelRunner:
             backend.place,
         )
         self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, backend)
+        self.constraints = Constraints(self._matchers(), backend.place)
+
+    def _matchers(self) -> Matchers:
+        path, model = self.config.tokenizer_path, self.model_config
+
+        def load() -> Vocabulary:
+            return Vocabulary(read_tokenizer(path), model.vocab_size, model.eos_token_ids)
+
+        return Matchers(load, model.vocab_size, model.eos_token_ids)
 
     def _describe(self) -> RunnerReady:
         memory, weights = self.memory, weight_bytes(self.model)

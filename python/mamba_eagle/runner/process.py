@@ -50,6 +50,17 @@ def run(config: EngineConfig, socket_dir: str) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host)
     pulse.start()
     launched: deque[Launched] = deque()
+
+    def send_result() -> None:
+        results.send(launched.popleft().result())
+        pulse.step_ended()
+
+    def send_all() -> None:
+        while launched:
+            send_result()
+
+    runner.before_waiting = send_all
+    runner.constraints.prepare()
     while True:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
@@ -59,8 +70,7 @@ def run(config: EngineConfig, socket_dir: str) -> None:
             with pulse.launching():
                 launched.append(runner.launch(plan))
         while launched and launched[0].done:
-            results.send(launched.popleft().result())
-            pulse.step_ended()
+            send_result()
 
 
 def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan | Shutdown | None:

@@ -1,9 +1,10 @@
 """From logits to tokens.
 
 The token of a node is ``argmax(filter(logits') / temperature + gumbel(seed, position))``, and
-``argmax(logits')`` at temperature 0, where logits' has the penalties, the bias and the ban of
-stop tokens applied. It is computed as ``argmax(filter(logits') + temperature * gumbel)``, which
-is the same and needs no case for temperature 0.
+``argmax(logits')`` at temperature 0. logits' are the logits after, in this order, penalties, bias,
+the ban of stop tokens, and the mask of the request's grammar. It is computed as
+``argmax(filter(logits') + temperature * gumbel)``, which is the same and needs no case for
+temperature 0.
 
 A request's tokens do not depend on its batch: all operations treat requests separately, operations
 that a request does not ask for leave its logits unchanged bit for bit, and all sums that decide
@@ -24,7 +25,11 @@ from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.tree.tree import Tree
+from mamba_eagle.kernels.sampling import tables as asked
+from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
+from mamba_eagle.runner.constraints import TokenMasks
+from mamba_eagle.tree.candidates import Frontier
+from mamba_eagle.tree.tree import Tree, single_node_tree
 
 NO_TOKEN = -1  # returned instead of a token where none can be sampled
 MASS = 2.0**40  # the mass of a node's best token in the integer sums of top-p
@@ -43,6 +48,18 @@ class _Needs(NamedTuple):
     ban: bool = False
     top_k: int = 0  # 0: no limit
 
+    def flags(self, top_p: float) -> int:
+        """As the kernels read them."""
+        return (
+            asked.NOISE * self.noise
+            | asked.TOP_K * (self.top_k > 0)
+            | asked.TOP_P * (self.noise and top_p < 1.0)
+            | asked.MIN_P * self.min_p
+            | asked.HISTORY * self.history
+            | asked.BIAS * self.bias
+            | asked.BAN * self.ban
+        )
+
 
 _GREEDY = _Needs()
 
@@ -54,7 +71,8 @@ class SamplingState:
     tokens, including the bonus, are passed to ``observe_accepted``, and so is the first output
     token, which prefill samples.
 
-    Each [R, V] table is allocated when the first request needs it.
+    Each [R, V] table is allocated when the first request needs it; where kernels sample, all are
+    allocated at once, since graphs hold their addresses.
     """
 
     def __init__(
@@ -75,7 +93,19 @@ class SamplingState:
         self.numbers = torch.zeros(max_running, 6, device=self.device)
         # seed, top_k, first position where a stop token may be sampled
         self.integers = torch.zeros(max_running, 3, dtype=torch.int64, device=self.device)
+        self.flags = torch.zeros(max_running, dtype=torch.int32, device=self.device)
+        self.spans = torch.zeros(max_running, device=self.device)  # temperature · log(min_p)
         self._tables: dict[str, Tensor] = {}
+        self.tables: SamplingTables | None = None  # what kernels read, if they sample
+        if backend.samples_in_kernels:
+            parameters = (self.flags, self.numbers, self.spans, self.integers)
+            large = (self.prompt_seen, self.output_counts, self.bias, self.stops)
+            self.tables = SamplingTables(*parameters, *large)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tables that exist."""
+        return sum(table.nbytes for table in self._tables.values())
 
     def _table(self, name: str, dtype: torch.dtype) -> Tensor:
         """A [R, V] table, allocated with zeros on first use."""
@@ -126,7 +156,8 @@ class SamplingState:
             min_p=noise and params.min_p > 0.0,
             history=params.needs_history,
             bias=bool(params.logit_bias),
-            ban=params.min_new_tokens > 0 and bool(stop_tokens),
+            # with a grammar the ban yields to its end, which its masks know (constrain/request.py)
+            ban=params.min_new_tokens > 0 and bool(stop_tokens) and not params.grammar,
             top_k=params.top_k if limited else 0,
         )
         self._needs[slot] = needs
@@ -145,6 +176,9 @@ class SamplingState:
         self.integers[slot] = self._copied(
             [params.seed, needs.top_k or self.vocab_size, prompt_len + params.min_new_tokens]
         )
+        self.flags[slot] = needs.flags(params.top_p)
+        numbers = self.numbers[slot]
+        self.spans[slot] = numbers[0] * numbers[2].log()
         if "bias" in self._tables:
             self.bias[slot] = 0.0
         if needs.bias:
@@ -187,8 +221,11 @@ class SamplingState:
         slots: [b] int64 request slots; tokens: [b, D] int64; count: [b] int64. Returns at once if
         no running request has a penalty.
         """
-        if not self._with_history:
-            return
+        if self._with_history:
+            self.count(slots, tokens, count)
+
+    def count(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """As ``observe_accepted``, whether or not any request needs it: for graphs."""
         valid = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
         cells = slots.unsqueeze(1) * self.vocab_size + torch.where(valid, tokens, 0)
         self.output_counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
@@ -203,9 +240,9 @@ class SamplingState:
         """The operations that each request of a batch needs. slots: [b] request slots."""
         return [self._needs[slot] for slot in slots]
 
-    def any_noise(self, slots: list[int]) -> bool:
-        """Whether any request of a batch is not greedy. slots: [b] request slots."""
-        return any(self._needs[slot].noise for slot in slots)
+    def any_need(self, slots: list[int]) -> bool:
+        """Whether any request of a batch takes more than an argmax. slots: [b] request slots."""
+        return any(self._needs[slot] != _GREEDY for slot in slots)
 
 
 class BatchNoise:
@@ -230,6 +267,9 @@ class BatchNoise:
         noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
         return torch.where(is_noisy, noisy, log_probs)
 
+    def follow(self, frontier: Frontier) -> None:
+        """It is the same in all lanes."""
+
 
 def sample(
     state: SamplingState,
@@ -237,21 +277,26 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     tree: Tree | None,
+    allowed: TokenMasks | None = None,
 ) -> Tensor:
     """The target's token at every node.
 
     slots: [b] request slots. logits: [b, T, V], any float dtype. positions: [b, T] int64, the
     absolute position of the sampled token, which is the node's own + 1. tree: None if T is 1 and
-    the node is the last token counted.
+    the node is the last token counted. allowed: what the grammars of constrained requests leave.
 
     Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled because logits are not
     finite or all tokens are banned.
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
-        return _best(logits)
+        return _best(_constrained(state, logits, allowed))
 
     device_slots = state.backend.place.to_device(slots)
+    if state.tables is not None:
+        # what is -inf before penalties and bias stays so
+        masked = _constrained(state, logits, allowed)
+        return sample_in_kernels(state, device_slots, masked, positions, tree)
     numbers = state.numbers[device_slots].unsqueeze(2)  # [b, 6, 1]
     temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
     seed, top_k, ban_until = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
@@ -268,6 +313,7 @@ def sample(
     if any(need.ban for need in needs):
         early = positions.unsqueeze(2) < ban_until
         logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
+    logits = _constrained(state, logits, allowed)
     if not any(need.noise for need in needs):
         return _best(logits)
 
@@ -290,7 +336,32 @@ def sample(
         kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
     seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
     noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
-    return _best(torch.addcmul(kept, noise.view_as(kept), temperature))
+    # two roundings on every device, as in the kernels
+    return _best(noise.view_as(kept).mul_(temperature).add_(kept))
+
+
+def sample_in_kernels(
+    state: SamplingState, slots: Tensor, logits: Tensor, positions: Tensor, tree: Tree | None
+) -> Tensor:
+    """As ``sample``, with no decision on the host: a graph may capture it. slots: [b] int64."""
+    assert state.tables is not None
+    tree = tree or single_node_tree(slots)  # whose root's token is not looked at
+    nodes = SampledNodes(slots, positions, tree.tokens, tree.ancestors)
+    return state.backend.sample_nodes(logits, nodes, state.tables)
+
+
+def sample_greedy(logits: Tensor) -> Tensor:
+    """As ``sample``, for requests that need nothing but the best token: [b, T, V] -> [b, T]."""
+    return _best(logits)
+
+
+def _constrained(state: SamplingState, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
+    """-inf for tokens that a grammar forbids, after all that could raise them: [b, T, V]. Never in
+    place, since logprobs are of the raw logits."""
+    if allowed is None:
+        return logits
+    flat = logits.float().flatten(0, 1)
+    return state.backend.mask_logits(flat, *allowed).view(logits.shape)
 
 
 def _best(scores: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import JournalPart, PrefillItem, RunnerReady, StateSave
+from mamba_eagle.scheduler.pace import PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy
@@ -30,7 +31,8 @@ class PrefillManager:
     ) -> None:
         self.policy, self.slots = policy, slots
         # most prompt tokens in one step
-        self.chunk_size = config.chunked_prefill_size or runner.chunked_prefill_size
+        most = config.chunked_prefill_size or runner.chunked_prefill_size
+        self.pace = PromptPace(most, paced=config.chunked_prefill_size is None)
         self.journal_rows, self.keeps_outputs = runner.journal_rows, runner.keeps_outputs
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
@@ -64,11 +66,11 @@ class PrefillManager:
                 requests.remove(request)
 
     def schedule(self, plan: PlanDraft, holding: Sequence[Request]) -> list[Request]:
-        """Fills ``plan`` with up to ``chunk_size`` prompt tokens, prompts already begun first.
+        """Fills ``plan`` with as many prompt tokens as the pace allows, begun prompts first.
 
         holding: all requests that hold slots. Returns those that it admitted in addition.
         """
-        budget = self.chunk_size
+        budget = self.pace.tokens(decodes=bool(plan.decodes))
         self.is_full = False
         for request in list(self.chunked):
             if budget > 0:
@@ -195,7 +197,7 @@ class PrefillManager:
             if held.load_journal >= 0:
                 item.replay = JournalPart(held.load_journal, held.load_at, start)
                 item.replay_token_ids = request.tokens[held.load_at : start]
-            if request.sampling.needs_history or self.drafter_needs_history:
+            if request.sampling.reads_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start

@@ -31,7 +31,7 @@ def prefill_problem(
     if not item.is_last or request.sampling.max_new_tokens == 0:
         return ""
     if result.token < 0:
-        return NO_TOKEN_PROBLEM
+        return _no_token(result.problem)
     return _token_problem(request, [result.token], vocab_size)
 
 
@@ -51,12 +51,16 @@ def decode_problem(
     if request.finish is not None:
         return ""
     if not tokens:
-        return NO_TOKEN_PROBLEM
+        return _no_token(result.problem)
     if len(nodes) != len(tokens):
         return f"the runner accepted {len(nodes)} nodes but returned {len(tokens)} tokens"
     if request.return_logprob and len(result.logprobs) != len(tokens):
         return f"the runner returned {len(result.logprobs)} logprobs for {len(tokens)} tokens"
     return _token_problem(request, tokens, vocab_size)
+
+
+def _no_token(problem: str) -> str:
+    return f"the grammar cannot be followed: {shown(problem)}" if problem else NO_TOKEN_PROBLEM
 
 
 def _is_path(nodes: list[int], num_nodes: int) -> bool:
@@ -79,7 +83,8 @@ def _token_problem(request: Request, tokens: list[int], vocab_size: int) -> str:
     stops = request.stop_tokens
     if len(tokens) > 1 and not stops.isdisjoint(tokens[:-1]):
         return f"the runner went on after a stop token: {tokens}"
-    if tokens[-1] in stops and total < sampling.min_new_tokens:
+    # a grammar may end before: min_new_tokens yields to its end
+    if tokens[-1] in stops and total < sampling.min_new_tokens and not sampling.grammar:
         return (
             f"the runner stopped after {total} output tokens, but min_new_tokens is "
             f"{sampling.min_new_tokens}"

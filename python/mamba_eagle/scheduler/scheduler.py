@@ -267,6 +267,10 @@ class Scheduler:
                 f"step {plan.number} of {len(plan.chunks)} prefills and {len(plan.decodes)} "
                 f"decodes was answered by step {answers[0]} of {answers[1]} and {answers[2]}"
             )
+        self.stats.num_compiled = result.num_compiled
+        self.stats.step_seconds += result.seconds
+        prompt_tokens = sum(len(chunk.item.token_ids) for chunk in plan.chunks)
+        self.prefill.pace.observe(result.seconds, result.decode_seconds, prompt_tokens)
         outputs = []
         for chunk, prefilled in zip(plan.chunks, result.prefill):
             outputs += self._take_prefill(chunk, prefilled)

@@ -37,18 +37,23 @@ class Bodies:
         self.threads = BodyThreads()
 
     async def read(
-        self, request: Request, read_fields: Callable[[Fields], T], max_size: int = 0
+        self,
+        request: Request,
+        read_fields: Callable[[Fields], T],
+        max_size: int = 0,
+        is_chat: bool = False,
     ) -> T:
         """What ``read_fields`` makes of the body, off the event loop if the body is long.
 
-        max_size: of this route, if it is less than the server's.
+        max_size: of this route, if it is less than the server's. is_chat: off the event loop in
+        any case, among those that may take long.
         Raises: RequestError; whatever ``read_fields`` raises.
         """
         reception = _Reception(self, request, max_size or self.max_size)
         try:
             body = await reception.body()
             return await self.threads.run(
-                len(body), lambda: read_fields(Fields(decode_object(body)))
+                body, lambda: read_fields(Fields(decode_object(body))), is_chat
             )
         finally:
             self.held -= reception.held

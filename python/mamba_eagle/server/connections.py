@@ -26,9 +26,9 @@ log = logging.getLogger("mamba_eagle.server")
 # Seconds in which a connection above the limit must send its headers. Others wait for its place.
 SPARE_HEADER_TIMEOUT = 2.0
 PROBES = ("/health", "/ready")
-# Longer than the idle time of common clients' pools, so that they close first: a request that is
-# sent while the server closes is lost.
-KEEP_ALIVE_SECONDS = 75
+# Longer than idle connections live in any common client's pool (Go: 90 s) and in load balancers
+# (up to 600 s), so that those close first: a request that is sent while the server closes is lost.
+KEEP_ALIVE_SECONDS = 620
 BODY_PIECE = 64 * 1024  # bytes of a body that must arrive within the time-out
 MIN_PATIENCE = 0.01  # seconds; waiting for 0 would not even take what has arrived
 MAX_DISCARDED = 8 * 2**20  # bytes of a refused request's body that are read before the answer

@@ -17,12 +17,8 @@ from mamba_eagle.server.cache_fields import read_cache_hints
 from mamba_eagle.server.demand import check_demand
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
-from mamba_eagle.server.sampling import (
-    Sampling,
-    Vocabulary,
-    read_sampling,
-    refuse_constraints,
-)
+from mamba_eagle.server.grammars import refuse_misplaced
+from mamba_eagle.server.sampling import Sampling, Vocabulary, read_sampling
 from mamba_eagle.server.schedule_fields import read_schedule
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import PromptRequest
@@ -42,7 +38,7 @@ class GenerateJob(msgspec.Struct, kw_only=True):
 
 def parse_generate(fields: Fields, state: ServerState) -> GenerateJob:
     """Raises: RequestError 400 that names the field and its value."""
-    refuse_constraints(fields)
+    refuse_misplaced(fields)
     # What is cheap to refuse comes before the prompts, which may take long to encode.
     is_batch, count = _count_prompts(fields)
     samplings = _read_samplings(fields, count, state)
@@ -134,17 +130,18 @@ def _read_samplings(fields: Fields, count: int, state: ServerState) -> list[Samp
     vocabulary = Vocabulary(state.vocab_size, state.manager.engine.eos_token_ids)
     value = fields.raw("sampling_params")
     if isinstance(value, list):
-        samplings = _read_each(fields, value, count, vocabulary)
+        samplings = _read_each(fields, value, count, vocabulary, state)
     else:
         # One object for all prompts is read once.
-        samplings = [read_sampling(fields.object("sampling_params"), vocabulary)] * count
+        own = fields.object("sampling_params")
+        samplings = [read_sampling(own, vocabulary, state.grammars)] * count
     if any(sampling.stops for sampling in samplings):
         state.prompts.need_tokenizer("sampling_params.stop")
     return samplings
 
 
 def _read_each(
-    fields: Fields, values: list[Any], count: int, vocabulary: Vocabulary
+    fields: Fields, values: list[Any], count: int, vocabulary: Vocabulary, state: ServerState
 ) -> list[Sampling]:
     if len(values) != count:
         raise fields.wrong(
@@ -157,7 +154,7 @@ def _read_each(
         name = f"sampling_params[{i}]"
         if entry is not None and not isinstance(entry, dict):
             raise Fields({name: entry}).wrong(name, "must be an object")
-        one = read_sampling(Fields(entry or {}, name + "."), vocabulary)
+        one = read_sampling(Fields(entry or {}, name + "."), vocabulary, state.grammars)
         strings = tuple(one.params.stop)
         if strings not in known:
             known[strings] = one.stops

@@ -16,7 +16,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mamba_eagle import __version__
 from mamba_eagle.core import SamplingParams, shown
@@ -34,6 +34,7 @@ from mamba_eagle.tokenizer.manager import EngineDead
 from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
+SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
 OPEN_PATHS = ("/", "/health", "/ready", "/ping")  # without a key: the page asks for it
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
@@ -64,6 +65,22 @@ class PlainPaths:
         await self.app(scope, receive, send)
 
 
+class SimulationMark:
+    """Names --simulate-acc-len in a header of every reply, so that none passes for a real one."""
+
+    def __init__(self, app: ASGIApp, length: float) -> None:
+        self.app = app
+        self.header = (SIMULATION_HEADER.encode(), f"{length:g}".encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), self.header]
+            await send(message)
+
+        await self.app(scope, receive, marked if scope["type"] == "http" else send)
+
+
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
@@ -81,6 +98,8 @@ def make_app(state: ServerState) -> FastAPI:
     guard_origins(app, state.config)
     app.add_middleware(PlainPaths, root_path=state.config.root_path)
     app.add_middleware(RequestIds)
+    if state.config.simulate_acc_len:
+        app.add_middleware(SimulationMark, length=state.config.simulate_acc_len)
     return app
 
 

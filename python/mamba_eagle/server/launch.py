@@ -104,9 +104,10 @@ class Launch:
             self.start_engine()
             if await self._until_ready():
                 share_interpreter()
-                await self.serve(
-                    ServerState(self.config, self.manager, recorder, lifetime=self.lifetime)
-                )
+                state = ServerState(self.config, self.manager, recorder, lifetime=self.lifetime)
+                # so that the first grammar need not wait for the vocabulary
+                asyncio.get_running_loop().run_in_executor(None, state.grammars.special)
+                await self.serve(state)
             return await self.ending
         finally:
             self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from mamba_eagle.server.chat_body import parse_chat
+from mamba_eagle.server.chat_choice import ChatChoice
 from mamba_eagle.server.errors import RequestError, json_response
-from mamba_eagle.server.openai_body import OpenAIJob, parse_chat, parse_completion
-from mamba_eagle.server.openai_choice import ChatChoice, Choice, CompletionChoice
+from mamba_eagle.server.openai_body import OpenAIJob, parse_completion
+from mamba_eagle.server.openai_choice import Choice, CompletionChoice
 from mamba_eagle.server.sse import (
     DONE,
     EventStream,
@@ -22,6 +24,7 @@ from mamba_eagle.server.sse import (
 )
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
 
 router = APIRouter()
 
@@ -30,22 +33,36 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     state = server_state(request)
     job = await state.read(request, parse_completion)
-    return await _serve(request, state, job, CompletionChoice)
+    return await _serve(
+        request,
+        state,
+        job,
+        lambda sample, tokenizer: CompletionChoice(sample, tokenizer, job),
+    )
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     state = server_state(request)
-    job = await state.read(request, parse_chat)
-    return await _serve(request, state, job, ChatChoice)
+    # In a thread however short it is: a template may take long.
+    chat = await state.read(request, parse_chat, is_chat=True)
+    return await _serve(
+        request,
+        state,
+        chat.job,
+        lambda sample, tokenizer: ChatChoice(sample, tokenizer, chat.job, chat.form.parser()),
+    )
 
 
 async def _serve(
-    request: Request, state: ServerState, job: OpenAIJob, kind: type[Choice]
+    request: Request,
+    state: ServerState,
+    job: OpenAIJob,
+    make_choice: Callable[[Sample, TextTokenizer], Choice],
 ) -> Response:
     live = state.submit(job.rid, job.prompts)
     tokenizer = state.prompts.need_tokenizer(request.url.path)
-    choices = [kind(sample, tokenizer, job) for sample in live.samples]
+    choices = [make_choice(sample, tokenizer) for sample in live.samples]
     head = {"id": job.rid, "created": int(time.time()), "model": job.model}
     if job.stream:
         events = _stream(state, job, live, choices, head)
@@ -64,7 +81,7 @@ async def _serve(
     return json_response(
         {
             **head,
-            "object": kind.object_name,
+            "object": choices[0].object_name,
             "choices": await json_parts([choice.whole for choice in choices]),
             "usage": usage(live),
         }

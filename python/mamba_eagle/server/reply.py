@@ -83,6 +83,8 @@ class Reply:
 
     def _step(self, trace: StepTrace) -> dict[str, Any]:
         step: dict[str, Any] = msgspec.structs.asdict(trace)
+        if not trace.refused:
+            del step["refused"]  # it is there only where a grammar has refused a node
         if self._name is not None:
             step["token_texts"] = [self._name(token) for token in trace.tokens]
             step["bonus_text"] = self._name(trace.bonus)

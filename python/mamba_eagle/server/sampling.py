@@ -17,9 +17,8 @@ from mamba_eagle.limits import (
 )
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, as_number
+from mamba_eagle.server.grammars import Grammars, read_grammar
 from mamba_eagle.tokenizer.stop import StopStrings
-
-CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex")
 
 
 class Sampling(NamedTuple):
@@ -36,15 +35,6 @@ class Vocabulary(NamedTuple):
 
     size: int
     eos_token_ids: Sequence[int]
-
-
-def refuse_constraints(fields: Fields) -> None:
-    for name in CONSTRAINTS:
-        # An empty list asks for nothing; sglang.lang sends one with each request.
-        if fields.raw(name) not in (None, []):
-            raise fields.wrong(
-                name, "constrained output is not available in this server; leave the field out"
-            )
 
 
 def read_seed(fields: Fields) -> int | None:
@@ -126,8 +116,11 @@ def check(
     raise RequestError("; ".join(parts), param=parts[0].partition(" = ")[0])
 
 
-def read_params(fields: Fields, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
-    """What all routes name alike, unchecked; the limits' names differ.
+def read_params(
+    fields: Fields, max_new_tokens: int, min_new_tokens: int, grammar: str
+) -> SamplingParams:
+    """What all routes name alike, unchecked; the limits' names differ. grammar: as
+    ``read_grammar`` returns it.
 
     Raises: RequestError for what is of the wrong kind, or too much of it.
     """
@@ -151,17 +144,18 @@ def read_params(fields: Fields, max_new_tokens: int, min_new_tokens: int) -> Sam
             "spaces_between_special_tokens", default.spaces_between_special_tokens
         ),
         no_stop_trim=fields.flag("no_stop_trim"),
+        grammar=grammar,
     )
 
 
-def read_sampling(fields: Fields, vocabulary: Vocabulary) -> Sampling:
+def read_sampling(fields: Fields, vocabulary: Vocabulary, grammars: Grammars) -> Sampling:
     """Raises: RequestError"""
-    refuse_constraints(fields)
     default = SamplingParams()
     params = read_params(
         fields,
         fields.integer("max_new_tokens", default.max_new_tokens),
         fields.integer("min_new_tokens", default.min_new_tokens),
+        read_grammar(fields, grammars),
     )
     check(params, vocabulary, fields.where)
     return Sampling(params, read_samples(fields), read_seed(fields), StopStrings(params.stop))

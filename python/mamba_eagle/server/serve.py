@@ -20,6 +20,7 @@ from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server import descriptors
 from mamba_eagle.server.auth import api_keys
+from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.children import end_children
 from mamba_eagle.server.connections import LOG_SECONDS, Limits
 from mamba_eagle.server.http import make_app
@@ -81,6 +82,7 @@ def _resolve(config: ServerConfig) -> ServerConfig:
             problems += error.problems
     if not problems:
         problems += origin_problems(config)
+    problems += chat_problems(config)
     try:
         config = resolve(config)
     except ConfigError as error:
@@ -168,10 +170,18 @@ class HttpLaunch(Launch):
         except OSError as error:
             self.end(_port_taken(self.config, error))
             return
+        # the first grammar need not wait for the vocabulary
+        asyncio.get_running_loop().run_in_executor(None, state.grammars.special)
         watching = asyncio.get_running_loop().create_task(self.watch())
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if (warning := exposure_warning(self.config)) is not None:
             log.warning(warning)
+        if self.config.simulate_acc_len:
+            log.warning(
+                "SIMULATED: --simulate-acc-len forces %g accepted tokens per step and request; "
+                "texts mean nothing, and every reply says so in its headers",
+                self.config.simulate_acc_len,
+            )
         self.is_serving = True
         scheme = "https" if self.config.ssl_certfile else "http"
         self.say(f"Server is ready at {scheme}://{host}:{self.config.port}{self.config.root_path}")

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from mamba_eagle.chat.format import ChatFormat
+from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.limits import MAX_CONTROL_BODY
 from mamba_eagle.metrics import Recorder
@@ -19,6 +21,7 @@ from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.body import Bodies
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.grammars import Grammars
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.prompts import PromptReader
 from mamba_eagle.server.request_id import trace_parent
@@ -40,6 +43,7 @@ class ServerState:
         """Raises: ConfigError for an API key that cannot be read."""
         self.api_keys = api_keys(self.config)
         self.recorder.tokenizer = self.manager.tokenizer
+        self.recorder.simulates(self.config.simulate_acc_len)
         self.bodies = Bodies(self.config.max_body_size * 2**20)
 
     @property
@@ -58,6 +62,11 @@ class ServerState:
     def prompts(self) -> PromptReader:
         return PromptReader(self.manager.tokenizer, self.vocab_size, self.context_length)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        engine = self.manager.engine
+        return Grammars(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
+
     def model_config(self) -> dict[str, Any]:
         """The checkpoint's config.json; {} if it cannot be read."""
         try:
@@ -66,12 +75,29 @@ class ServerState:
             return {}
         return values if isinstance(values, dict) else {}
 
-    async def read(self, request: Request, parse: Callable[[Fields, ServerState], T]) -> T:
-        """The body as ``parse`` understands it, which may run in a thread.
+    @cached_property
+    def chat(self) -> ChatFormat:
+        tokenizer = self.manager.tokenizer
+        assert tokenizer is not None
+        return ChatFormat(
+            tokenizer.hf,
+            tokenizer.special_tokens(),
+            template_source(self.config.chat_template) if self.config.chat_template else "",
+            self.config.tool_call_parser,
+            self.config.reasoning_parser,
+        )
+
+    async def read(
+        self,
+        request: Request,
+        parse: Callable[[Fields, ServerState], T],
+        is_chat: bool = False,
+    ) -> T:
+        """The body as ``parse`` understands it, which may run in a thread, and does for chats.
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, lambda fields: parse(fields, self))
+        return await self.bodies.read(request, lambda fields: parse(fields, self), is_chat=is_chat)
 
     async def read_control(self, request: Request) -> Fields:
         """The short body of a route that takes no prompt.

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 SMALL_BODY = 4096  # bytes; encoding them takes about 2 ms
 QUICK_BODY = 2**18  # about 150 ms
+CHAT_THREADS = 8  # so many templates may loop before others wait for one to be stopped
 # A thread that wants the interpreter waits this long before it is given up to it. The event loop
 # wants it again after each system call, so with Python's 5 ms a step of 16 streams would take
 # 100 ms while another thread computes.
@@ -35,17 +36,32 @@ def share_interpreter() -> None:
     gc.freeze()
 
 
+# A body that names one of these may make the server compile a grammar, which takes milliseconds
+# and, of the largest, up to a second. Names may be spelled with escapes.
+COMPILED = (
+    *(b'"regex"', b'"json_schema"', b'"ebnf"', b'"structural_tag"', b'"choice"', b'"guided_'),
+    *(b'"structured_outputs"', b'"response_format"', b"\\u"),
+)
+
+
 class BodyThreads:
-    """Two pools, for bodies of some and of many bytes."""
+    """Pools for bodies of some bytes, for those of many, for those with grammars, and for chats,
+    whose templates are programs."""
 
     def __init__(self) -> None:
         threads = max(1, (os.cpu_count() or 1) // 4)
         self._quick = ThreadPoolExecutor(threads, "quick-body")
         self._slow = ThreadPoolExecutor(threads, "slow-body")
+        self._compiling = ThreadPoolExecutor(threads, "grammar-body")
+        self._chats = ThreadPoolExecutor(CHAT_THREADS, "chat-body")
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """``work``'s result; size: bytes of the body that it reads."""
-        if size <= SMALL_BODY:
+    async def run(self, body: bytes, work: Callable[[], T], is_chat: bool = False) -> T:
+        """``work``'s result, which reads the body."""
+        pool = self._quick if len(body) <= QUICK_BODY else self._slow
+        if len(body) <= QUICK_BODY and is_chat:
+            pool = self._chats
+        elif len(body) <= QUICK_BODY and any(name in body for name in COMPILED):
+            pool = self._compiling
+        elif len(body) <= SMALL_BODY:
             return work()
-        pool = self._quick if size <= QUICK_BODY else self._slow
         return await asyncio.get_running_loop().run_in_executor(pool, work)

@@ -34,7 +34,14 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory(Protocol):
-    def make(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer: ...
+    def make(
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        kept: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """kept: special tokens that are not skipped."""
+        ...
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special tokens included; for logprobs."""
@@ -77,12 +84,25 @@ class ByteLevelFactory:
                 self.all_bytes[token_id] = bytes([alphabet[char] for char in entry])
             except KeyError:  # an added token is written as it reads
                 self.all_bytes[token_id] = entry.encode()
-        self.plain_bytes = list(self.all_bytes)
-        for token_id in _special_ids(tokenizer):
-            self.plain_bytes[token_id] = b""
+        self.special_ids = _special_ids(tokenizer)
+        self._plain_bytes: dict[frozenset[int], list[bytes]] = {}  # by the special tokens kept
 
-    def make(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        return ByteLevelDetokenizer(self.plain_bytes if skip_special_tokens else self.all_bytes)
+    def make(
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        kept: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        return ByteLevelDetokenizer(self._plain(kept) if skip_special_tokens else self.all_bytes)
+
+    def _plain(self, kept: frozenset[int]) -> list[bytes]:
+        table = self._plain_bytes.get(kept)
+        if table is None:
+            table = list(self.all_bytes)
+            for token_id in self.special_ids - kept:
+                table[token_id] = b""
+            self._plain_bytes[kept] = table
+        return table
 
     def token_bytes(self, token_id: int) -> bytes:
         # A model's vocabulary may be padded beyond the tokenizer's.
@@ -117,8 +137,13 @@ class WindowFactory:
         self.byte_values = byte_fallbacks(tokenizer)
         self._texts: dict[int, str] = {}  # of tokens that were asked for; no more than there are
 
-    def make(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        skipped = self.special_ids if skip_special_tokens else frozenset()
+    def make(
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        kept: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        skipped = self.special_ids - kept if skip_special_tokens else frozenset()
         return WindowDetokenizer(self.decode, self.byte_values, prompt_ids, skipped)
 
     def decode(self, token_ids: list[int]) -> str:

@@ -175,7 +175,7 @@ class TokenizerManager:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer(
-                prompt.token_ids, prompt.sampling.skip_special_tokens
+                prompt.token_ids, prompt.sampling.skip_special_tokens, prompt.kept_tokens
             )
         sample = Sample(live, prompt, rid, engine_rid, len(live.samples), detokenizer)
         sample.seed = seed

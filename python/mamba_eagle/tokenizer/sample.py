@@ -30,6 +30,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     priority: int = 0  # higher ones first
     sample_rids: list[str] = []  # names of the n samples; filled in by the HTTP side
     stops: StopStrings | None = None  # sampling.stop, if it is prepared already
+    kept_tokens: frozenset[int] = frozenset()  # special tokens that the text keeps
 
 
 class Sample:

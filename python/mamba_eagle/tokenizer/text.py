@@ -1,4 +1,4 @@
-"""The model's tokenizer: text to ids, chats to text, and detokenizers.
+"""The model's tokenizer: text to ids, and detokenizers.
 
 Encoding and decoding call the Rust tokenizer in ways that release Python's global lock (its
 ``encode`` and ``decode`` keep it, ``encode_batch_fast`` and ``decode_batch`` do not), so that a
@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mamba_eagle.core import shown
 from mamba_eagle.tokenizer.detokenize import Detokenizer, detokenizer_factory
 
 BATCH_TEXTS = 256  # texts and characters of one call: results are made with the lock held
 BATCH_CHARACTERS = 2**16
-
-
-class TemplateError(ValueError):
-    """The chat template is missing or does not take these messages."""
 
 
 class TextTokenizer:
@@ -86,27 +81,19 @@ class TextTokenizer:
         asked = bool(getattr(self.hf, "clean_up_tokenization_spaces", False))
         return asked and type(self._backend.model).__name__ != "BPE"
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        return self._factory.make(prompt_ids, skip_special_tokens)
+    def detokenizer(
+        self,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        kept: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """kept: special tokens that are written even where others are skipped."""
+        return self._factory.make(prompt_ids, skip_special_tokens, kept)
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt for the next assistant turn.
-
-        Raises: TemplateError
-        """
-        if not getattr(self.hf, "chat_template", None):
-            raise TemplateError(
-                "this model's tokenizer has no chat template: use /v1/completions or /generate"
-            )
-        try:
-            text: str = self.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates raise whatever Jinja or they themselves choose
-            raise TemplateError(
-                f"the chat template does not take these messages: {shown(str(error))}"
-            ) from None
-        return text
+    def special_tokens(self) -> dict[str, int]:
+        """The texts of the special tokens, and their ids."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

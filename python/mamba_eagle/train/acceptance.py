@@ -69,10 +69,8 @@ def _accepted_prefixes(
     outputs_of_target = run_target(target, answers)
     following = answers.tokens.roll(-1, dims=1).flatten()
     accepted, by_depth = torch.ones_like(answers.tokens, dtype=torch.bool), []
-    unrolled = head.unroll(answers.tokens, outputs_of_target.features, depth)
-    for j, outputs in enumerate(unrolled):
+    for j, best in enumerate(head.greedy_drafts(answers, outputs_of_target, depth)):
         positions = answers.drafts[j].flat
-        best = head.token_ids(head.logits(j, outputs.flatten(0, 1)[positions]).argmax(-1))
         matches = torch.zeros_like(following, dtype=torch.bool)
         matches[positions] = best == following[positions]
         # at depth j, the draft with its root at p has reached position p + j

@@ -25,6 +25,7 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     prompt_len: int
+    anchors: tuple[int, ...] | None = None  # ascending: the roots that are drafted from; None: all
 
     @property
     def num_roots(self) -> int:
@@ -34,7 +35,15 @@ class Answer(NamedTuple):
 
     def num_drafts(self, depth: int) -> int:
         """Drafts of this answer with at least ``depth`` + 1 tokens."""
-        return max(self.num_roots - depth, 0)
+        if self.anchors is None:
+            return max(self.num_roots - depth, 0)
+        return sum(anchor + depth + 1 < len(self.tokens) for anchor in self.anchors)
+
+    def draw_anchors(self, count: int, rng: random.Random) -> Answer:
+        """The same answer, drafted from at most ``count`` of its roots."""
+        roots = range(self.prompt_len, self.prompt_len + self.num_roots)
+        chosen = roots if len(roots) <= count else sorted(rng.sample(roots, count))
+        return self._replace(anchors=tuple(chosen))
 
 
 class DraftPositions(NamedTuple):
@@ -47,11 +56,25 @@ class DraftPositions(NamedTuple):
     among_roots: Tensor  # [n] int64, indices of the same positions among those at depth 0
 
 
+class BlockSlots(NamedTuple):
+    """Places of drafted blocks that are followed by an answer token; k drafts per block.
+
+    A block with its anchor at position a drafts token a + 1 + j in place j, which is compared with
+    the target's distribution after position a + j, a root.
+    """
+
+    anchors: Tensor  # [b, A] int64: positions, ascending; padded with -1
+    flat: Tensor  # [n] int64, indices into the b * A * k places, ascending
+    among_roots: Tensor  # [n] int64, as in DraftPositions
+    sources: Tensor  # [n] int64, indices of positions a + j into the b * l tokens
+
+
 class PaddedAnswers(NamedTuple):
     """Answers padded at their ends to one length; all tensors on one device."""
 
     tokens: Tensor  # [b, l] int64
-    drafts: list[DraftPositions]  # by depth
+    drafts: list[DraftPositions]  # by depth, from all roots
+    blocks: BlockSlots  # of as many drafts as there are depths
 
 
 class StepShare(NamedTuple):
@@ -71,9 +94,17 @@ class Batches:
     """The training answers, in a different order in each epoch."""
 
     def __init__(
-        self, answers: Sequence[Answer], batch_size: int, micro_tokens: int, depth: int, seed: int
+        self,
+        answers: Sequence[Answer],
+        batch_size: int,
+        micro_tokens: int,
+        depth: int,
+        seed: int,
+        max_anchors: int = 0,
     ) -> None:
+        """max_anchors: of an answer in a step; 0: drafts begin at all roots."""
         self.answers, self.batch_size, self.depth = answers, batch_size, depth
+        self.max_anchors = max_anchors
         self.micro_tokens, self.seed = micro_tokens, seed
         self._epoch, self._order = -1, list[int]()
 
@@ -85,6 +116,9 @@ class Batches:
         """The share of process ``rank`` of ``size`` in step ``number``, counted from 0."""
         first = number * self.batch_size
         batch = [self._answer(i) for i in range(first, first + self.batch_size)]
+        if self.max_anchors:
+            rng = random.Random(f"anchors/{self.seed}/{number}")
+            batch = [answer.draw_anchors(self.max_anchors, rng) for answer in batch]
         num_drafts = [sum(answer.num_drafts(d) for answer in batch) for d in range(self.depth)]
         return StepShare(group_into_passes(batch[rank::size], self.micro_tokens), num_drafts)
 
@@ -144,7 +178,37 @@ def pad_answers(answers: Sequence[Answer], depth: int, device: torch.device) -> 
     drafts = [
         DraftPositions(_to(device, mask.nonzero()[0]), _to(device, number[mask])) for mask in masks
     ]
-    return PaddedAnswers(_to(device, tokens), drafts)
+    blocks = _block_slots(_pad_anchors(answers), depth, masks[0], number)
+    return PaddedAnswers(
+        _to(device, tokens), drafts, BlockSlots(*(_to(device, part) for part in blocks))
+    )
+
+
+def _block_slots(
+    anchors: np.ndarray, depth: int, is_root: np.ndarray, number: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """The parts of BlockSlots. is_root, number: [b * l], and how many roots lie before."""
+    b, length = len(anchors), len(is_root) // len(anchors)
+    positions = anchors[:, :, None] + np.arange(depth)  # [b, A, k]
+    inside = (anchors[:, :, None] >= 0) & (positions < length)
+    sources = np.arange(b)[:, None, None] * length + np.minimum(positions, length - 1)
+    flat = (inside & is_root[sources]).ravel().nonzero()[0]
+    sources = sources.ravel()[flat]
+    return anchors, flat, number[sources], sources
+
+
+def _pad_anchors(answers: Sequence[Answer]) -> np.ndarray:
+    """[b, A] int64, padded with -1; without anchors of their own, all roots."""
+    lists = [
+        answer.anchors
+        if answer.anchors is not None
+        else range(answer.prompt_len, answer.prompt_len + answer.num_roots)
+        for answer in answers
+    ]
+    padded = np.full((len(answers), max(map(len, lists))), -1, dtype=np.int64)
+    for row, anchors in zip(padded, lists, strict=True):
+        row[: len(anchors)] = anchors
+    return padded
 
 
 def _to(device: torch.device, values: np.ndarray) -> Tensor:

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mamba_eagle.chat.render import Chat, ChatTemplate
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -142,7 +143,7 @@ class PromptReader:
         if not turns:
             raise LineError("messages has no turn before the assistant's")
         try:
-            prompt = self.tokenizer.render_chat(turns)
+            prompt = ChatTemplate(self.tokenizer.hf).render(Chat(turns))
             whole = self.tokenizer.hf.apply_chat_template(messages, tokenize=False)
         except ValueError as error:
             raise LineError(str(error)) from None

@@ -23,6 +23,9 @@ MIN_VALUES = {
     "depth": 1,
     "draft_vocab_size": 1,
     "mtp_modules": 1,
+    "draft_layers": 1,
+    "max_anchors": 1,
+    "markov_rank": 1,
     "batch_size": 1,
     "micro_tokens": 1,
     "held_out": 1,
@@ -39,7 +42,9 @@ MIN_VALUES = {
 @dataclass(frozen=True)
 class TrainSettings:
     target: str = setting("", "target model: checkpoint folder, Hugging Face name, or: embedded")
-    algorithm: str = setting("eagle", "kind of head", ("eagle", "eagle3", "mtp"))
+    algorithm: str = setting(
+        "eagle", "kind of head", ("eagle", "eagle3", "mtp", "dflash", "dspark")
+    )
     data: str = setting(
         "",
         "jsonl file of prompts, each line with text, prompt, question, messages or token_ids "
@@ -70,6 +75,17 @@ class TrainSettings:
     mtp_modules: int = setting(
         1, "modules of an mtp head: 1 (used at every depth) or as many as --depth"
     )
+    draft_layers: int = setting(5, "layers of a dflash or dspark drafter")
+    max_anchors: int = setting(
+        512, "positions of an answer from which a dflash or dspark drafter drafts per step"
+    )
+    loss_decay: float = setting(
+        4.0, "dflash and dspark: drafts after which a draft's weight in the loss falls to 1/e"
+    )
+    markov_rank: int = setting(256, "rank of a dspark drafter's Markov head")
+    markov_head: str = setting(
+        "vanilla", "kind of a dspark drafter's Markov head", ("vanilla", "gated", "rnn")
+    )
 
     epochs: float = setting(3.0, "passes over the answers")
     steps: int = setting(0, "number of optimizer steps; 0: set by --epochs")
@@ -98,6 +114,8 @@ class TrainSettings:
         ]
         if self.epochs <= 0 and not self.steps:
             problems.append(f"--epochs {self.epochs}: must be above 0, or give --steps")
+        if self.loss_decay <= 0:
+            problems.append(f"--loss-decay {self.loss_decay}: must be above 0")
         if "{question}" not in self.prompt_template:
             problems.append(
                 f"--prompt-template {self.prompt_template!r:.200}: must contain {{question}} where "

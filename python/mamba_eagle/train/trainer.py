@@ -19,7 +19,6 @@ from mamba_eagle.train.batches import Answer, Batches, Split, pad_answers
 from mamba_eagle.train.checkpoint import save_weights
 from mamba_eagle.train.heads.base import TrainableHead
 from mamba_eagle.train.loop_parts import Every, autocast, make_optimizer, stop_on_signals
-from mamba_eagle.train.loss import draft_loss
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import run_target
 from mamba_eagle.train.world import World
@@ -65,6 +64,7 @@ class Trainer:
             settings.micro_tokens,
             settings.depth,
             settings.seed,
+            head.max_anchors,
         )
         epochs = settings.epochs * self.batches.steps_per_epoch
         self.steps = settings.steps or max(1, math.ceil(epochs))
@@ -131,7 +131,7 @@ class Trainer:
         padded = pad_answers(answers, self.settings.depth, self.world.device)
         target = run_target(self.target, padded)
         with autocast(self.world.device.type):
-            loss = draft_loss(self.head, padded, target, num_drafts)
+            loss = self.head.loss(padded, target, num_drafts)
         loss.backward()
         return loss.detach()
 

@@ -22,6 +22,13 @@ SHAPES = ((1, 1, 2), (1, 4, 5), (2, 3, 8), (2, 5, 8), (4, 2, 12), (4, 5, 16))  #
 LOGPROB_ERROR = 1e-3
 
 Body = dict[str, Any]
+CONSTRAINTS: tuple[Body, ...] = (
+    {"json_schema": {"type": "object", "maxProperties": 3}},
+    {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 5}},
+    {"regex": "( [a-z]+){3,9}[.]"},
+    {"choice": [" apples", " the number", " 12", "####"]},
+    {"ebnf": 'root ::= line{1,3}\nline ::= [A-Z] [a-z ]+ "=" [0-9]+ "\\n"'},
+)
 
 
 class Case(NamedTuple):
@@ -111,6 +118,7 @@ def random_sampling(rng: random.Random) -> Body:
         (0.1, {"no_stop_trim": True}),
         (0.1, {"skip_special_tokens": False}),
         (0.2, {"n": rng.choice([2, 3])}),
+        (0.2, rng.choice(CONSTRAINTS)),
     ]
     for share, fields in choices:
         if rng.random() < share:

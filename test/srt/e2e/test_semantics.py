@@ -22,6 +22,16 @@ Body = dict[str, Any]
 Replies = list[dict[str, Any]]
 
 # Each row is one request's; what is not said: 48 tokens at temperature 1.
+SCHEMA: Body = {
+    "type": "object",
+    "properties": {
+        "steps": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+        "answer": {"type": "integer"},
+        "unit": {"enum": ["apples", "dollars", None]},
+    },
+    "required": ["steps", "answer", "unit"],
+    "additionalProperties": False,
+}
 SAMPLING: list[Body] = [
     {"temperature": 0},
     {"temperature": 0, "stop": "\n"},
@@ -31,6 +41,9 @@ SAMPLING: list[Body] = [
     {"temperature": 1.5, "top_k": 5, "stop": ["apples", ".", " ="], "min_new_tokens": 5},
     {"temperature": 1.4, "min_p": 0.05, "min_new_tokens": 40},
     {"logit_bias": {"331": 3.5, "28": -5}, "stop_token_ids": [200, 18]},
+    {"temperature": 0, "json_schema": SCHEMA, "max_new_tokens": 160},
+    {"json_schema": SCHEMA, "max_new_tokens": 160, "top_p": 0.9, "min_new_tokens": 60},
+    {"regex": r"( [0-9]{1,3} [a-z]{2,9}[.,]){2,4}", "ignore_eos": True, "max_new_tokens": 90},
     # long ones: together they need three times the slots of the "retraction" server
     {"max_new_tokens": 130, "ignore_eos": True, "temperature": 0},
     {"max_new_tokens": 130, "ignore_eos": True, "presence_penalty": 0.5},

@@ -6,6 +6,8 @@ the CPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from forms import INTERPRETED, run_in_the_interpreter
@@ -23,10 +25,12 @@ def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
     run_in_the_interpreter(request.path)
 
 
-def triton_rig(rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "deferred") -> Rig:
+def triton_rig(
+    rows: int, nodes: int, conv_kernel: int = 4, scheme: str = "deferred", **others: Any
+) -> Rig:
     sizes = mamba_config(conv_kernel, num_heads=4, head_dim=16, state_size=16)
     name = f"{scheme}-triton"
-    return Rig(name, rows, 4, sizes, num_layers=1, requests=4, max_nodes=nodes)
+    return Rig(name, rows, 4, sizes, num_layers=1, requests=4, max_nodes=nodes, **others)
 
 
 @runs_kernels
@@ -95,3 +99,24 @@ def test_finishing_inside_a_journal_gives_the_state_there(keep: int) -> None:
 def test_rows_that_cannot_hold_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match="9 rows per request: this tree needs 12 on a GPU"):
         triton_rig(rows=9, nodes=5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("scheme", ["deferred", "snapshot"])
+def test_states_of_16_bits_depend_on_the_requests_seed_alone(scheme: str) -> None:
+    """Not on its slots: the same steps, once in other slots and once with another seed."""
+
+    def state(slot: int, state_slot: int, seed: int) -> torch.Tensor:
+        rig = triton_rig(11, 3, scheme=scheme, ssm_dtype=torch.bfloat16, rounding="stochastic")
+        rig.table.seed[slot] = seed
+        rig.admit(slot, state_slot, position=17)
+        for _ in range(3):
+            rig.random_step([slot], 3)
+        found = rig.finish(slot)
+        plain = rig.plain[slot][int(rig.table.processed[slot])]
+        assert relative(found.layers[0].state, plain.layers[0].state) < 0.02
+        return found.layers[0].state
+
+    first = state(0, 3, seed=9)
+    assert torch.equal(state(2, 7, seed=9), first)
+    assert not torch.equal(state(0, 3, seed=10), first)

@@ -128,6 +128,19 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
         },
     ),
+    "nemotron-3.5-lightning": (
+        "NemotronH",
+        {
+            **{k: v for k, v in NEMOTRON.items() if k != "hybrid_override_pattern"},
+            "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"],
+            "n_groups": 4,
+            "routed_scaling_factor": 2.5,
+            "moe_latent_size": None,
+            "moe_shared_expert_overlap": True,
+            "num_nextn_predict_layers": 1,
+            "mtp_layers_block_type": ["attention", "moe"],
+        },
+    ),
     "nemotron-3-unnormalized": (
         "NemotronH",
         {**NEMOTRON, "hybrid_override_pattern": "ME", "norm_topk_prob": False},

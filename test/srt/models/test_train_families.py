@@ -17,7 +17,6 @@ from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.train import command
 from mamba_eagle.train.batches import Answer, pad_answers
 from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
-from mamba_eagle.train.loss import draft_loss
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import load_target, run_target
 
@@ -28,7 +27,14 @@ FLAGS = {
     "eagle": [],
     "eagle3": ["--draft-vocab-size", "50"],
     "mtp": ["--mtp-modules", str(DEPTH)],
+    "dflash": ["--draft-layers", "2"],
+    "dspark": ["--draft-layers", "1", "--markov-rank", "8"],
 }
+
+
+# Block drafters read hidden states and nothing else of a family: one of each kind is enough.
+BLOCKS_FOR = ("nemotron-3.5-lightning", "mamba2-groups", "falcon-h1", "llama")
+FOLDERS = tuple(f"{name}0" for name in BLOCKS_FOR)  # as pytest numbers them
 
 
 @pytest.fixture(scope="module", params=PEERS)
@@ -40,7 +46,13 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize("algorithm", TRAINABLE_HEADS)
+@pytest.fixture(params=TRAINABLE_HEADS)
+def algorithm(request: pytest.FixtureRequest, target: Path) -> str:
+    if request.param in ("dflash", "dspark") and target.name not in FOLDERS:
+        pytest.skip(f"block drafters are trained for {', '.join(BLOCKS_FOR)}")
+    return request.param
+
+
 def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Path) -> None:
     """Answers, one step, a folder that drafts: the text is the target's."""
     flags = ["--target", str(target), "--data", str(target / "data.jsonl"), "--device", "cpu"]
@@ -65,7 +77,6 @@ def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Pa
     assert made.tokens == [answer["answer"]]
 
 
-@pytest.mark.parametrize("algorithm", TRAINABLE_HEADS)
 def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) -> None:
     """And the target none."""
     settings = TrainSettings(
@@ -82,7 +93,7 @@ def test_every_weight_of_a_head_gets_a_gradient(algorithm: str, target: Path) ->
     head = TRAINABLE_HEADS[algorithm](settings, model, answers)
     padded = pad_answers(answers, DEPTH, torch.device("cpu"))
     guesses = [sum(answer.num_drafts(d) for answer in answers) for d in range(DEPTH)]
-    draft_loss(head, padded, run_target(model, padded), guesses).backward()
+    head.loss(padded, run_target(model, padded), guesses).backward()
     for name, parameter in head.module.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name

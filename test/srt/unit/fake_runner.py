@@ -320,7 +320,7 @@ class FakeRunner:
             logprobs=item.return_logprob,
             tracked=item.track,
         )
-        if item.sampling.needs_history or self.needs_history:
+        if item.sampling.reads_history or self.needs_history:
             assert item.history.tolist() == slot.tokens
         self.state_slots[item.state_slot] = prefix
         self.slots[item.slot] = slot

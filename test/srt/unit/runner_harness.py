@@ -304,7 +304,7 @@ class Engine:
                     live.hit.state_slot,
                     indices(live.hit.kv_slots),
                 )
-            if live.sampling.needs_history or needs_history(self.config.speculative_algorithm):
+            if live.sampling.reads_history or needs_history(self.config.speculative_algorithm):
                 item.history = indices(live.tokens[:start])
         return item
 

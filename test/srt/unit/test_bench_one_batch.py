@@ -319,7 +319,7 @@ def test_a_simulated_length_is_said_wherever_there_are_numbers(bench, capsys, tm
 @pytest.mark.parametrize(
     "config, flags, message",
     [
-        (PLAIN, "--simulate-acc-len 2", "2.0: without a drafter each step makes one token"),
+        (PLAIN, "--simulate-acc-len 2", "2: without a drafter each step makes one token"),
         (TREE, "--simulate-acc-len 0.5", "0.5: must be between 1 and 4"),
         (TREE, "--simulate-acc-len 4.1", "4.1: must be between 1 and 4"),
         (TREE, "--simulate-acc-len nan", "nan: must be between 1 and 4"),

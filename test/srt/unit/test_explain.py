@@ -93,6 +93,20 @@ def test_a_terminal_gets_colours_as_well() -> None:
     assert "\x1b[36m★ 'e'\x1b[0m" in drawn
 
 
+def test_nodes_that_the_grammar_refused_are_marked() -> None:
+    step = {
+        "tokens": [1, 2, 3, 4],
+        "parents": [0, 0, 1, 0],
+        "scores": [0.0, -0.1, -0.2, -0.3],
+        "accepted": [0],
+        "bonus": 4,
+        "refused": [1, 2],
+    }
+    drawn = drawing({**REPLY, "meta_info": {"prompt_tokens": 1, "spec_trace": [step]}})
+    assert "✗ refused by the grammar" in drawn and "refused" not in DRAWN
+    assert "├── ✗ #2 0.905\n│   └── ✗ #3 0.905\n└── ★ #4 0.741" in drawn
+
+
 def test_a_deep_chain_is_not_broken() -> None:
     deep = {
         "tokens": list(range(40)),

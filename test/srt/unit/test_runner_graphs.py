@@ -49,7 +49,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def again(self: GraphedSteps, work: Callable[[], None]) -> SimpleNamespace:
     """In place of a graph: results go to the memory of the first ones, as a graph's do."""
-    graph, name = work.__self__, {"_verify": "verified", "_commit": "outcome"}.get(work.__name__)
+    results = {
+        "_draft": "drafted",
+        "_verify": "verified",
+        "_draft_and_verify": "verified",
+        "_commit": "outcome",
+    }
+    graph, name = work.__self__, results.get(work.__name__)
     work()
     if name is None:  # it has no result
         return SimpleNamespace(replay=work)
@@ -82,11 +88,17 @@ class LikeGpu(Host):
 
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphedSteps, "record", again)
     backend = CpuBackend(LikeGpu())
     monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    without_graphs(monkeypatch)
+
+
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by kind, which run again what a graph would repeat."""
+    monkeypatch.setattr(GraphedSteps, "record", again)
     monkeypatch.setattr(model_runner.ModelRunner, "_capturable", lambda self: True)
     cuda = SimpleNamespace(
+        is_available=lambda: False,
         graph_pool_handle=lambda: None,
         Stream=lambda device: None,
         mem_get_info=lambda device: (0, 0),

@@ -13,6 +13,7 @@ from tensor_checks import torch_path
 from tiny_drafters import DRAFTERS
 from tiny_model import write_head, write_model
 
+from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 from mamba_eagle.message import JournalPart, Plan
 
 torch.set_num_threads(1)
@@ -107,3 +108,28 @@ def test_rows_of_an_ended_request_are_kept_no_longer(model: Path, head: Path) ->
     journals.conv_in[:, 1] = 0
     engine.execute(decode=[live])
     assert journals.conv_in[:, 1].abs().sum() == 0
+
+
+def test_a_replayed_state_of_16_bits_is_rounded_with_the_caches_noise(
+    model: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By position and layer, whoever has asked for it."""
+    engine = Engine(model, head, SETTINGS["tree"], max_journals=2, mamba_ssm_dtype="bfloat16")
+    live = engine.admit(random_prompt(160, seed=2), sampled(1, seed=5))
+    item = engine.chunk(live, 160, saves=(100,))
+    item.journal = JournalPart(1, 100, 160)
+    engine.after_chunk(live, item, engine.execute(prefill=[item]).prefill[0])
+    pool, anchor, seen = engine.runner.pool, live.saved[100].state_slot, []
+    round_layers = pool.rounding.round_layers
+
+    def watched(states: torch.Tensor, key: torch.Tensor | None, first: int) -> torch.Tensor:
+        seen.append(states)
+        return round_layers(states, key, first)
+
+    monkeypatch.setattr(pool.rounding, "round_layers", watched)
+    with torch.inference_mode():
+        engine.runner.journals.replay(JournalPart(1, 100, 130), anchor)
+    keys = token_keys(torch.tensor([0]), torch.tensor([130]))
+    for layer, state in enumerate(torch.cat(seen)):
+        expected = round_states(state[None], keys, layer, torch.bfloat16)[0]
+        assert torch.equal(pool.ssm[layer, anchor], expected)

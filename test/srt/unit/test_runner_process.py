@@ -29,6 +29,7 @@ def terminate(*_):
 
 class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
+    constraints = types.SimpleNamespace(prepare=lambda: None)
 
     def __init__(self, config):
         self.ready = RunnerReady(

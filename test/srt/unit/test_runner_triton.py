@@ -25,6 +25,7 @@ from runner_harness import (
     sampled,
 )
 from test_runner_blocks import DRAFTERS, assert_drafts_are_its_own, make_engine
+from test_runner_graphs import LikeGpu, without_graphs
 from tiny_blocks import DSPARK_CONFIG
 from tiny_model import write_head, write_model
 
@@ -35,6 +36,7 @@ from mamba_eagle.backend.triton import attention as triton_attention
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.tree_attention import triton as kernel
 from mamba_eagle.runner import model_runner
+from mamba_eagle.runner.steps.graphs import GraphedSteps
 
 torch.set_num_threads(1)
 
@@ -118,6 +120,31 @@ def test_texts_are_the_plain_models(
     if name == "standalone-chain":
         depths = accepted([lives[0]]) + accepted([lives[2]])
         assert depths == [4, 3, 4, 4], "it drafts its own text"
+
+
+@runs_kernels
+def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties and filters beside a greedy request: what the torch sampler makes of the
+    same model's logits, one operation after the other."""
+    settings = Settings("NONE", fused=False)
+    asked = [
+        greedy(3),
+        sampled(3, 2, top_k=5, repetition_penalty=1.7, frequency_penalty=0.5, logit_bias={9: 4.0}),
+    ]
+    monkeypatch.setattr(GraphedSteps, "warm_up", lambda self, shapes: None)  # when needed, then
+
+    def outputs(graphed: bool) -> list[list[int]]:
+        engine = Engine(model, None, settings, max_running_requests=2)
+        assert isinstance(engine.runner.steps, GraphedSteps) == graphed
+        lives = [engine.start(random_prompt(7 + i, i), each) for i, each in enumerate(asked)]
+        engine.finish(lives)
+        return [live.output for live in lives]
+
+    expected = outputs(graphed=False)
+    backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    without_graphs(monkeypatch)
+    assert outputs(graphed=True) == expected
 
 
 @runs_kernels

@@ -10,7 +10,6 @@ import pytest
 from server_harness import run, says, serving, silent
 
 OK = {"text": "hi", "sampling_params": {"max_new_tokens": 2}}
-NOT_AVAILABLE = "constrained output is not available in this server"
 
 
 def params(**values: Any) -> dict[str, Any]:
@@ -67,10 +66,7 @@ BAD: list[tuple[Any, list[str]]] = [
     (params(n="two"), ['sampling_params.n = "two"']),
     (params(sampling_seed=-3), ["sampling_params.sampling_seed = -3"]),
     (params(seed="x"), ['sampling_params.seed = "x"']),
-    (params(regex="a+"), ['sampling_params.regex = "a+"', NOT_AVAILABLE]),
-    (params(json_schema="{}"), ["sampling_params.json_schema", NOT_AVAILABLE]),
-    (params(ebnf="root"), ["sampling_params.ebnf", NOT_AVAILABLE]),
-    (params(stop_regex="x"), ["sampling_params.stop_regex", NOT_AVAILABLE]),
+    (params(stop_regex="x"), ["sampling_params.stop_regex", "not available"]),
     ({"text": "hi", "sampling_params": "x"}, ['sampling_params = "x"', "object"]),
     ({"text": ["a", "b"], "sampling_params": [{}]}, ["sampling_params", "1 entries for 2"]),
     ({"text": "a", "sampling_params": [5]}, ["sampling_params[0] = 5", "object"]),
@@ -143,8 +139,8 @@ def test_every_bad_body_is_named_and_survived() -> None:
         ("/v1/completions", {"prompt": ["a", 1]}, ["prompt"]),
         (
             "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_object"}},
-            ["response_format", NOT_AVAILABLE],
+            {"prompt": "a", "response_format": {"type": "xml"}},
+            ["response_format"],
         ),
         ("/v1/chat/completions", {}, ["messages = null"]),
         ("/v1/chat/completions", {"messages": ["x"]}, ["messages[0]", '"x"']),
@@ -152,7 +148,7 @@ def test_every_bad_body_is_named_and_survived() -> None:
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
-            ["tools", "not available"],
+            ["tools[0].type is needed"],
         ),
         ("/tokenize", {}, ["prompt is needed"]),
         ("/detokenize", {"tokens": "x"}, ["tokens"]),

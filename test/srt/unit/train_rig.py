@@ -20,6 +20,8 @@ ALGORITHMS = {
     "eagle-mamba": ["--head-pattern", "M-"],
     "eagle3": ["--draft-vocab-size", "60"],
     "mtp": [],
+    "dflash": ["--draft-layers", "2", "--max-anchors", "16"],
+    "dspark": ["--draft-layers", "1", "--max-anchors", "16", "--markov-rank", "16"],
     "mtp-modules": ["--mtp-modules", str(DEPTH)],
     "mtp-mamba": ["--head-pattern", "M*"],
 }

@@ -26,6 +26,7 @@ from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
+from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs.cpu import best
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.model_config import Mamba2Config
@@ -102,6 +103,11 @@ class CpuBackend(TorchBackend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()
+        token_mask.mask_logits(*(part.numpy() for part in (logits, rows, masks, out)))
+        return out
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return CpuPendingEntries(table, size)

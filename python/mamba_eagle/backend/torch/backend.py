@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -52,6 +53,10 @@ class TorchBackend(Backend):
     @property
     def description(self) -> str:
         return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
+
+    def prepare_builds(self, about: str) -> None: ...
+
+    def build_kernels(self, rehearse: Callable[[], None]) -> None: ...
 
     @property
     def attention_on_device(self) -> bool:
@@ -130,6 +135,9 @@ class TorchBackend(Backend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return PendingEntries(table, size)
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        return mask_logits(logits, rows, masks)
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
+from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.candidates import TritonCandidates
 from mamba_eagle.backend.triton.deferred import TritonDeferred
 from mamba_eagle.backend.triton.layer import sizes_supported
@@ -33,7 +34,11 @@ from mamba_eagle.backend.triton.prefill import TritonPrefillContext
 from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
+from mamba_eagle.kernels.gpu import capability
+from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
+from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
+from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
@@ -55,6 +60,16 @@ class TritonBackend(TorchBackend):
     def __init__(self, place: Place, dtype: torch.dtype, flashinfer: bool) -> None:
         super().__init__(place, dtype, FlashInferOps() if flashinfer else TritonOps())
         self.flashinfer = flashinfer
+        self.builds: KernelBuilds | None = None
+
+    def prepare_builds(self, about: str) -> None:
+        if self.place.overlaps:  # not in Triton's interpreter
+            target = f"{self.dtype} {capability(self.device)} {self.description}"
+            self.builds = KernelBuilds(f"{about} {target}")
+
+    def build_kernels(self, rehearse: Callable[[], None]) -> None:
+        if self.builds is not None:
+            self.builds.build(rehearse)
 
     @property
     def attention_on_device(self) -> bool:
@@ -149,5 +164,15 @@ class TritonBackend(TorchBackend):
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return TritonPendingEntries(table, size)
 
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+        return mask_logits(logits, rows, masks)
+
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    @property
+    def samples_in_kernels(self) -> bool:
+        return True
+
+    def sample_nodes(self, logits: Tensor, nodes: SampledNodes, tables: SamplingTables) -> Tensor:
+        return sample_nodes(logits, nodes, tables)

@@ -8,6 +8,21 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def _is_stop(token, stop_tokens, S, SP: tl.constexpr):
+    """Whether a token is one of a request's, [S], which are padded with negative ones."""
+    found = tl.zeros([], tl.int32)
+    first = tl.zeros([], tl.int32)
+    more = S > 0
+    while more:
+        stop = first + tl.arange(0, SP)
+        stops = tl.load(stop_tokens + stop, mask=stop < S, other=-1)
+        found += tl.sum((stops == token).to(tl.int32), 0)
+        first += SP
+        more = (first < S) & (tl.min(stops, 0) >= 0)
+    return found > 0
+
+
 # not specialized: other numbers of nodes or stop tokens should not need new machine code
 @triton.jit(do_not_specialize=["T", "S"])
 def _accept_kernel(
@@ -25,7 +40,7 @@ def _accept_kernel(
     S,
     D: tl.constexpr,
     TP: tl.constexpr,  # nodes, padded
-    SP: tl.constexpr,  # stop tokens, padded
+    SP: tl.constexpr,  # stop tokens looked at together
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
@@ -34,9 +49,6 @@ def _accept_kernel(
     is_child = (index > 0) & (index < T)  # the root is nobody's child
     token_of = tl.load(tree_tokens + request * T + index, mask=is_child, other=-1)
     parent_of = tl.load(parents + request * T + index, mask=is_child, other=-1)
-    stop = tl.arange(0, SP)
-    stops = tl.load(stop_tokens + slot * S + stop, mask=stop < S, other=-1)
-
     node = tl.zeros([], tl.int32)
     kept = tl.zeros([], tl.int64)
     walking = left > 0
@@ -47,7 +59,7 @@ def _accept_kernel(
         tl.store(tokens + request * D + step, tl.maximum(token, 0))
         walking &= token >= 0
         kept += walking.to(tl.int64)
-        stopped |= walking & (tl.sum((stops == token).to(tl.int32), 0) > 0)
+        stopped |= walking & _is_stop(token, stop_tokens + slot * S, S, SP)
         follows = is_child & (parent_of == node) & (token_of == token)
         child = tl.min(tl.where(follows, index, TP), 0)
         walking &= (child < TP) & (kept < left) & (stopped == 0)
@@ -91,7 +103,7 @@ def accept_and_truncate(
         width,
         D=nodes.shape[1],
         TP=triton.next_power_of_2(T),
-        SP=triton.next_power_of_2(max(width, 1)),
+        SP=32,
         num_warps=1,
     )
 

@@ -62,7 +62,7 @@ def _prompt_step_sizes(
     dt_raw,
     dt_bias,
     dt,
-    n,
+    n_stride,
     dt_stride,
     lowest,
     highest,
@@ -75,23 +75,23 @@ def _prompt_step_sizes(
     raw = tl.load(dt_raw + place, mask=inside, other=0.0)
     bias = tl.load(dt_bias + head, mask=head < H, other=0.0)
     step = step_sizes(raw, bias, lowest, highest)
-    tl.store(dt + head.to(tl.int64)[None, :] * n + token[:, None], step, mask=inside)
+    tl.store(dt + head.to(tl.int64)[None, :] * n_stride + token[:, None], step, mask=inside)
 
 
 @triton.jit
 def _prefill_conv_kernel(
-    xbc,  # [n, conv_dim], rows xbc_stride apart
-    dt_raw,  # [n, H], rows dt_stride apart
+    xbc,  # [n_stride, conv_dim], rows xbc_stride apart
+    dt_raw,  # [n_stride, H], rows dt_stride apart
     conv_weight,  # [K, conv_dim]
     conv_bias,  # [conv_dim]
     dt_bias,  # [H]
     history,  # [slots, K-1, conv_dim]
-    out,  # [n, conv_dim]
-    dt,  # [H, n]
+    out,  # [n_stride, conv_dim]
+    dt,  # [H, n], rows n_stride apart
     requests,  # [b, 3]
     segments,  # [S, 3]
     blocks,  # [·, 2]
-    n,
+    n_stride,
     xbc_stride,
     dt_stride,
     history_stride,
@@ -145,7 +145,7 @@ def _prefill_conv_kernel(
             )  # fmt: skip
     else:
         _prompt_step_sizes(
-            block - CHANNEL_BLOCKS, token, valid, dt_raw, dt_bias, dt, n, dt_stride, lowest,
+            block - CHANNEL_BLOCKS, token, valid, dt_raw, dt_bias, dt, n_stride, dt_stride, lowest,
             highest, H, HEAD_BLOCK,
         )  # fmt: skip
 
@@ -153,10 +153,10 @@ def _prefill_conv_kernel(
 class ScanInputs(NamedTuple):
     """What ssd/triton.py's scan takes: views of one tensor, and dt by heads."""
 
-    x: Tensor  # [n, H, P]
-    dt: Tensor  # [n, H] float32; the tokens of a head are contiguous
-    B: Tensor  # [n, G, N]
-    C: Tensor  # [n, G, N]
+    x: Tensor  # [n_stride, H, P]
+    dt: Tensor  # [n_stride, H] float32; the tokens of a head are contiguous
+    B: Tensor  # [n_stride, G, N]
+    C: Tensor  # [n_stride, G, N]
 
 
 def prefill_conv(
@@ -181,7 +181,9 @@ def prefill_conv(
     if plan.block < K - 1:
         raise ValueError(f"blocks of {plan.block} tokens: must hold {K - 1}, the taps before one")
     out = torch.empty(n, conv_dim, dtype=xbc.dtype, device=xbc.device)
-    dt = torch.empty(H, n, dtype=torch.float32, device=xbc.device)
+    # rows that begin at a multiple of 16: then prompts of any length take the same machine code
+    stride = triton.cdiv(n, 16) * 16
+    dt = torch.empty(H, stride, dtype=torch.float32, device=xbc.device)
     head_block = 32
     low, high = weights.step_limit
     channel_blocks, head_blocks = triton.cdiv(conv_dim, block), triton.cdiv(H, head_block)
@@ -197,7 +199,7 @@ def prefill_conv(
         plan.requests,
         plan.segments,
         plan.blocks,
-        n,
+        stride,
         xbc.stride(0),
         dt_raw.stride(0),
         history.stride(0),
@@ -213,5 +215,5 @@ def prefill_conv(
     )
     x, B, C = out.split([H * P, G * N, G * N], dim=1)
     return ScanInputs(
-        x.unflatten(1, (H, P)), dt.t(), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+        x.unflatten(1, (H, P)), dt[:, :n].t(), B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
     )

@@ -35,6 +35,32 @@ def mixed(x):
 
 
 @triton.jit
+def row_key(seed, position):
+    """The key of a row, from two int64 scalars."""
+    return mixed(mixed(seed) ^ position)
+
+
+@triton.jit
+def token_bits(key, token):
+    """int64 in [0, 2**31) for tokens (int32) of the row with this key."""
+    x = _finalize(key + (token + 1).to(tl.int64) * GAMMA)
+    return (x.to(tl.uint64) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def gumbel_of(bits):
+    """Noise from ``token_bits``, float32. The sampler's kernels add the same: not one operation of
+    it may differ from one kernel to another."""
+    complement = (bits.to(tl.float32) + 0.5) * SCALE  # 1 - u
+    complement = tl.minimum(complement, LARGEST)
+    # -log(1 - c) is imprecise for small c: there, its series
+    tail = 1.0 / 3 + complement * 0.25
+    series = complement * (1.0 + complement * (0.5 + complement * tail))
+    exponential = tl.where(complement < 0.03, series, -tl.log(1.0 - complement))
+    return -tl.log(exponential)
+
+
+@triton.jit
 def _gumbel_kernel(
     seed,  # [n] int64
     position,  # [n] int64
@@ -45,19 +71,12 @@ def _gumbel_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    key = mixed(mixed(tl.load(seed + row)) ^ tl.load(position + row))
-    x = _finalize(key + (column + 1).to(tl.int64) * GAMMA)
-    bits = (x.to(tl.uint64) >> SHIFT).to(tl.int64)
+    key = row_key(tl.load(seed + row), tl.load(position + row))
+    bits = token_bits(key, column)
     if ONLY_BITS:
         tl.store(out + row * V + column, bits, mask=column < V)
     else:
-        complement = (bits.to(tl.float32) + 0.5) * SCALE  # 1 - u
-        complement = tl.minimum(complement, LARGEST)
-        # -log(1 - c) is imprecise for small c: there, its series
-        tail = 1.0 / 3 + complement * 0.25
-        series = complement * (1.0 + complement * (0.5 + complement * tail))
-        exponential = tl.where(complement < 0.03, series, -tl.log(1.0 - complement))
-        tl.store(out + row * V + column, -tl.log(exponential), mask=column < V)
+        tl.store(out + row * V + column, gumbel_of(bits), mask=column < V)
 
 
 def _launch(seed: Tensor, position: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:

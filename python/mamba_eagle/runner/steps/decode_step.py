@@ -1,7 +1,8 @@
 """One decode step on tensors: draft trees, verify them, commit the nodes that the target accepts.
 
-The sampler runs between verify and commit, and the host decides which operations it performs. All
-other parts may be captured in graphs (graphs.py) if they never wait for the host.
+The sampler runs between verify and commit. All parts may be captured in graphs (graphs.py) if they
+never wait for the host; the sampler, where the backend samples in kernels. Elsewhere the host
+decides which operations it performs.
 
 A step is a value: the results of the drafter's ``prepare`` and the scheme's ``begin`` are passed
 along, and no object remembers which step it is in.
@@ -20,10 +21,17 @@ from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.core import PLAIN
-from mamba_eagle.drafting.base import Drafter, StepPart
+from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.runner.sampler import BatchNoise, SamplingState
+from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.guide import GrammarGuide
+from mamba_eagle.runner.sampler import (
+    BatchNoise,
+    SamplingState,
+    sample_greedy,
+    sample_in_kernels,
+)
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -68,19 +76,22 @@ class DecodeStep:
         scheme: StateScheme,
         drafter: Drafter,
         sampling: SamplingState,
+        constraints: Constraints,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
+        self.constraints = constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
-    def draft(self, slots: Tensor, kv_slots: Tensor, part: StepPart, noisy: bool) -> Tree:
-        """A tree of ``part.shape`` per request. noisy: let the drafter use the sampler's noise."""
+    def draft(
+        self, slots: Tensor, kv_slots: Tensor, part: StepPart, noise: KeyedNoise | None
+    ) -> Tree:
+        """A tree of ``part.shape`` per request. noise: what else the target will sample with."""
         table = self.table
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
-        noise = BatchNoise(self.sampling, slots) if noisy else None
         return self.drafter.propose(slots, part, noise)
 
     def verify(
@@ -107,6 +118,16 @@ class DecodeStep:
         logits = self.model.compute_logits(features, logits)
         parts = (features.unflatten(0, shape), logits.unflatten(0, shape))
         return Verified(tree, layout, positions, *parts)
+
+    def sample(self, slots: Tensor, verified: Verified, sampled: bool) -> Tensor:
+        """The target's token at each node, [b, T], with nothing that only the host knows.
+
+        sampled: whether any request takes more than an argmax.
+        """
+        if not sampled:
+            return sample_greedy(verified.logits)
+        after = verified.positions + 1
+        return sample_in_kernels(self.sampling, slots, verified.logits, after, verified.tree)
 
     def commit(
         self,
@@ -140,10 +161,17 @@ class DecodeStep:
         return self.drafter.on_device and not part.idle
 
     def observe_on_host(
-        self, slots: Tensor, verified: Verified, accepted: Truncated, part: StepPart
+        self,
+        slots: Tensor,
+        verified: Verified,
+        accepted: Truncated,
+        part: StepPart,
+        counted: bool = False,
     ) -> None:
-        """Update the token counts, and the drafter if it works on the host."""
-        self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
+        """Update the token counts, unless they are ``counted``, and the drafter if it works on the
+        host."""
+        if not counted:
+            self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
         if not self.drafter.on_device and not part.idle:
             self.drafter.observe_accepted(slots, accepted, verified.features)
 
@@ -151,21 +179,36 @@ class DecodeStep:
 class EagerRun:
     """A step of one batch, with each operation launched separately."""
 
+    samples = False  # ``commit`` needs the tokens
+
     def __init__(self, step: DecodeStep, batch: DecodeBatch, part: StepPart) -> None:
         self.step, self.batch, self.part = step, batch, part
         place = step.backend.place
         self.slots = place.to_device(batch.slots)
         self.kv_slots = place.to_device(batch.kv_slots)
 
+    def draft(self) -> Tree:
+        """Draft trees."""
+        sampling, constraints, slots = self.step.sampling, self.step.constraints, self.batch.slots
+        noise: KeyedNoise | None = None
+        if sampling.any_need(slots):
+            noise = BatchNoise(sampling, self.slots)
+        steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
+        if steers:
+            noise = GrammarGuide(constraints, slots, noise, self.step.backend)
+        self.tree = self.step.draft(self.slots, self.kv_slots, self.part, noise)
+        if steers:
+            self.tree = constraints.reshape(slots, self.tree, self.part.shape.depth)
+        return self.tree
+
     def verify(self) -> Verified:
-        """Draft trees and run the target on them."""
-        noisy = self.step.sampling.any_noise(self.batch.slots)
-        tree = self.step.draft(self.slots, self.kv_slots, self.part, noisy)
-        self.verified = self.step.verify(self.slots, self.kv_slots, tree)
+        """Run the target on the drafted trees."""
+        self.verified = self.step.verify(self.slots, self.kv_slots, self.tree)
         return self.verified
 
-    def commit(self, target: Tensor) -> Outcome:
+    def commit(self, target: Tensor | None) -> Outcome:
         """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""
+        assert target is not None
         step, part = self.step, self.part
         outcome = step.commit(self.slots, self.kv_slots, self.verified, target, part)
         step.observe_on_host(self.slots, self.verified, outcome.accepted, part)
@@ -176,6 +219,7 @@ class EagerSteps:
     """Steps without graphs."""
 
     num_bytes = 0
+    num_graphs = 0
 
     def __init__(self, step: DecodeStep) -> None:
         self.step = step

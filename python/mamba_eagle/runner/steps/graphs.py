@@ -1,14 +1,19 @@
 """Decode steps as CUDA graphs: the host launches two graphs instead of hundreds of kernels.
 
-A graph repeats the same kernels on the same memory, so there is one pair of graphs for each kind of
-step. A kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether
-drafts use the sampler's noise, and whether the drafter observes the accepted tokens. Batches are
+A graph repeats the same kernels on the same memory, so there are graphs for each kind of step. A
+kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether any
+request takes more than an argmax (then drafts use the sampler's noise, and tokens are counted),
+whether the drafter observes the accepted tokens, and whether the host needs the trees before they
+are verified, because a request has a grammar. Batches are
 padded with requests that have no tokens left to generate and that use a request slot, a state slot
 and a KV slot which no real request ever gets, so padding does not affect any request.
 
-    inputs → [ draft → verify ] → logits → sampler, kernel by kernel → [ accept, commit ] → outcome
+    inputs → [ draft → verify ] → logits → [ sample ] → target → [ accept, commit ] → outcome
+    inputs → [ draft ] → [ verify ] → masks, sampler → …                        with a grammar
 
-The two graphs of a kind run back to back, so all graphs share one memory pool.
+The middle one is left out, and operations are launched one by one, where the backend does not
+sample in kernels, or where somebody else has chosen the tokens. The graphs of a kind run back to
+back, so all graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +29,7 @@ from torch import Tensor
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
+from mamba_eagle.runner.sampler import BatchNoise
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Outcome, Verified
 from mamba_eagle.tree.tree import Tree
 
@@ -35,9 +41,12 @@ class Kind(NamedTuple):
 
     shape: TreeShape
     batch: int  # requests, padding included
-    noisy: bool
+    sampled: bool  # some request takes more than an argmax
     drafter_commits: bool
     stop_tokens: int  # width of the stop token table, which may grow
+    # draft and verify are two graphs, between which trees are sent to the host: it makes the
+    # masks of grammars while the device verifies
+    apart: bool = False
 
 
 def batch_ladder(max_batch: int) -> list[int]:
@@ -49,35 +58,60 @@ def batch_ladder(max_batch: int) -> list[int]:
     return sorted({max_batch, *(size for size in sizes if size < max_batch)}, reverse=True)
 
 
+class Replayable(Protocol):
+    """A captured graph."""
+
+    def replay(self) -> None:
+        """Launch what was captured."""
+
+
 class GraphedRun:
     """A step of one batch, whose requests are the first ones of the graph's batch."""
 
     def __init__(self, graph: _Graph, batch: DecodeBatch, part: StepPart) -> None:
         self.graph, self.batch, self.part, self.b = graph, batch, part, len(batch.slots)
+        self.samples = graph.samples  # ``commit`` needs no tokens
         self.slots = graph.slots[: self.b]
         self.verified = graph.verified.first(self.b)
 
+    def draft(self) -> Tree:
+        """Draft trees; if no grammar needs them before, they are there after ``verify`` only."""
+        if self.graph.kind.apart:
+            self.graph.load(self.batch, self.part)
+            self.graph.draft.replay()
+        return self.verified.tree
+
     def verify(self) -> Verified:
-        """Draft trees and run the target on them."""
-        self.graph.load(self.batch, self.part)
+        """Run the target on the trees."""
+        if not self.graph.kind.apart:
+            self.graph.load(self.batch, self.part)
+        self.graph.verify.replay()
         return self.verified
 
-    def commit(self, target: Tensor) -> Outcome:
-        """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""
-        self.graph.target[: self.b] = target
+    def commit(self, target: Tensor | None) -> Outcome:
+        """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node; None:
+        sample them."""
+        if target is not None:
+            self.graph.target[: self.b] = target
+        else:
+            self.graph.sample.replay()
         self.graph.commit.replay()
         outcome = self.graph.outcome.first(self.b)
-        self.graph.step.observe_on_host(self.slots, self.verified, outcome.accepted, self.part)
+        counted = self.graph.counts
+        step = self.graph.step
+        step.observe_on_host(self.slots, self.verified, outcome.accepted, self.part, counted)
         return outcome
 
 
 class _Graph:
-    """The two graphs of a kind, and the memory of their inputs and outputs."""
+    """The graphs of a kind, and the memory of their inputs and outputs."""
 
     def __init__(self, kind: Kind, part: StepPart, graphs: GraphedSteps) -> None:
         """part: the drafter's part in all steps of this kind."""
         self.kind, self.part, self.step = kind, part, graphs.step
         self.place = graphs.place
+        self.samples = self.step.sampling.tables is not None
+        self.counts = self.samples and kind.sampled
         self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
         self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
         self.inputs = self.place.to_device([self.padding] * kind.batch)
@@ -89,36 +123,63 @@ class _Graph:
         if not self.drafts:
             self.tree = _empty_tree(*self.target.shape, self.place.device)
 
-        for work in (self._verify, self._commit):  # compiles kernels; runs on padding alone
+        for work in self.works():  # compiles kernels; runs on padding alone
             work()
-        self.verify = graphs.record(self._verify)
+        if kind.apart:
+            self.draft = graphs.record(self._draft)
+            self.verify = graphs.record(self._verify)
+        else:
+            self.verify = graphs.record(self._draft_and_verify)
+        if self.samples:
+            self.sample = graphs.record(self._sample)
         self.commit = graphs.record(self._commit)
 
-    def _verify(self) -> None:
+    def works(self) -> list[Callable[[], None]]:
+        """What the graphs repeat, in order."""
+        sample = [self._sample] if self.samples else []
+        return [self._draft, self._verify, *sample, self._commit]
+
+    def _draft(self) -> None:
         self.slots.copy_(self.inputs[:, 0])
         self.kv_slots.copy_(self.inputs[:, 1:])
-        tree = self.tree
-        if tree is None:
-            tree = self.step.draft(self.slots, self.kv_slots, self.part, self.kind.noisy)
-        self.verified = self.step.verify(self.slots, self.kv_slots, tree, self.logits)
+        self.drafted = self.tree
+        if self.drafted is None:
+            self.drafted = self._drafted(self.slots, self.kv_slots, self.part)
+
+    def _drafted(self, slots: Tensor, kv_slots: Tensor, part: StepPart) -> Tree:
+        noise = BatchNoise(self.step.sampling, slots) if self.kind.sampled else None
+        return self.step.draft(slots, kv_slots, part, noise)
+
+    def _verify(self) -> None:
+        assert self.drafted is not None
+        self.verified = self.step.verify(self.slots, self.kv_slots, self.drafted, self.logits)
+
+    def _draft_and_verify(self) -> None:
+        self._draft()
+        self._verify()
+
+    def _sample(self) -> None:
+        self.target.copy_(self.step.sample(self.slots, self.verified, self.kind.sampled))
 
     def _commit(self) -> None:
         self.outcome = self.step.commit(
             self.slots, self.kv_slots, self.verified, self.target, self.part
         )
+        if self.counts:
+            accepted = self.outcome.accepted
+            self.step.sampling.count(self.slots, accepted.tokens, accepted.count)
 
     def load(self, batch: DecodeBatch, part: StepPart) -> None:
-        """Copy the inputs to the device, then draft and verify."""
+        """Copy the inputs to the device, with the trees if the host drafts them."""
         inputs = [[slot, *nodes] for slot, nodes in zip(batch.slots, batch.kv_slots)]
         inputs += [self.padding] * (self.kind.batch - len(inputs))
         self.inputs.copy_(self.place.host_tensor(inputs), non_blocking=True)
         if self.tree is not None:
             own = self.inputs[: len(batch.slots)]
             slots, kv_slots = own[:, 0].contiguous(), own[:, 1:].contiguous()
-            drafted = self.step.draft(slots, kv_slots, part, self.kind.noisy)
+            drafted = self._drafted(slots, kv_slots, part)
             for kept, new in zip(self.tree, drafted):
                 kept[: len(new)] = new
-        self.verify.replay()
 
 
 class _CatchUp:
@@ -168,18 +229,20 @@ class GraphedSteps:
         self.num_bytes = self.logits.nbytes
 
     def warm_up(self, shapes: list[TreeShape]) -> None:
-        """Capture the greedy steps of these shapes, for all batch sizes of the ladder."""
+        """Capture all kinds of steps of these shapes, for all batch sizes of the ladder."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         for batch in self.ladder:  # the largest first
             for shape in reversed(shapes):
-                self._capture([self.padded_slot] * batch, shape)
+                for sampled in (False, True):
+                    self._capture([self.padded_slot] * batch, shape, sampled)
             if shapes != [PLAIN] and self.step.drafter.on_device:
                 self._catch_up([self.padded_slot] * batch)
         # and plain steps of untracked requests
         drafter, padding = self.step.drafter, [self.padded_slot]
         drafter.untrack(padding)
         for batch in self.ladder:
-            self._capture(padding * batch, PLAIN)
+            for sampled in (False, True):
+                self._capture(padding * batch, PLAIN, sampled)
         drafter.release(padding, [-1])
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
         log.info(
@@ -191,19 +254,23 @@ class GraphedSteps:
 
     def prepare(self, batch: DecodeBatch) -> GraphedRun:
         """Prepare a step, capturing its kind if it is new; not part of its measured time."""
-        graph, part = self._capture(batch.slots, batch.shape)
+        sampled = self.step.sampling.any_need(batch.slots)
+        graph, part = self._capture(batch.slots, batch.shape, sampled)
         return GraphedRun(graph, batch, part)
 
-    def _capture(self, slots: list[int], shape: TreeShape) -> tuple[_Graph, StepPart]:
+    def _capture(
+        self, slots: list[int], shape: TreeShape, sampled: bool
+    ) -> tuple[_Graph, StepPart]:
         part = self.step.drafter.prepare(slots, shape)
         if part.needs_catch_up:
             self._catch_up(part.needs_catch_up)
         kind = Kind(
             shape,
             self._size(slots),
-            shape != PLAIN and self.step.sampling.any_noise(slots),
+            sampled,
             self.step.drafter_commits(part),
             self.step.table.stop_tokens.shape[1],
+            shape != PLAIN and self.step.constraints.any(slots),
         )
         if kind not in self.graphs:
             self.graphs[kind] = _Graph(kind, part, self)
@@ -221,7 +288,12 @@ class GraphedSteps:
     def _size(self, slots: Sequence[int]) -> int:
         return min(size for size in self.ladder if size >= len(slots))
 
-    def record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    @property
+    def num_graphs(self) -> int:
+        """Kinds of steps and sizes of catching up that are captured."""
+        return len(self.graphs) + len(self.catching_up)
+
+    def record(self, work: Callable[[], None]) -> Replayable:
         """Capture the kernels that ``work`` launches, without running them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
@@ -233,3 +305,14 @@ class GraphedSteps:
             finally:
                 graph.capture_end()
         return graph
+
+
+class RehearsedSteps(GraphedSteps):
+    """The same works in the same order, for what they launch: nothing is captured."""
+
+    def record(self, work: Callable[[], None]) -> Replayable:
+        return _NoGraph()
+
+
+class _NoGraph:
+    def replay(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from mamba_eagle.backend.place import Place, Timestamp
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
+from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.decode_step import Outcome, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill
 from mamba_eagle.tree.tree import Tree
@@ -24,7 +26,10 @@ class PendingDecode:
         batch: DecodeBatch,
         verified: Verified,
         outcome: Outcome,
+        marks: Marks | None = None,
     ) -> None:
+        """marks: of the grammars; None if no request of the batch has one."""
+        self.marks = marks or Marks({}, {})
         accepted = outcome.accepted
         self.width = accepted.nodes.shape[1]
         numbers = [accepted.count[:, None], outcome.folded[:, None]]
@@ -46,16 +51,21 @@ class PendingDecode:
         for i, (n, folded, *path) in enumerate(self.numbers.tolist()):
             tokens, nodes = path[: self.width], path[self.width :]
             result = DecodeResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
+            if not n:
+                result.problem = self.marks.problems.get(i, "")
             if n and i in self.logprobs:
                 result.logprobs = self.logprobs[i].read(n)
             if n and self.traced[i]:
                 assert self.tree is not None
-                result.trace = step_trace(self.tree, i, result)
+                refused = self.marks.refused.get(i, [])
+                result.trace = step_trace(self.tree, i, result, refused)
             results.append(result)
         return results
 
 
-def step_trace(tree: Tree, index: int, result: DecodeResult) -> StepTrace:
+def step_trace(
+    tree: Tree, index: int, result: DecodeResult, refused: Sequence[int] = ()
+) -> StepTrace:
     """The tree of request ``index`` and its accepted path, for requests that ask for a trace."""
     return StepTrace(
         tokens=tree.tokens[index].tolist(),
@@ -63,6 +73,7 @@ def step_trace(tree: Tree, index: int, result: DecodeResult) -> StepTrace:
         scores=tree.scores[index].tolist(),
         accepted=result.nodes,
         bonus=result.tokens[-1],
+        refused=list(refused),
     )
 
 
@@ -79,9 +90,16 @@ class Launched:
     """A step whose work has been launched; its result can be read once the device is done."""
 
     def __init__(
-        self, number: int, prompts: PendingPrefill | None, trees: PendingDecode | None, times: Times
+        self,
+        number: int,
+        prompts: PendingPrefill | None,
+        trees: PendingDecode | None,
+        times: Times,
+        num_compiled: int = 0,
     ) -> None:
+        """num_compiled: kernels and graphs that were made since the runner was ready."""
         self.number, self.prompts, self.trees, self.times = number, prompts, trees, times
+        self.num_compiled = num_compiled
 
     @property
     def done(self) -> bool:
@@ -99,4 +117,5 @@ class Launched:
             seconds=times.began.until(times.ended),
             decode_seconds=times.decode_began.until(times.ended),
             idle_seconds=times.previous.until(times.began),
+            num_compiled=self.num_compiled,
         )

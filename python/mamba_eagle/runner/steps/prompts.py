@@ -16,6 +16,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs, sample, token_logprobs
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 
@@ -46,6 +47,7 @@ class PendingPrefill:
     first_tokens: Tensor | None = None  # [finished prompts] int64
     first_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in first_tokens
     input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in items
+    marks: Marks = Marks({}, {})  # of the grammars, by index in first_tokens
 
     def read(self) -> list[PrefillResult]:
         """Results in the items' order; call it only once the device is done."""
@@ -60,6 +62,8 @@ class PendingPrefill:
                     result.input_logprobs[0] = TokenLogprob(first.token_id, None)
             if item.is_last:
                 result.token = next(tokens)
+                if result.token == NO_TOKEN:
+                    result.problem = self.marks.problems.get(finished, "")
                 if finished in self.first_logprobs:
                     result.logprob = self.first_logprobs[finished].read()[0]
                 finished += 1
@@ -160,6 +164,9 @@ class PromptRunner:
         for part in parts:
             span = slice(part.first, part.first + part.length)
             self.step.sampling.observe(part.item.slot, tokens[span], part.item.start)
+            self.step.constraints.observe_prompt(
+                part.item.slot, part.item.token_ids, part.item.start
+            )
         start_finished(self.step.scheme, items, self.place)
         self.journals.start_trails(items)
         self._show_drafter(Shown(given, tokens, features, before))
@@ -210,6 +217,8 @@ class PromptRunner:
         table.top_logprobs[slot] = item.top_logprobs
         table.wants_trace[slot] = item.return_spec_trace
         self.step.sampling.set(slot, params, item.output_start, item.history)
+        self.step.constraints.admit(slot, params, item.output_start)
+        self.step.constraints.observe_prompt(slot, item.history, 0)
         self.budget_end[slot] = item.output_start + params.max_new_tokens
 
     def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
@@ -239,8 +248,10 @@ class PromptRunner:
         device_slots, positions, budget, last_tokens = self._indices([slots, ends, left, last])
         last_features = features[last_tokens]
         logits = self.step.model.compute_logits(last_features)
-        sampled = sample(sampling, slots, logits[:, None], positions[:, None], None)[:, 0]
+        allowed, marks = self.step.constraints.first_masks(slots)
+        sampled = sample(sampling, slots, logits[:, None], positions[:, None], None, allowed)[:, 0]
         is_token = sampled != NO_TOKEN
+        self.step.constraints.observe_first_tokens(slots, sampled, is_token.long())
         tokens = torch.where(is_token, sampled, 0)  # later steps need a valid token in the tables
         sampling.observe_accepted(device_slots, tokens[:, None], is_token.long())
         table.last_token[device_slots] = tokens
@@ -254,7 +265,7 @@ class PromptRunner:
             self.step.drafter.observe_first_tokens(
                 [slots[i] for i in tracked], tokens[index], last_features[index]
             )
-        pending.first_tokens = self.place.to_host(sampled)
+        pending.first_tokens, pending.marks = self.place.to_host(sampled), marks
         for i, part in enumerate(parts):
             if part.item.return_logprob:
                 top = part.item.top_logprobs

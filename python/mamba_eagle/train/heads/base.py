@@ -8,24 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.train.batches import Answer
+from mamba_eagle.train.batches import Answer, PaddedAnswers
 from mamba_eagle.train.settings import TrainSettings
-from mamba_eagle.train.unrolled_pass import unroll
+from mamba_eagle.train.target import TargetOutputs
 
 
 class TrainableHead(ABC):
-    """A head under training: ``module`` holds its weights, ``network`` drafts with them.
-
-    Shapes: n entries of the draft network, O its output size, W the width of the target's features,
-    D the number of tokens that the head can draft.
-    """
+    """A head under training: ``module`` holds its weights."""
 
     config: dict[str, Any]  # its config.json
     module: nn.Module
-    network: DraftNetwork
+    max_anchors = 0  # of an answer: positions per step from which it drafts; 0: from all
 
     @abstractmethod
     def __init__(
@@ -44,27 +39,20 @@ class TrainableHead(ABC):
         """Reasons why this head cannot be made, each with the values and a remedy."""
         return []
 
-    def unroll(self, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Tensor]:
-        """See :func:`mamba_eagle.train.unrolled_pass.unroll`."""
-        return unroll(self.network, tokens, features, depth)
+    @abstractmethod
+    def loss(self, answers: PaddedAnswers, target: TargetOutputs, num_drafts: list[int]) -> Tensor:
+        """The loss of a pass, a scalar.
+
+        num_drafts: drafts of the batch at each depth, over which the loss is averaged. They may
+        exceed those of ``answers``: the result is then this pass's part of the batch's loss.
+        """
 
     @abstractmethod
-    def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        """Logits of the head's own vocabulary: outputs [n, O] of entries at ``depth`` -> [n, D]
-        float32."""
-
-    def target_probs(self, probs: Tensor) -> Tensor:
-        """The target's distribution [n, vocab_size], restricted to the head's vocabulary [n, D]."""
-        return probs
-
-    def token_ids(self, choice: Tensor) -> Tensor:
-        """Maps indices into the head's vocabulary to the target's token ids, both [n]."""
-        return choice
-
-    def feature_loss(self, outputs: Tensor, features: Tensor) -> Tensor | None:
-        """A loss in addition to the cross entropy: outputs [n, O] and the target's features [n, W]
-        at the same positions -> [n]; None if this kind of head has none."""
-        return None
+    def greedy_drafts(
+        self, answers: PaddedAnswers, target: TargetOutputs, depth: int
+    ) -> Iterator[Tensor]:
+        """The most likely token at each depth j, from all roots: the target's token ids, in the
+        order of ``answers.drafts[j]``, int64."""
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors of its checkpoint, by name."""

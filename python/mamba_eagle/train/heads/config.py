@@ -6,8 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig
+from mamba_eagle.train.settings import TrainSettings
 
 MLP_EXPANSION = 3  # intermediate size of an MLP layer / hidden size
+BLOCK_MLP_EXPANSION = 2  # the same of a block drafter; published ones have 2.3 to 3
+DEFAULT_POSITIONS = 32768  # where the target gives no limit
 
 
 def head_attention(target: ModelConfig) -> AttentionConfig:
@@ -67,6 +70,46 @@ def head_config(architecture: str, pattern: str, target: ModelConfig) -> dict[st
         config["conv_kernel"] = mamba.conv_kernel
         config["use_conv_bias"] = mamba.conv_bias
         config["chunk_size"] = mamba.chunk_size
+    return config
+
+
+def block_draft_config(
+    architecture: str, settings: TrainSettings, taps: list[int], target: ModelConfig
+) -> dict[str, Any]:
+    """config.json of a block drafter, in the fields of published ones.
+
+    Args:
+        taps: layers of the target whose outputs are read, from 0.
+    """
+    attention, dspark = head_attention(target), architecture.endswith("DSparkModel")
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": BLOCK_MLP_EXPANSION * target.hidden_size,
+        "num_hidden_layers": settings.draft_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": target.norm_eps,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": target.max_position_embeddings or DEFAULT_POSITIONS,
+        "tie_word_embeddings": False,
+        "eos_token_id": list(target.eos_token_ids),
+        "block_size": settings.depth if dspark else settings.depth + 1,
+        "mask_token_id": 0,
+        "target_layer_ids": taps,
+        "dflash_config": {"causal": dspark},
+    }
+    if dspark:
+        config["sample_from_anchor"] = True
+        config["markov_rank"] = settings.markov_rank
+        config["markov_head_type"] = settings.markov_head
+        config["enable_confidence_head"] = True
+        config["confidence_head_with_markov"] = True
     return config
 
 

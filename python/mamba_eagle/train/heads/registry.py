@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mamba_eagle.train.heads.base import TrainableHead
+from mamba_eagle.train.heads.dflash import TrainableDflash
+from mamba_eagle.train.heads.dspark import TrainableDspark
 from mamba_eagle.train.heads.eagle import TrainableEagle
 from mamba_eagle.train.heads.eagle3 import TrainableEagle3
 from mamba_eagle.train.heads.mtp import TrainableMtp
@@ -11,4 +13,6 @@ TRAINABLE_HEADS: dict[str, type[TrainableHead]] = {
     "eagle": TrainableEagle,
     "eagle3": TrainableEagle3,
     "mtp": TrainableMtp,
+    "dflash": TrainableDflash,
+    "dspark": TrainableDspark,
 }

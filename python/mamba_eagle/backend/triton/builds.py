@@ -1,0 +1,201 @@
+"""Triton kernels, compiled by several processes before they are needed.
+
+Triton compiles a kernel when it is first launched with a new kind of arguments: one after the
+other, a second or more each. ``dry_run`` finds out which kinds a piece of code needs without
+compiling or launching anything, and ``Builders`` compiles them side by side. The results are in
+Triton's cache on disk, where the launches that follow find them, and so does every later start.
+
+A dry run takes each launch as done and lets torch's operations run. New memory is zeroed meanwhile,
+so that indices which a kernel would have written are valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from mamba_eagle.message.lifetime import die_with_parent
+
+log = logging.getLogger("mamba_eagle.runner")
+
+MAX_BUILDERS = 16
+
+
+class Build(NamedTuple):
+    """One kernel for one kind of arguments, as another process can compile it."""
+
+    module: str
+    name: str
+    data: str  # JSON: signature, constants, attributes and options, as Triton serialises them
+    target: tuple[str, Any, int]  # backend, architecture, threads of a warp
+
+
+# ── what is needed ───────────────────────────────────────────────────────────────────────────
+
+
+class DryRun:
+    """The builds that launches asked for."""
+
+    def __init__(self) -> None:
+        self.builds: dict[Build, None] = {}  # a set in order
+
+    def hook(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """In place of compiling: Triton then launches nothing."""
+        target = driver.active.get_current_target()
+        data = json.loads(compile["specialization_data"])
+        data.pop("key", None)  # a text of Triton's own, which says no more than the rest
+        module = fn.module if isinstance(fn.module, str) else fn.module.__name__
+        text = json.dumps(data, sort_keys=True)
+        named = Build(module, fn.name, text, (target.backend, target.arch, target.warp_size))
+        self.builds[named] = None
+        return True
+
+
+@contextlib.contextmanager
+def _zeroed() -> Iterator[None]:
+    """torch.empty and its kin give zeros."""
+
+    def zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **options: make(*args, **options).zero_()
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            make = getattr(owner, name)
+            setattr(owner, name, zeroed(make))
+            stack.callback(setattr, owner, name, make)
+        yield
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[DryRun]:
+    """Within, no kernel is compiled or launched that was not before; yields those that would be."""
+    run, before = DryRun(), knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = run.hook
+    try:
+        with _zeroed():
+            yield run
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+# ── compiling ────────────────────────────────────────────────────────────────────────────────
+
+
+def compile_build(build: Build) -> None:
+    """Compile one kernel for its target, which need not be a device of this machine.
+
+    Returns at once if Triton's cache has it.
+    """
+    data = json.loads(build.data)
+
+    def constant(value: Any) -> Any:
+        if isinstance(value, str) and tl.dtype.is_dtype(value):
+            return tl.dtype(value)
+        if isinstance(value, dict) and "constexpr" in value:
+            return tl.constexpr(_tuples(value["constexpr"]))
+        return _tuples(value)
+
+    keys = [tuple(key) for key in data["constant_keys"]]
+    constants = dict(zip(keys, map(constant, data["constant_vals"]), strict=True))
+    attributes = {
+        tuple(key): value for key, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)
+    }
+    signature = {name: _tuples(kind) for name, kind in data["signature"].items()}
+    kernel = getattr(importlib.import_module(build.module), build.name)
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {name: _tuples(value) for name, value in data["options"].items()}
+    triton.compile(source, target=GPUTarget(*build.target), options=options)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _begin_builder() -> None:
+    """The parent decides when this process ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    torch.set_num_threads(1)
+
+
+class Builders:
+    """Processes that compile. Made early: while weights are loaded, they import what they need."""
+
+    def __init__(self, processes: int | None = None) -> None:
+        count = processes or min(MAX_BUILDERS, max(1, (os.cpu_count() or 1) - 1))
+        context = get_context("spawn")
+        self.pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_builder)
+        for _ in range(count):  # each starts one more
+            self.pool.submit(os.getpid)
+
+    def build(self, run: DryRun) -> int:
+        """Compile all that a dry run found; returns their number. What fails is left to the launch
+        that needs it, which raises the same error with the code around it."""
+        futures = [self.pool.submit(compile_build, build) for build in run.builds]
+        failed = 0
+        for future in futures:
+            failed += future.exception() is not None
+        if failed:
+            log.warning("%d of %d kernels were not built ahead", failed, len(futures))
+        self.pool.shutdown()
+        return len(futures)
+
+
+class KernelBuilds:
+    """All kernels of a server, built before it is ready; and the note, in Triton's cache, that a
+    server like it has done so before."""
+
+    def __init__(self, about: str, processes: int | None = None) -> None:
+        """about: everything that decides which kernels there are, beside the code."""
+        self.note = Path(knobs.cache.dir, f"mamba-eagle-{_digest(about)}.built")
+        self.builders = None if self.note.exists() else Builders(processes)
+
+    def build(self, rehearse: Callable[[], None]) -> None:
+        """rehearse: launches everything that serving can need."""
+        if self.builders is None:
+            return
+        began = time.perf_counter()
+        with dry_run() as run:
+            rehearse()
+        rehearsed = time.perf_counter()
+        count = self.builders.build(run)
+        ended = time.perf_counter()
+        log.info(
+            "%d kernels: found in %.1f s, built in %.1f s",
+            count,
+            rehearsed - began,
+            ended - rehearsed,
+        )
+        self.note.parent.mkdir(parents=True, exist_ok=True)
+        self.note.touch()
+
+
+def _digest(about: str) -> str:
+    """A name for these kernels: other code, sizes or compilers give another."""
+    seen = hashlib.sha256(f"{triton.__version__} {torch.__version__} {about}".encode())
+    package = Path(__file__).parents[2]
+    for path in sorted([*package.glob("kernels/**/*.py"), *package.glob("backend/**/*.py")]):
+        seen.update(path.read_bytes())
+    return seen.hexdigest()[:32]

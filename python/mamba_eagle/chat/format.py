@@ -1,0 +1,145 @@
+"""How one model's chats are written and read: its template, its family, its special tokens."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mamba_eagle.chat.family import CONTENT, REASONING, Family, FamilyError, family_of
+from mamba_eagle.chat.parse import (
+    FamilyParser,
+    OutputParser,
+    PlainParser,
+    parser_problem,
+    template_problem,
+)
+from mamba_eagle.chat.render import ChatTemplate
+from mamba_eagle.chat.thinking import Budget, token_set
+
+log = logging.getLogger("mamba_eagle.chat")
+EDGES = ("open", "open_pattern", "close", "close_pattern")
+
+
+class ChatFormat:
+    """``hf``: a tokenizer of transformers; ``special_tokens``: texts and ids of its special ones.
+
+    template: a template's text, "" for the tokenizer's own. call_parser, reasoning_parser: names
+    of ``family.read_family``, ``auto`` or ``none``.
+
+    Raises: FamilyError
+    """
+
+    def __init__(
+        self,
+        hf: Any,
+        special_tokens: Mapping[str, int],
+        template: str = "",
+        call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> None:
+        self.hf = hf
+        self.template = ChatTemplate(hf, template)
+        self._token_sets: dict[tuple[int, tuple[int, ...]], str] = {}
+        self.special_tokens = special_tokens
+        own = getattr(hf, "response_template", None)
+        chat_template = self.template.source(with_tools=True)
+        self.family = family_of(own, chat_template, call_parser, reasoning_parser)
+        self.problem = parser_problem()
+        if self.family is None or self.problem:
+            return
+        if wrong := template_problem(self.family):
+            if {call_parser, reasoning_parser} & {"auto"} and own is not None:
+                # A mistake in the checkpoint does not keep it from being served.
+                log.warning("response_template of the checkpoint: %s; it is not used", wrong)
+                self.family = None
+            else:
+                raise FamilyError(f"its response_template: {wrong}")
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template says anything of tools."""
+        return "tools" in self.template.source(with_tools=True)
+
+    def prefix(self, prompt: str) -> str:
+        """What of the assistant's message the prompt already has."""
+        if self.family is None:
+            return ""
+        return after_last_anchor(self.family.template, prompt)
+
+    def reader(self, with_calls: bool, with_reasoning: bool) -> Family | None:
+        """The family as far as a request wants parts told apart; None: it wants none."""
+        family = None if self.problem else self.family
+        if family is None:
+            return None
+        if not with_calls:
+            family = family.without_calls()
+        if not with_reasoning:
+            family = family.with_reasoning_of(None)
+        return family if family.reads_calls or family.reads_reasoning else None
+
+    def budget(self, tokens: int, stops: Collection[int]) -> Budget | None:
+        """At most so many tokens of reasoning; None if its end is not one token, which would be
+        needed to keep count. stops: the tokens that end a text."""
+        assert self.family is not None and self.family.reasoning is not None
+        end = self.hf.encode(self.family.reasoning.close, add_special_tokens=False)
+        if len(end) != 1:
+            return None
+        others = self._others(end[0], tuple(sorted(stops)))
+        return Budget(tokens, end[0], end[0] in self.special_tokens.values(), others)
+
+    def _others(self, end: int, stops: tuple[int, ...]) -> str:
+        if (end, stops) not in self._token_sets:
+            every = set(self.hf.get_vocab().values())
+            self._token_sets[end, stops] = token_set(every - {end, *stops})
+        return self._token_sets[end, stops]
+
+    def kept_tokens(self, family: Family | None) -> frozenset[int]:
+        """Special tokens that its parts begin and end with: they must be in the text."""
+        if family is None:
+            return frozenset()
+        edges = " ".join(
+            str(part[edge])
+            for name, part in family.fields.items()
+            if name != CONTENT
+            for edge in EDGES
+            if edge in part
+        ).replace("\\", "")
+        return frozenset(number for text, number in self.special_tokens.items() if text in edges)
+
+
+def after_last_anchor(template: Mapping[str, Any], prompt: str) -> str:
+    """What stands behind the last beginning of an assistant's message; "" if there is none."""
+    anchor = template.get("start_anchor")
+    if anchor is None:
+        pattern = re.compile(template.get("start_anchor_pattern", "(?!)"), re.DOTALL)
+        ends = [match.end() for match in pattern.finditer(prompt)]
+    else:
+        anchors = [anchor] if isinstance(anchor, str) else anchor
+        ends = [prompt.rfind(one) + len(one) for one in anchors if one in prompt]
+    return prompt[max(ends) :] if ends else ""
+
+
+def make_parser(
+    family: Family | None,
+    prefix: str = "",
+    tools: Sequence[Mapping[str, Any]] = (),
+    max_calls: int | None = None,
+) -> OutputParser:
+    """For one sample; see ``FamilyParser``."""
+    if family is None:
+        return PlainParser()
+    return FamilyParser(family, prefix, tools, max_calls)
+
+
+def reasoning_is(family: Family | None, prefix: str) -> str:
+    """``open``: the prompt ends inside reasoning. ``possible``: the model may begin with it.
+    ``over``: neither."""
+    if family is None or not family.reads_reasoning:
+        return "over"
+    parser = FamilyParser(family, prefix)
+    parser.feed("\0")  # until something follows, a tag at the end might still go on
+    if parser.field == REASONING:
+        return "open"
+    return "over" if prefix.strip() else "possible"

@@ -1,0 +1,56 @@
+"""The masks of a draft tree: which tokens the grammar allows behind each node.
+
+A node's mask depends on the tokens of its path from the root alone, so a depth-first walk that
+takes tokens in and rolls them back finds all of them with one matcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mamba_eagle.constrain.request import RequestGrammar
+
+Masks = npt.NDArray[np.uint32]  # [T, W]: bit ``v % 32`` of word ``v // 32`` is set: v is allowed
+
+
+def fill_masks(
+    grammar: RequestGrammar, tokens: Sequence[int], parents: Sequence[int], masks: Masks
+) -> list[int]:
+    """Write the masks of all nodes that can be reached, and return the others: the nodes that the
+    grammar refuses, and those below them.
+
+    tokens, parents [T] of the tree; the root, node 0, is the last token that ``grammar`` has taken
+    in. masks: all ones. The rows of refused nodes keep them: nobody reads what they allow, and a
+    row without any token would make a NaN of its softmax.
+    """
+    children: list[list[int]] = [[] for _ in tokens]
+    for node in range(1, len(tokens)):
+        children[parents[node]].append(node)
+    if not grammar.fill(masks[0]):
+        return list(range(1, len(tokens)))
+    refused: list[int] = []
+
+    def visit(above: int) -> None:
+        row = masks[above]
+        for node in children[above]:
+            token = tokens[node]
+            if not int(row[token >> 5]) >> (token & 31) & 1:
+                refuse(node)
+            elif grammar.step_in(token):
+                if grammar.fill(masks[node]):
+                    visit(node)
+                else:
+                    refused.extend(children[node])
+                grammar.step_out()
+            # else it is an end token behind a finished grammar: a leaf, which ends the request
+
+    def refuse(node: int) -> None:
+        refused.append(node)
+        for child in children[node]:
+            refuse(child)
+
+    visit(0)
+    return sorted(refused)

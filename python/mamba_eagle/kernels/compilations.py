@@ -1,0 +1,59 @@
+"""Counts kernels that are compiled, or loaded from a compiler's cache, from some moment on.
+
+Either stops the step that needs the kernel: by seconds, or by milliseconds. A server that is ready
+should do neither (docs/design/gpu-steps.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from mamba_eagle.kernels import numba_math
+
+log = logging.getLogger("mamba_eagle.runner")
+
+
+class Compilations:
+    """Listens from its construction on to the compilers that this process has imported."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        if "triton" in sys.modules:
+            self._listen_to_triton()
+        if numba_math.numba is not None:
+            self._listen_to_numba()
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def _compiled(self, name: str, what: str) -> None:
+        self.names.append(name)
+        log.warning("kernel %s was %s while serving: requests waited for it", name, what)
+
+    def _listen_to_triton(self) -> None:
+        from triton import knobs
+
+        before = knobs.compilation.listener
+
+        def listener(*, src: Any, cache_hit: bool, **others: Any) -> None:
+            self._compiled(src.name, "loaded" if cache_hit else "compiled")
+            if before is not None:
+                before(src=src, cache_hit=cache_hit, **others)
+
+        knobs.compilation.listener = listener
+
+    def _listen_to_numba(self) -> None:
+        from numba.core import event
+
+        compiled = self._compiled
+
+        class Listener(event.Listener):
+            def on_start(self, event: Any) -> None:
+                compiled(str(event.data["dispatcher"].py_func.__name__), "compiled")
+
+            def on_end(self, event: Any) -> None: ...
+
+        event.register("numba:compile", Listener())

@@ -1,0 +1,219 @@
+"""Grammars in the runner: which request slots have one, and the masks of a step.
+
+The host walks each constrained tree while the device verifies it:
+
+    draft ─ copy tokens, parents ─ verify ──────────────────────────── masks ─ sample ─ commit
+    host:                          advance by the last step · walk ────┘
+
+So masks are made when the last step's tokens and this step's trees have reached the host. On a CPU
+all of this is work in line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.place import Place, Timestamp
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.constrain.reshape import DraftTree, reshape
+from mamba_eagle.constrain.walk import fill_masks
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.tree import Tree
+
+
+class TokenMasks(NamedTuple):
+    """Which tokens may be sampled at the nodes of constrained requests."""
+
+    rows: Tensor  # [m] int64, indices of nodes in the flat batch [b * T]
+    masks: Tensor  # [m, W] int32, a bit per token
+
+
+class Marks(NamedTuple):
+    """What the grammars say of a step, by index in its batch."""
+
+    problems: dict[int, str]  # why a request cannot go on
+    refused: dict[int, list[int]]  # nodes that the grammar does not allow, and those below them
+
+
+class _Unread(NamedTuple):
+    """New tokens of a step that may still be on their way to the host."""
+
+    grammars: list[RequestGrammar | None]  # of the batch
+    tokens: Tensor  # [b, 1 + D] int64: how many, and the tokens
+    here: Timestamp  # when the host may read them
+
+
+class Constraints:
+    """The grammars of the requests that have one."""
+
+    def __init__(self, matchers: Matchers, place: Place) -> None:
+        self.matchers, self.place = matchers, place
+        self._of: dict[int, RequestGrammar] = {}  # by request slot
+        self._output_start: dict[int, int] = {}
+        self._unread: deque[_Unread] = deque()
+        # On a GPU the host is ahead of the device: it would have to wait for the last tokens
+        # before it could draft. May be set to False, for comparison.
+        self.steers_drafts = place.on_host
+
+    # ── requests ──
+
+    def admit(self, slot: int, params: SamplingParams, output_start: int) -> None:
+        """A request takes the slot. output_start: position of its first output token."""
+        self.release(slot)
+        if params.grammar:
+            self._of[slot] = self.matchers.start(params)
+            self._output_start[slot] = output_start
+
+    def observe_prompt(self, slot: int, tokens: Sequence[int], start: int) -> None:
+        """Tokens at ``start`` and after it. Those from output_start on are output, which a
+        retracted request processes again."""
+        if slot in self._of:
+            output = tokens[max(self._output_start[slot] - start, 0) :]
+            self._of[slot].advance([int(token) for token in output])
+
+    def prepare(self) -> None:
+        """Load the vocabulary in a thread, so that the first grammar need not wait for it."""
+        self.matchers.prepare()
+
+    def release(self, slot: int) -> None:
+        """The request in the slot has left."""
+        self._of.pop(slot, None)
+
+    def any(self, slots: Sequence[int]) -> bool:
+        """Whether a request of a batch has a grammar."""
+        return any(slot in self._of for slot in slots)
+
+    # ── tokens that were sampled ──
+
+    def observe_accepted(self, slots: Sequence[int], accepted: Truncated) -> None:
+        """A decode step of these request slots has ended."""
+        if self.any(slots):
+            self._observe(slots, torch.cat([accepted.count[:, None], accepted.tokens], dim=1))
+
+    def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
+        """Prompts have ended: tokens [b], counts [b] (0: none could be sampled), both int64."""
+        if self.any(slots):
+            self._observe(slots, torch.stack([counts, tokens], dim=1))
+
+    def _observe(self, slots: Sequence[int], tokens: Tensor) -> None:
+        # not the slots: until the tokens are read, other requests may have taken them
+        grammars = [self._of.get(slot) for slot in slots]
+        sent = self.place.to_host(tokens)
+        self._unread.append(_Unread(grammars, sent, self.place.timestamp()))
+        while self._unread and self._unread[0].here.reached:
+            self._read()
+
+    def _read(self) -> None:
+        """The tokens of the oldest step; waits until they are here."""
+        unread = self._unread.popleft()
+        unread.here.wait()
+        for grammar, (count, *tokens) in zip(unread.grammars, unread.tokens.tolist()):
+            if grammar is not None and count:
+                grammar.advance(tokens[:count])
+
+    def read_all(self) -> None:
+        """Wait until all grammars are where their requests are."""
+        while self._unread:
+            self._read()
+
+    # ── drafts, on a CPU ──
+
+    def grammar(self, slot: int) -> RequestGrammar | None:
+        """Of the request in the slot; on a CPU it has taken in all that was sampled."""
+        return self._of.get(slot)
+
+    def reshape(self, slots: Sequence[int], tree: Tree, max_depth: int) -> Tree:
+        """The trees [b, T] of a batch, with the nodes that grammars force and without those that
+        they refuse (constrain/reshape.py)."""
+        if tree.tokens.shape[1] == 1:
+            return tree
+        for i, slot in enumerate(slots):
+            grammar = self._of.get(slot)
+            if grammar is None:
+                continue
+            own = DraftTree(
+                *(part[i].tolist() for part in (tree.tokens, tree.parents, tree.scores))
+            )
+            new = reshape(grammar, own, max_depth)
+            if new is not own:
+                tree = _with_tree(tree, i, new)
+        return tree
+
+    # ── masks ──
+
+    def first_masks(self, slots: Sequence[int]) -> tuple[TokenMasks | None, Marks]:
+        """Of the first output tokens of requests whose prompts have ended; [b] rows, one each."""
+        roots = {i: ([0], [0]) for i, slot in enumerate(slots) if slot in self._of}
+        return self._masks(slots, roots, 1)
+
+    def view(self, slots: Sequence[int], tree: Tree) -> TreeView:
+        """Start to copy the trees [b, T] of a batch to the host."""
+        return TreeView(self, slots, tree)
+
+    def _masks(
+        self, slots: Sequence[int], trees: dict[int, tuple[list[int], list[int]]], nodes: int
+    ) -> tuple[TokenMasks | None, Marks]:
+        """trees: tokens and parents by index in the batch, of the constrained requests."""
+        marks = Marks({}, {})
+        if not trees:
+            return None, marks
+        buffer = self.place.host_buffer(4 * len(trees) * nodes * self.matchers.words)
+        masks = buffer.view(torch.int32).view(len(trees), nodes, self.matchers.words)
+        masks.fill_(-1)
+        for row, (i, (tokens, parents)) in enumerate(trees.items()):
+            grammar = self._of[slots[i]]
+            own = masks[row].numpy().view(np.uint32)
+            marks.refused[i] = fill_masks(grammar, tokens, parents, own)
+            if grammar.problem:
+                marks.problems[i] = grammar.problem
+        rows = [i * nodes + node for i in trees for node in range(nodes)]
+        sent = masks.flatten(0, 1).to(self.place.device, non_blocking=True)
+        return TokenMasks(self.place.to_device(rows), sent), marks
+
+
+def _with_tree(tree: Tree, index: int, own: DraftTree) -> Tree:
+    """The trees of a batch, with another one for one request."""
+    parts = Tree(*(part.clone() for part in tree))
+    nodes = len(own.tokens)
+    depths, ancestors = [0] * nodes, torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent = own.parents[node]
+        depths[node] = depths[parent] + 1
+        ancestors[node] |= ancestors[parent]
+    parts.tokens[index] = torch.tensor(own.tokens)
+    parts.parents[index] = torch.tensor(own.parents)
+    parts.depths[index] = torch.tensor(depths)
+    parts.scores[index] = torch.tensor(own.scores)
+    parts.ancestors[index] = ancestors
+    return parts
+
+
+class TreeView:
+    """The trees of a step, on their way to the host."""
+
+    def __init__(self, constraints: Constraints, slots: Sequence[int], tree: Tree) -> None:
+        self._constraints, self._slots = constraints, slots
+        self._tokens = constraints.place.to_host(tree.tokens)
+        self._parents = constraints.place.to_host(tree.parents)
+        self._here = constraints.place.timestamp()
+
+    def masks(self) -> tuple[TokenMasks | None, Marks]:
+        """Masks of all nodes; waits until the trees and the last step's tokens are here."""
+        constraints = self._constraints
+        self._here.wait()
+        constraints.read_all()
+        tokens, parents = self._tokens.tolist(), self._parents.tolist()
+        trees = {
+            i: (tokens[i], parents[i])
+            for i, slot in enumerate(self._slots)
+            if slot in constraints._of
+        }
+        return constraints._masks(self._slots, trees, self._tokens.shape[1])

@@ -1,0 +1,220 @@
+"""Kernels that are built before a server is ready: all that serving can need.
+
+Without a GPU nothing can be launched. But which kernels a launch asks for can be seen anywhere: a
+dry run takes each launch as done. So a runner warms up, then serves a mixed load, and must not ask
+for any kernel that it did not ask for before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from runner_harness import Engine, Live, Settings, greedy, random_prompt, sampled
+from test_runner_graphs import LikeGpu, without_graphs
+from tiny_model import write_head, write_model
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.backend.triton.builds import Build, DryRun, KernelBuilds, dry_run
+from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels.compilations import Compilations
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.runner import model_runner
+from mamba_eagle.tree.shapes import step_shapes
+
+needs_numba = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
+
+STEPS = 25
+TREE = Settings(topk=3, steps=3, nodes=8, fused=False)
+SETTINGS = {
+    "eagle": TREE,
+    "standalone-snapshot": TREE._replace(algorithm="STANDALONE", scheme="snapshot"),
+}
+
+
+class NoDevice:
+    """As far as Triton asks before it launches."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton believes that there is one."""
+    if torch.cuda.is_available():
+        pytest.skip("e2e/test_gpu_server.py counts real compilations")
+    driver.set_active(NoDevice())
+    backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    without_graphs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
+    """The least that the kernels take, and what drafts for it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = write_model(
+        folder / "model", hybrid_override_pattern="M*-", mamba_head_dim=16, mamba_num_heads=2,
+        n_groups=1,
+    )  # fmt: skip
+    head = write_head(folder / "head", model)
+    return {"model": model, "EAGLE": head, "STANDALONE": model, "NONE": None}
+
+
+class Load:
+    """Requests of all kinds that come and go. No kernel runs, so their tokens mean nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.random = engine, random.Random(1)
+        self.live: list[Live] = []
+        self.shapes = step_shapes(engine.shape, adaptive=True)
+
+    def step(self, number: int) -> None:
+        engine, rng = self.engine, self.random
+        new = [self.admit(number) for _ in range(rng.randint(0, 3)) if engine.free_slots]
+        items: list[PrefillItem] = []
+        for live in new:
+            length = len(live.tokens)
+            items.append(engine.chunk(live, length, saves=(length // 2,)))
+        decode = self.live[: rng.randint(0, len(self.live))]
+        untrack = self.live[:1] if rng.random() < 0.2 else None
+        shape = rng.choice(self.shapes)
+        engine.execute(prefill=items, decode=decode or None, shape=shape, untrack=untrack)
+        self.live += new
+        while self.live and (not engine.free_slots or rng.random() < 0.4):
+            live = self.live.pop(0)
+            engine.release(live, fold_to=len(live.kv) if rng.random() < 0.5 else -1)
+
+    def admit(self, number: int) -> Live:
+        rng = self.random
+        prompt = random_prompt(rng.choice([1, 2, 5, 16, 40, 64, 65, 90]), number)
+        if rng.random() < 0.5:
+            return self.engine.admit(prompt, greedy(20), return_logprob=True, top_logprobs=3)
+        stops = list(range(3, 3 + rng.randint(1, 40)))
+        limits = {"top_k": rng.choice([-1, 5]), "repetition_penalty": rng.choice([1.0, 1.2])}
+        return self.engine.admit(prompt, sampled(20, number, stop_token_ids=stops, **limits))
+
+
+def names(builds: set[Build]) -> list[str]:
+    return [f"{build.name}: {build.data}" for build in sorted(builds)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
+    hopper: None, folders: dict[str, Path | None], name: str
+) -> None:
+    settings, model = SETTINGS[name], folders["model"]
+    assert model is not None
+    with dry_run() as run:
+        engine = Engine(
+            model, folders[settings.algorithm], settings, max_running_requests=4,
+            max_mamba_cache_size=300, max_total_tokens=6000,
+        )  # fmt: skip
+        engine.overwrites = False
+        known, graphs = set(run.builds), engine.runner.steps.num_graphs
+        assert len(known) > 20 and graphs > 20
+        load = Load(engine)
+        for number in range(STEPS):
+            load.step(number)
+        assert names(set(run.builds) - known) == []
+        assert engine.runner.steps.num_graphs == graphs and engine.runner.num_compiled == 0
+
+
+OVERLOADS = """
+import gc, sys, tempfile
+from pathlib import Path
+from numba.core.dispatcher import Dispatcher
+from runner_harness import Settings, write_tiny
+from test_kernel_builds import Load
+from mamba_eagle.kernels.compilations import Compilations
+
+def overloads():
+    found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
+    return {(each.py_func.__qualname__, str(s)) for each in found for s in each.signatures}
+
+tiny = write_tiny(Path(tempfile.mkdtemp()))
+engine = tiny.engine(Settings(topk=3, steps=3, nodes=8), max_mamba_cache_size=300)
+known, seen, load = overloads(), Compilations(), Load(engine)
+assert len(known) > 10
+for number in range(15):
+    load.step(number)
+assert not overloads() - known, sorted(overloads() - known)
+assert seen.count == 0 and engine.runner.num_compiled == 0
+"""
+
+
+@needs_numba
+def test_a_cpu_compiles_nothing_after_its_start() -> None:
+    """Not even from Numba's cache; in a process that has run nothing else."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", OVERLOADS]
+    run = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert Path(knobs.cache.dir) == tmp_path
+    yield tmp_path
+
+
+def launch_noise() -> None:
+    from mamba_eagle.kernels.sampling_noise.triton import gumbel
+
+    gumbel(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 64)
+
+
+def test_what_a_dry_run_finds_is_compiled_once(hopper: None, cache: Path) -> None:
+    """In a process of its own, for a device that is not there; a second start looks no further than
+    at the note."""
+    builds = KernelBuilds("a model", processes=1)
+    builds.build(launch_noise)
+    (machine_code,) = cache.glob("*/*.cubin")
+    assert machine_code.name == "_gumbel_kernel.cubin"
+    again = KernelBuilds("a model", processes=1)
+    assert again.builders is None
+    again.build(lambda: pytest.fail("there is nothing to rehearse"))
+    assert not KernelBuilds("a model", processes=1).note.samefile(cache)
+    other = KernelBuilds("another model", processes=1)
+    assert other.builders is not None
+    other.builders.build(DryRun())
+
+
+def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) -> None:
+    with dry_run() as run:
+        launch_noise()
+    (build,) = run.builds
+    assert json.loads(build.data)["options"]["num_warps"] == 4
+    seen = Compilations()
+    assert seen.count == 0
+    from mamba_eagle.backend.triton.builds import compile_build
+
+    compile_build(build)
+    assert seen.names == ["_gumbel_kernel"]
+    knobs.compilation.listener = None
