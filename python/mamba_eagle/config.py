@@ -103,6 +103,19 @@ class EngineConfig:
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
     )
 
+    tp_size: int = setting(
+        1,
+        "tensor parallelism: number of processes that each hold a part of the model, on a GPU each",
+        minimum=1,
+        group="several processes",
+    )
+    check_ranks: int = setting(
+        0,
+        "compare the state of these processes every so many steps, and end at the first "
+        "difference; 0: never",
+        minimum=0,
+    )
+
     max_running_requests: int = setting(
         32,
         "maximum number of requests decoded at the same time",

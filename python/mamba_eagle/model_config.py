@@ -4,11 +4,30 @@ reads it from a checkpoint's config.json."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class UnsupportedModel(ValueError):
     """The checkpoint needs something that is not implemented; the text says what."""
+
+
+class Span(NamedTuple):
+    """The numbers from ``begin`` up to but not including ``end``."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class NormGroups(NamedTuple):
+    """The groups of a Mamba2 layer's norm, where some lie on several ranks."""
+
+    num_groups: int  # of all ranks
+    group_size: int  # channels
+    first_channel: int  # of this rank
 
 
 @dataclass(frozen=True)
@@ -24,6 +43,7 @@ class Mamba2Config:
     in_bias: bool = False
     out_bias: bool = False
     norm: str = "gate_first"  # or norm_first, or gate_only: y * silu(gate) without a norm
+    norm_groups: NormGroups | None = None  # None: the layer's own groups
 
     @property
     def inner_size(self) -> int:
@@ -102,6 +122,7 @@ class MoEConfig:
     top_groups: int = 1
     normalize: bool = True  # make the chosen scores sum to 1
     scaling: float = 1.0  # factor of the routed experts' sum
+    held: Span | None = None  # the experts of this rank; None: all
 
 
 @dataclass(frozen=True)
@@ -125,6 +146,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     mlp_bias: bool = False
     moe: MoEConfig | None = None
+    head_tokens: Span | None = None  # the rows of lm_head of this rank; None: all
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -16,7 +16,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.cpu.backend import CpuBackend
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.config import ConfigError
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 
@@ -34,6 +34,19 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["--device cuda: torch sees no CUDA device; use --device cpu"])
     return torch.device(name)
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of a rank: on GPUs each has its own.
+
+    Raises: ConfigError as ``resolve_device``, and if there are fewer GPUs than ranks.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cpu" or config.tp_size == 1:
+        return device
+    if (count := torch.cuda.device_count()) < config.tp_size:
+        raise ConfigError([f"--tp-size {config.tp_size}: torch sees {count} GPUs; set it to less"])
+    return torch.device("cuda", rank)
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:

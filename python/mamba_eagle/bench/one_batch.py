@@ -27,6 +27,7 @@ from mamba_eagle.bench.report import (
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import RunnerReady
+from mamba_eagle.runner.leader import LeadingRunner
 from mamba_eagle.runner.make import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 
@@ -87,7 +88,7 @@ class Sweep:
         sizes = itertools.product(args.batch_size, args.input_len, args.output_len)
         return [self._measure_batch(engine, *size) for size in sizes]
 
-    def _introduce(self, runner: ModelRunner) -> None:
+    def _introduce(self, runner: ModelRunner | LeadingRunner) -> None:
         self.about["device"] = facts.device_name(self.config.device)  # with the runner's threads
         print(f"device: {self.about['device']}; commit: {self.about['commit']}")
         shape, length = self.config.tree_shape, self.args.simulate_acc_len

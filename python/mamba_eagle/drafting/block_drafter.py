@@ -9,11 +9,14 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import BlockRows
 from mamba_eagle.backend.contexts import BlockContext
+from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, kv_dtype
 from mamba_eagle.backend.prefill import prefill_parts
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.block_trees import Block, BlockTrees
+from mamba_eagle.drafting.model_drafter import FEW_PLAIN_STEPS, max_without_rows
+from mamba_eagle.drafting.waiting import Waiting
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.models.dflash import BlockDraftModel
@@ -25,14 +28,14 @@ class BlockDrafter(Drafter):
     """A pass over [anchor, mask, mask, …] gives one hidden state per row, and ``trees`` makes a
     token tree of them.
 
-    The context consists of keys and values of the tokens that the target has processed. They depend
-    on the target's hidden states alone, so they are computed as soon as these are known, in
-    prefill and after every decode step, and there is never anything to catch up on:
+    The context consists of keys and values of the tokens that the target has processed. An entry is
+    the target's tapped hidden states of a token. Entries of prompts are processed at once, those of
+    accepted tokens stay *pending* until the next tree is needed:
 
-        position   0 ──────────── processed - 1   processed    …  + 1   …  + 2
-        row                                       0: anchor    1: mask  2: mask
-        keys       the pool, at the target's      spare KV slots, overwritten by the next block
-                   KV slots
+        position   0 ────────────────── processed - 1   processed    …  + 1   …  + 2
+        row                     └ pending entries ┘     0: anchor    1: mask  2: mask
+        keys       the pool, at the target's KV slots   spare KV slots, overwritten by the next
+                                                        block
     """
 
     def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
@@ -54,7 +57,13 @@ class BlockDrafter(Drafter):
         )
         spare = torch.arange(requests * self.rows, device=backend.device)
         self.spare = (spare + self.kv.padding_slot + 1).view(requests, self.rows)
-        self.tracked = [False] * requests  # by request slot
+
+        most, added = max_without_rows(config), config.tree_shape.depth + 1
+        taps = len(model.block.taps) * model.block.target_hidden_size
+        entry = PendingSize(most + added, taps, backend.dtype, self.kv.padding_slot)
+        self.entries = backend.pending_entries(parts.table, entry)
+        longest = min(added + FEW_PLAIN_STEPS, most)
+        self.waiting = Waiting(self.entries, self.table, self.place, most, longest)
         self.on_device = backend.attention_on_device
 
     # ── following the sequences ──
@@ -66,45 +75,68 @@ class BlockDrafter(Drafter):
         ends = [span.start + span.length for span in spans]
         positions = [torch.arange(span.start, end) for span, end in zip(spans, ends)]
         slots = [self.table.kv_slots[span.slot, span.start : end] for span, end in zip(spans, ends)]
-        self._write(features, torch.cat(positions), torch.cat(slots))
-        for item in items:
-            self.tracked[item.slot] = True
+        self._write(features[:, self.first_tap :], torch.cat(positions), torch.cat(slots))
+        own = self.place.to_device([item.slot for item in items])
+        self.entries.processed[own] = self.place.to_device(ends)
+        self.entries.pending[own] = 0
 
     def observe_first_tokens(
         self, slots: Sequence[int], tokens: Tensor, features: Tensor
     ) -> None: ...
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        return StepPart(shape, idle=not any(self.tracked[slot] for slot in slots))
+        return self.waiting.prepare(slots, shape, left=0)
+
+    def catch_up(self, slots: Tensor) -> None:
+        """Process all pending entries."""
+        counts = self.entries.pending[slots].clamp(min=0)
+        longest = max(int(counts.max()), 1) if self.place.on_host else self.waiting.most
+        self._run_pending(slots, counts, longest)
+        self.entries.pending[slots] -= counts
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
-        count = accepted.count[:, None]
-        offsets = torch.arange(accepted.nodes.shape[1], device=slots.device)
-        positions = (self.table.processed[slots][:, None] - count).clamp(min=0) + offsets
-        kv_slots = self.table.kv_slots[slots[:, None], positions]
-        kv_slots = torch.where(offsets < count, kv_slots, self.kv.padding_slot)
-        index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
-        kept = features.gather(1, index).flatten(0, 1)
-        self._write(kept, positions.reshape(-1), kv_slots.reshape(-1))
+        """The accepted tokens become pending."""
+        self.entries.append(slots, accepted, features, self._taps)
 
-    def _write(self, features: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
-        """Enter tokens into the context: features [n, F] of the target, positions and kv_slots
-        [n]."""
-        context = self.model.context(features[:, self.first_tap :])
-        k, v = self.model.context_kv(context, positions)
-        self.kv.write_layers(kv_slots, k, v)
+    def _taps(self, features: Tensor) -> Tensor:
+        return features[:, self.first_tap :]
 
     def untrack(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self.tracked[slot] = False
+        self.waiting.untrack(slots)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        self.untrack(slots)
+        kept = [
+            (slot, position)
+            for slot, position in zip(slots, positions)
+            if position >= 0 and self.waiting.tracks(slot)
+        ]
+        if kept:
+            kept_slots, ends = self.place.to_device(list(zip(*kept)))
+            missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
+            longest = int(missing.max()) if self.place.on_host else self.waiting.most
+            if longest:
+                self._run_pending(kept_slots, missing, longest)
+        self.waiting.release(slots)
+
+    # ── entries of the context ──
+
+    def _run_pending(self, slots: Tensor, counts: Tensor | None, longest: int) -> None:
+        """Process the entries that ``PendingEntries.take`` returns for these arguments."""
+        taken = self.entries.take(slots, counts, longest)
+        taps = self.entries.features[slots, :longest].flatten(0, 1)
+        self._write(taps, taken.positions.reshape(-1), taken.kv_slots.reshape(-1))
+
+    def _write(self, taps: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+        """Enter tokens into the context: taps [n, …], positions and kv_slots [n]."""
+        k, v = self.model.context_kv(self.model.context(taps), positions)
+        self.kv.write_layers(kv_slots, k, v)
 
     # ── drafting ──
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         table, shape, block = self.table, part.shape, self.model.block
+        # entries of a request that has ended stay pending until it is released
+        self._run_pending(slots, None, part.longest)
         b, rows = len(slots), block.num_rows(shape.depth)
         anchors, prefix = table.last_token[slots], table.processed[slots]
         tokens = anchors.new_full((b, rows), block.mask_token)

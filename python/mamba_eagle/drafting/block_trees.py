@@ -17,8 +17,7 @@ from torch import Tensor
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.drafting.base import KeyedNoise
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.layers.linear import Linear
-from mamba_eagle.models.dflash import BlockDraftModel
+from mamba_eagle.models.dflash import BlockDraftModel, Head
 from mamba_eagle.models.markov import MarkovHead
 from mamba_eagle.tree.candidates import Candidates
 
@@ -34,7 +33,7 @@ class Block(NamedTuple):
 class BlockTrees(ABC):
     """How trees grow from the rows of a block."""
 
-    def __init__(self, model: BlockDraftModel, lm_head: Linear, backend: Backend) -> None:
+    def __init__(self, model: BlockDraftModel, lm_head: Head, backend: Backend) -> None:
         """lm_head: the target's."""
         self.model, self.lm_head, self.backend = model, lm_head, backend
 
@@ -96,13 +95,15 @@ class MarkovTrees(BlockTrees):
     dependence, and only M rows of the product's weight are read.
     """
 
-    def __init__(self, model: BlockDraftModel, lm_head: Linear, backend: Backend) -> None:
+    def __init__(self, model: BlockDraftModel, lm_head: Head, backend: Backend) -> None:
         super().__init__(model, lm_head, backend)
         assert model.markov_head is not None
         self.head: MarkovHead = model.markov_head
         self.scale = model.block.logit_scale
-        wanted = model.block.draft_topk
-        self.shortlist = wanted if 0 < wanted < model.block.draft_vocab_size else 0
+        wanted, known = model.block.draft_topk, model.block.draft_vocab_size
+        # a weight of few bits is multiplied whole
+        whole = not wanted or wanted >= known or self.head.markov_w2.matrix is not None
+        self.shortlist = 0 if whole else wanted
 
     def grow(self, grown: Candidates, block: Block, noise: KeyedNoise | None) -> None:
         b, depth, _ = block.hidden.shape

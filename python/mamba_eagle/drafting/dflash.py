@@ -69,5 +69,5 @@ class DFlashSource(FolderSource):
             model.check_tokens()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        trees = self.trees(model, parts.target.lm_head, parts.backend)
+        trees = self.trees(model, parts.target.whole_head, parts.backend)
         return BlockDrafter(model, trees, parts)

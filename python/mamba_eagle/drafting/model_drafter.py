@@ -10,14 +10,15 @@ from torch import Tensor
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.lanes import LaneRows, Lanes
-from mamba_eagle.backend.pending import UNTRACKED, PendingSize
+from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, StatePool, kv_dtype
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.waiting import Waiting
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.tree.accept import Truncated
@@ -105,12 +106,10 @@ class ModelDrafter(Drafter):
         # a step also writes entries past ``count``; hence the room past ``max_pending``
         self.max_accepted = config.tree_shape.depth + 1
         width = self.max_pending + self.max_accepted
-        # by request slot: the host's upper bound of pending entries, or UNTRACKED
-        self.waiting = [0] * requests
-        # most entries that a request processes before drafting; the same for all steps of a graph
-        self.longest = min(self.max_accepted + FEW_PLAIN_STEPS, self.max_pending)
         entry = PendingSize(width, network.feature_size, backend.dtype, self.kv.padding_slot)
         self.entries = backend.pending_entries(parts.table, entry)
+        longest = min(self.max_accepted + FEW_PLAIN_STEPS, self.max_pending)
+        self.waiting = Waiting(self.entries, self.table, self.place, self.max_pending, longest)
         self.carry = self.pool.feature.new_zeros(requests, network.carry_size)
         self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
         attends = not net.num_attention_layers or backend.attention_on_device
@@ -161,26 +160,10 @@ class ModelDrafter(Drafter):
         entries = self.network.entry_features(features)
         queue.features[device_slots, 0] = entries.to(queue.features.dtype)
         queue.pending[device_slots] = 1
-        for slot in slots:
-            self.waiting[slot] = 1
+        self.waiting.set(slots, 1)
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        """The host counts the most entries that steps in flight may add; they may add fewer."""
-        tracked = [slot for slot in slots if self.waiting[slot] != UNTRACKED]
-        waiting = dict(zip(tracked, self._waiting(tracked), strict=True))
-        added = shape.depth + 1
-        if shape == PLAIN:
-            full = [slot for slot, n in waiting.items() if n + added > self.max_pending]
-            waiting.update(dict.fromkeys(full, 1))
-            for slot, n in waiting.items():
-                self.waiting[slot] = n + added
-            return StepPart(shape, not tracked, full)
-        for slot in tracked:
-            self.waiting[slot] = added
-        if self.place.on_host:
-            return StepPart(shape, longest=max([1, *waiting.values()]))
-        needs_catch_up = [slot for slot, n in waiting.items() if n > self.longest]
-        return StepPart(shape, False, needs_catch_up, self.longest)
+        return self.waiting.prepare(slots, shape, left=1)
 
     def catch_up(self, slots: Tensor) -> None:
         """Process all pending entries except for the roots, which stay pending."""
@@ -193,16 +176,7 @@ class ModelDrafter(Drafter):
         queue.pending[slots] -= counts
 
     def untrack(self, slots: Sequence[int]) -> None:
-        self.entries.pending[self.place.to_device(slots)] = UNTRACKED
-        for slot in slots:
-            self.waiting[slot] = UNTRACKED
-
-    def _waiting(self, slots: Sequence[int]) -> list[int]:
-        """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
-        if not self.place.on_host or not slots:
-            return [self.waiting[slot] for slot in slots]
-        index = list(slots)
-        return torch.where(self.table.remaining[index] > 0, self.entries.pending[index], 0).tolist()
+        self.waiting.untrack(slots)
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """The entries of accepted tokens become pending."""
@@ -212,7 +186,7 @@ class ModelDrafter(Drafter):
         kept = [
             (slot, position)
             for slot, position in zip(slots, positions)
-            if position >= 0 and self.waiting[slot] != UNTRACKED
+            if position >= 0 and self.waiting.tracks(slot)
         ]
         if kept:
             kept_slots, ends = self.place.to_device(list(zip(*kept)))
@@ -227,9 +201,7 @@ class ModelDrafter(Drafter):
                 folded = processed - self.scheme.journal_len(kept_slots)
                 keep = (ends - folded).clamp(min=0)
                 self.scheme.finish(kept_slots, self.table.state_slot[kept_slots], keep)
-        self.entries.pending[self.place.to_device(slots)] = 0
-        for slot in slots:
-            self.waiting[slot] = 0
+        self.waiting.release(slots)
 
     # ── drafting ──
 

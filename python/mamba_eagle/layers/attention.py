@@ -10,10 +10,13 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import AttentionConfig
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard, attention_heads
 
 
 class Attention(Layer):
-    """Attention without position encoding: hidden [n, input size] -> [n, hidden_size].
+    """Attention without position encoding: hidden [n, input size] -> [n, hidden_size], of a rank's
+    heads a part of the sum.
 
     ``index`` is the layer's index among the attention layers, and so in the KV pool. ``input_size``
     is the width of the input if it differs from ``hidden_size`` (EAGLE-3 has two inputs).
@@ -32,6 +35,17 @@ class Attention(Layer):
         self.v_proj = Linear(size, config.num_kv_heads * config.head_dim, config.bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, config.bias)
         self._qkv: list[Linear] = []  # a list, because a submodule would add parameter names
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own, dim = attention_heads(shard, self.config), self.config.head_dim
+        q, kv = rows(own.channels(dim)), rows(*own.group_channels(dim))
+        return {
+            **dict.fromkeys(("q_proj.weight", "q_proj.bias"), q),
+            **dict.fromkeys(("k_proj.weight", "k_proj.bias"), kv),
+            **dict.fromkeys(("v_proj.weight", "v_proj.bias"), kv),
+            "o_proj.weight": columns(own.channels(dim), zero=own.idle),
+            "o_proj.bias": once(self.o_proj.weight.shape[0], shard),
+        }
 
     def prepare(self, ops: LayerOps) -> None:
         # fuse the three input projections into one product

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
@@ -35,12 +35,13 @@ class Block(Layer):
             self.mixer = ReluSquaredMLP(
                 config.hidden_size, config.intermediate_size, config.mlp_bias
             )
+        self.total = Total()
 
     def connect(self) -> None:
         self.norm.rounding = getattr(self.mixer, "input_rounding", None)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        return hidden + self.mixer(self.norm(hidden), ctx)
+        return hidden + self.total(self.mixer(self.norm(hidden), ctx))
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:

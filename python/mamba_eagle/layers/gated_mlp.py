@@ -11,7 +11,9 @@ from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.ops import TORCH, LayerOps
-from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.model_config import Span, UnsupportedModel
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -29,6 +31,12 @@ def activation(name: str) -> Activation:
             f"hidden_act {name!r:.200} is not supported; known: {list(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
+
+
+def gate_and_up(own: Span, width: int) -> Cut:
+    """The channels ``own`` of both halves of a matrix that has gate and up projection, ``width``
+    rows each."""
+    return rows(own, Span(width + own.begin, width + own.end))
 
 
 def gated(both: Tensor, act: Activation) -> Tensor:
@@ -62,6 +70,15 @@ class GatedMLP(Layer):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
         self._both: list[Linear] = []  # a list, because a submodule would add parameter names
 
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own = shard.width(self.gate_proj.weight.shape[0])
+        inputs = ("gate_proj.weight", "gate_proj.bias", "up_proj.weight", "up_proj.bias")
+        return {
+            **dict.fromkeys(inputs, rows(own)),
+            "down_proj.weight": columns(own),
+            "down_proj.bias": once(self.down_proj.weight.shape[0], shard),
+        }
+
     def prepare(self, ops: LayerOps) -> None:
         # fuse the two input projections into one product
         both = Linear.fused([self.gate_proj, self.up_proj])
@@ -89,6 +106,14 @@ class PackedGatedMLP(Layer):
         self.gate = Gate(act)
         self.input_linear = Linear(hidden_size, 2 * intermediate_size)
         self.output_linear = Linear(intermediate_size, hidden_size)
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        width = self.output_linear.weight.shape[1]
+        own = shard.width(width)
+        return {
+            "input_linear.weight": gate_and_up(own, width),
+            "output_linear.weight": columns(own),
+        }
 
     def prepare(self, ops: LayerOps) -> None:
         self.gate.ops = ops

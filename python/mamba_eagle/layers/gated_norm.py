@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config, NormGroups
 
 
 class NormThenGate(RMSNorm):
@@ -26,6 +27,37 @@ class NormThenGate(RMSNorm):
         return (self.weight.float() * normed * F.silu(gate.float())).to(gate.dtype)
 
 
+class SharedGroupsNorm(Layer):
+    """Either of the two norms above where some of its groups lie on several ranks: these add up
+    their sums of squares. y, gate [n, size], of a rank's channels."""
+
+    def __init__(self, size: int, groups: NormGroups, eps: float, gate_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.groups, self.eps, self.gate_first = groups, eps, gate_first
+        self.total = Total()
+        # this rank's channels of each group that it has channels of
+        first = groups.first_channel // groups.group_size
+        last = (groups.first_channel + size - 1) // groups.group_size
+        borders = [g * groups.group_size - groups.first_channel for g in range(first, last + 2)]
+        borders = [min(max(border, 0), size) for border in borders]
+        self.sizes = [end - begin for begin, end in zip(borders, borders[1:])]
+        self.first = first
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        y, gated = y.float(), F.silu(gate.float())
+        if self.gate_first:
+            y = y * gated
+        squares = y.new_zeros(y.shape[0], self.groups.num_groups)
+        for i, part in enumerate(y.split(self.sizes, dim=-1)):
+            squares[:, self.first + i] = part.square().sum(-1)
+        mean = self.total(squares)[:, self.first :] / self.groups.group_size
+        scale = torch.rsqrt(mean + self.eps)
+        parts = [part * scale[:, i, None] for i, part in enumerate(y.split(self.sizes, dim=-1))]
+        normed = self.weight.float() * torch.cat(parts, dim=-1)
+        return (normed if self.gate_first else normed * gated).to(gate.dtype)
+
+
 class GateOnly(Layer):
     """``y * silu(gate)`` without norm and weight. y, gate [n, size]."""
 
@@ -37,5 +69,8 @@ def make_gated_norm(config: Mamba2Config, eps: float) -> nn.Module:
     """The module for ``config.norm``; it takes y and gate, both [n, inner_size]."""
     if config.norm == "gate_only":
         return GateOnly()
+    if config.norm_groups is not None:
+        gate_first = config.norm == "gate_first"
+        return SharedGroupsNorm(config.inner_size, config.norm_groups, eps, gate_first)
     kind = {"gate_first": GatedGroupRMSNorm, "norm_first": NormThenGate}[config.norm]
     return kind(config.inner_size, config.num_groups, eps)

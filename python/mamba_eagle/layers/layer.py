@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.parallel.cut import Cut
+from mamba_eagle.parallel.shard import Shard
 
 
 class Layer(nn.Module):
@@ -36,3 +38,24 @@ class Layer(nn.Module):
     def connect(self) -> None:
         """Tell the layers inside what their neighbours need; called for every layer once all are
         prepared."""
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        """What a rank holds of this layer's own tensors, by name, if the layer is split: it is then
+        made again from the rank's config (parallel/shard.py). A tensor that is not named here is
+        copied to all ranks."""
+        return {}
+
+
+class Total(Layer):
+    """The sum over all ranks of what each has computed, [n, hidden_size]. Only where it is called
+    do ranks exchange anything; on a single rank it gives what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops = TORCH
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
+
+    def forward(self, partial: Tensor) -> Tensor:
+        return self._ops.total(partial)

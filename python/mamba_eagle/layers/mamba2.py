@@ -13,7 +13,9 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config, Span
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard, mamba_heads
 
 
 class Conv1dWeight(nn.Module):
@@ -26,7 +28,8 @@ class Conv1dWeight(nn.Module):
 
 
 class Mamba2Mixer(Layer):
-    """Dao and Gu 2024 (arXiv 2405.21060): hidden [n, hidden_size] -> [n, hidden_size].
+    """Dao and Gu 2024 (arXiv 2405.21060): hidden [n, hidden_size] -> [n, hidden_size], of a rank's
+    heads a part of the sum.
 
     ``index`` is the layer's index among the Mamba2 layers. H heads of P channels, G groups, state
     size N.
@@ -47,6 +50,29 @@ class Mamba2Mixer(Layer):
         self.out_proj = Linear(inner, hidden_size, config.out_bias)
         self._decay_rate: Tensor | None = None
         self._dt_bias: Tensor | None = None
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        c, own = self.config, mamba_heads(shard, self.config)
+        inner, state = c.inner_size, c.num_groups * c.state_size
+        x, heads = own.channels(c.head_dim), own.heads
+        xbc = (x, *own.group_channels(c.state_size, inner))
+        xbc = (*xbc, *own.group_channels(c.state_size, inner + state))
+        dt = inner + c.conv_dim
+        projected = rows(
+            x,
+            *(Span(inner + begin, inner + end) for begin, end in xbc),
+            Span(dt + heads.begin, dt + heads.end),
+        )
+        each = dict.fromkeys(("dt_bias", "A_log", "D"), rows(heads))
+        conv = dict.fromkeys(("conv1d.weight", "conv1d.bias"), rows(*xbc))
+        return {
+            **dict.fromkeys(("in_proj.weight", "in_proj.bias"), projected),
+            **conv,
+            **each,
+            "norm.weight": rows(x),
+            "out_proj.weight": columns(x),
+            "out_proj.bias": once(self.out_proj.weight.shape[0], shard),
+        }
 
     def prepare(self, ops: LayerOps) -> None:
         self._decay_rate = -torch.exp(self.A_log.detach().float())

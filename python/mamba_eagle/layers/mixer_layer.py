@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
@@ -28,6 +28,7 @@ class MixerLayer(Layer):
         else:
             assert config.attention is not None
             self.self_attn = make_attention(config.attention, size, index, eps)
+        self.total = Total()
 
     def connect(self) -> None:
         mixer = self.mamba if self.is_mamba else self.self_attn
@@ -36,4 +37,4 @@ class MixerLayer(Layer):
     def mixed(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """hidden [n, hidden_size] -> the mixer's output [n, hidden_size], without the residual."""
         mixer = self.mamba if self.is_mamba else self.self_attn
-        return mixer(self.input_layernorm(hidden), ctx)
+        return self.total(mixer(self.input_layernorm(hidden), ctx))

@@ -17,7 +17,9 @@ from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.products import GroupedProduct
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
-from mamba_eagle.model_config import MoEConfig
+from mamba_eagle.model_config import MoEConfig, Span
+from mamba_eagle.parallel.cut import Cut, once, rows
+from mamba_eagle.parallel.shard import Shard
 
 
 class Routes(NamedTuple):
@@ -72,7 +74,8 @@ class SoftmaxRouter(Layer):
 
 
 class Experts(MatrixLayer):
-    """All experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width].
+    """The experts' matrices, stacked: up_proj [E, inner, size], down_proj [E, size, width]; of a
+    rank's experts alone if ``held`` says which of ``count`` they are.
 
     ``inner`` is twice ``width`` if up_proj contains the gate projection too.
     """
@@ -80,15 +83,24 @@ class Experts(MatrixLayer):
     matrix_names = ("up_proj", "down_proj")
 
     def __init__(
-        self, count: int, size: int, width: int, inner: int, act: Callable[[Tensor], Tensor]
+        self,
+        count: int,
+        size: int,
+        width: int,
+        inner: int,
+        act: Callable[[Tensor], Tensor],
+        held: Span | None = None,
     ) -> None:
         super().__init__()
-        self.act = act
-        self.count = count
+        self.act, self.held = act, held
+        count = self.count = count if held is None else held.size
         self.up_proj = empty_weight(count, inner, size)
         self.down_proj = empty_weight(count, size, width)
         self._ops = TORCH
         self._products: dict[str, GroupedProduct] = {}  # of matrices of few bits
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        return dict.fromkeys(("up_proj", "down_proj"), rows(shard.span(self.up_proj.shape[0])))
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
@@ -106,9 +118,12 @@ class Experts(MatrixLayer):
         return self._ops.grouped_linear(x, weight, ends)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """x [n, size] -> the weighted sum of each token's experts, [n, size]."""
+        """x [n, size] -> the weighted sum of each token's experts, or of those among them that this
+        rank holds, [n, size]."""
         n, k = routes.experts.shape
         flat = routes.experts.flatten()
+        if self.held is not None:
+            flat = local_experts(flat, self.held)
         order = flat.argsort(stable=True)  # (token, expert) pairs, by expert
         ends = torch.searchsorted(
             flat[order], torch.arange(self.count, device=x.device), right=True
@@ -117,8 +132,17 @@ class Experts(MatrixLayer):
         outputs = self._grouped("down_proj", hidden, ends)
         # back to token order, so that sums always have the same order and results are reproducible
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
-        weighted = outputs[back].unflatten(0, (n, k)).float() * routes.weights[..., None]
+        each = outputs[back]
+        if self.held is not None:  # entries of other ranks' experts are arbitrary
+            each = each.masked_fill((flat == self.held.size)[:, None], 0.0)
+        weighted = each.unflatten(0, (n, k)).float() * routes.weights[..., None]
         return weighted.sum(1).to(x.dtype)
+
+
+def local_experts(experts: Tensor, held: Span) -> Tensor:
+    """The indices among the experts ``held``, and for all others the index after these."""
+    own = experts - held.begin
+    return torch.where((own >= 0) & (own < held.size), own, held.size)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -129,7 +153,8 @@ class LatentMoE(Layer):
     """Nemotron 3's layer: relu² experts without a gate, one shared expert for all tokens, and in
     the larger models projections to and from a smaller width around the routed experts.
 
-    hidden [n, hidden_size] -> [n, hidden_size].
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts and of its part of the shared
+    one a part of the sum. The router is the same on all ranks: it must see equal bits on all.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int, bias: bool) -> None:
@@ -137,12 +162,18 @@ class LatentMoE(Layer):
         size = config.latent_size or hidden_size
         inner = config.intermediate_size
         self.gate = SigmoidRouter(config, hidden_size)
-        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared)
+        self.experts = Experts(config.num_experts, size, inner, inner, relu_squared, config.held)
         self.shared_experts = ReluSquaredMLP(hidden_size, config.shared_intermediate_size, bias)
         self.has_latent = config.latent_size > 0
         if self.has_latent:
             self.fc1_latent_proj = Linear(hidden_size, size, bias)
             self.fc2_latent_proj = Linear(size, hidden_size, bias)
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        # fc2_latent_proj is linear: it reads the rank's part of the experts' sum
+        if not self.has_latent:
+            return {}
+        return {"fc2_latent_proj.bias": once(self.fc2_latent_proj.weight.shape[0], shard)}
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         routes = self.gate(hidden)
@@ -156,7 +187,7 @@ class LatentMoE(Layer):
 class GatedMoE(Layer):
     """Granite's routed experts: gate and up projection in one matrix, softmax weights.
 
-    hidden [n, hidden_size] -> [n, hidden_size].
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts a part of the sum.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int, act: str) -> None:
@@ -164,7 +195,12 @@ class GatedMoE(Layer):
         width, act_fn = config.intermediate_size, activation(act)
         self.router = SoftmaxRouter(config, hidden_size)
         self.experts = Experts(
-            config.num_experts, hidden_size, width, 2 * width, lambda both: gated(both, act_fn)
+            config.num_experts,
+            hidden_size,
+            width,
+            2 * width,
+            lambda both: gated(both, act_fn),
+            config.held,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -29,8 +29,10 @@ class RMSNorm(_Norm):
     """``weight * x / rms(x)`` over the last dimension; sums in float32. x [n, size]."""
 
     def after(self, stream: Tensor, added: Tensor) -> Normed:
-        """The norm of ``stream + added``, and that sum. Neither input may be used afterwards, since
-        results may overwrite them. stream, added [n, size]."""
+        """The norm of ``stream + added``, and that sum, where ``added`` is a rank's part of what is
+        added. Neither input may be used afterwards, since results may overwrite them. stream, added
+        [n, size]."""
+        added = self._ops.total(added)
         if self.rounding is None:
             return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
         return self._ops.rounded_add_rms_norm(stream, added, self.weight, self.eps, self.rounding)

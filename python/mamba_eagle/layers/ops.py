@@ -6,6 +6,7 @@ Before that, layers use ``TORCH``, which is differentiable and the reference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +26,7 @@ from mamba_eagle.layers.products import (
     MatrixProduct,
     WidenedProduct,
 )
+from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 
@@ -43,6 +45,18 @@ class LayerOps:
     """The reference operations, in torch. Norms are computed in float32."""
 
     name = "torch"
+    group: Group = ALONE  # the ranks that hold a model's parts
+
+    def over(self, group: Group) -> LayerOps:
+        """The same operations for the layers of a model that is split over ``group``."""
+        ops = copy.copy(self)
+        ops.group = group
+        return ops
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum of what the ranks computed. partial must not be used afterwards, since the result
+        may overwrite it."""
+        return self.group.sum(partial)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
@@ -138,7 +152,8 @@ class LayerOps:
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Multiply entries ``[ends[e-1], ends[e])`` of x by the weight of expert e.
 
-        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m.
+        x [m, in], weight [E, out, in] -> [m, out]. ends: [E] int64, not decreasing, the last is m,
+        or less: then later rows of the result are arbitrary.
         """
         out = x.new_empty(x.shape[0], weight.shape[1])
         begin = 0

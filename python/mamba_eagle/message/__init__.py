@@ -313,6 +313,12 @@ class Shutdown(Message):
     """Exit; there is no reply."""
 
 
+class SimulateAcceptance(Message):
+    """For benchmarks, before the first plan: accept ``length`` tokens per step on average."""
+
+    length: float
+
+
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
 
 
@@ -326,6 +332,7 @@ class RunnerReady(Message):
     vocab_size: int
     eos_token_ids: list[int]
     pid: int
+    rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     max_journals: int = 0  # journal slots
     journal_rows: int = 0  # of each
@@ -381,6 +388,7 @@ class Heartbeat(Message):
     """
 
     role: str  # "scheduler" or "runner"
+    rank: int = 0  # of several runners
     busy: bool = False  # scheduler: requests run or wait; runner: it has a plan to execute
     steps: int = 0  # scheduler: planned since the start; runner: finished since the start
     stuck_seconds: float = 0.0  # runner: how long its main thread has shown no sign of progress
@@ -390,6 +398,6 @@ BEAT_SECONDS = 0.5
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache
 ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply
-ToRunner = Plan | Shutdown
+ToRunner = Plan | Shutdown | SimulateAcceptance
 FromRunner = RunnerReady | StepResult
 ToWatchdog = Heartbeat

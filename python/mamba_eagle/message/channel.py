@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -34,36 +35,69 @@ def remove_socket_dir(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def address(socket_dir: str, pipe: str) -> str:
-    """The ZMQ address of a pipe in the folder ``socket_dir``."""
-    return "ipc://" + os.path.join(socket_dir, pipe)
+def address(socket_dir: str, pipe: str, rank: int = 0) -> str:
+    """The ZMQ address of a pipe in the folder ``socket_dir``; each rank has its own."""
+    return "ipc://" + os.path.join(socket_dir, f"{pipe}_{rank}" if rank else pipe)
 
 
 class Sender(Generic[T]):
     """The pushing end. It connects, so either side may start first. Not safe across threads."""
 
-    def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], socket_dir: str, pipe: str, rank: int = 0
+    ) -> None:
+        """rank: which of several runners is at the other end."""
         assert pipe in PIPES
         self.socket = context.socket(zmq.PUSH)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.connect(address(socket_dir, pipe))
+        self.socket.connect(address(socket_dir, pipe, rank))
         self._encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
 
     def send(self, item: T) -> None:
         self.socket.send(self._encode(item))
 
+    def linger(self, milliseconds: int) -> None:
+        """How long what was sent may still be delivered after ``close``."""
+        self.socket.setsockopt(zmq.LINGER, milliseconds)
+
     def close(self) -> None:
         self.socket.close()
+
+
+class SenderToAll(Generic[T]):
+    """The same message to each of several runners, encoded once. Each has a pipe of its own: one
+    that is slow delays no other, and nothing is ever dropped, as a publisher would."""
+
+    def __init__(
+        self, context: zmq.Context[Any], socket_dir: str, pipe: str, ranks: Iterable[int]
+    ) -> None:
+        self._pipes: list[Sender[T]] = [Sender(context, socket_dir, pipe, rank) for rank in ranks]
+
+    def send(self, item: T) -> None:
+        encoded = self._pipes[0]._encode(item)
+        for pipe in self._pipes:
+            pipe.socket.send(encoded)
+
+    def linger(self, milliseconds: int) -> None:
+        for pipe in self._pipes:
+            pipe.linger(milliseconds)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
 
 
 class Receiver(Generic[T]):
     """The pulling end, which binds. Several senders may share one."""
 
-    def __init__(self, context: zmq.Context[Any], socket_dir: str, pipe: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], socket_dir: str, pipe: str, rank: int = 0
+    ) -> None:
+        """rank: of the runner that receives."""
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.bind(address(socket_dir, pipe))
+        self.socket.bind(address(socket_dir, pipe, rank))
         self._decode = msgspec.msgpack.Decoder(PIPES[pipe], dec_hook=from_wire).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:

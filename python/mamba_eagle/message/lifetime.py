@@ -32,6 +32,7 @@ class Start(NamedTuple):
 
     config: EngineConfig
     socket_dir: str
+    rank: int = 0
 
 
 def begin(role: str) -> Start:
@@ -40,6 +41,7 @@ def begin(role: str) -> Start:
     parser = argparse.ArgumentParser(description=f"The {role} process; the server starts it.")
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--config-file", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--rank", type=int, default=0, help="of several runners")
     arguments = parser.parse_args()
     # Both may be sent to the whole process group; the server process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -49,8 +51,13 @@ def begin(role: str) -> Start:
     faulthandler.register(STACKS_SIGNAL)
     die_with_parent()
     config = msgspec.json.decode(Path(arguments.config_file).read_bytes(), type=EngineConfig)
-    logs.set_up(config.log_level, config.log_format, role)
-    return Start(config, arguments.socket_dir)
+    logs.set_up(config.log_level, config.log_format, role_name(role, arguments.rank))
+    return Start(config, arguments.socket_dir, arguments.rank)
+
+
+def role_name(role: str, rank: int) -> str:
+    """What a process is called where it is shown; the first of several runners is "runner"."""
+    return f"{role}{rank}" if rank else role
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

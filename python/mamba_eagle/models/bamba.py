@@ -29,7 +29,7 @@ class BambaLayer(MixerLayer):
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         hidden = hidden + self.mixed(hidden, ctx)
-        return hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
+        return hidden + self.total(self.feed_forward(self.pre_ff_layernorm(hidden)))
 
 
 class BambaForCausalLM(CausalLM):

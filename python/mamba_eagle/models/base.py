@@ -14,8 +14,12 @@ from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.layers.rotary import Rotary
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import ModelConfig, Span
+from mamba_eagle.parallel.cut import Cut, rows
+from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.parallel.vocabulary import whole_logits
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class CausalLM(Layer):
         backbone.add_module("layers", nn.ModuleList(layers))
         backbone.add_module(self.names.norm, norm)
         self.add_module(self.names.backbone, backbone)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.head_tokens = config.head_tokens or Span(0, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, self.head_tokens.size)
+        self._ops = TORCH
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
         rope = config.attention.rope if config.attention else None
@@ -118,20 +124,44 @@ class CausalLM(Layer):
             hidden = layer(hidden, ctx)
         return hidden
 
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        if self.config.tie_word_embeddings:
+            return {}  # lm_head is a part of the embedding, which is copied
+        return {"lm_head.weight": rows(shard.span(self.config.vocab_size))}
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
+        if self.config.tie_word_embeddings and self.config.head_tokens is not None:
+            begin, end = self.head_tokens  # a view: the embedding is there as a whole
+            own = self.parts.embedding.weight.detach()[begin:end]
+            self.lm_head.weight = nn.Parameter(own, requires_grad=False)
+            if self.lm_head.matrix is not None:
+                rounded = self.lm_head.matrix.narrow(-2, begin, end - begin)
+                self.lm_head.matrices["weight"] = rounded
+
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is
-        given."""
+        given; of a model that is split only the logits of ``head_tokens``."""
         logits = self.lm_head(hidden[..., : self.config.hidden_size])
         logits = logits.float() if out is None else out.copy_(logits)
         scale = self.logits_scale
         return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """``compute_logits`` without the conversion to float32 where that loses nothing, for
-        callers that read the logits once."""
+        """All tokens' logits on all ranks, for drafters, without the conversion to float32 where
+        that loses nothing: [n, hidden_size or feature_size] -> [n, vocab_size]."""
         if self.logits_scale != 1.0:
-            return self.compute_logits(hidden)
-        return self.lm_head(hidden[..., : self.config.hidden_size])
+            return self._whole(self.compute_logits(hidden))
+        return self.whole_head(hidden[..., : self.config.hidden_size])
+
+    def whole_head(self, hidden: Tensor) -> Tensor:
+        """``lm_head`` for drafters, all of it on all ranks: [n, hidden_size] -> [n, vocab_size]."""
+        return self._whole(self.lm_head(hidden))
+
+    def _whole(self, own: Tensor) -> Tensor:
+        if self.config.head_tokens is None:
+            return own
+        return whole_logits(own, self._ops.group, self.config.vocab_size)
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None if it is not needed."""

@@ -7,7 +7,7 @@ dflash_config.py reads their config.json.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.markov import ConfidenceHead, MarkovHead
 
 # of other tools: the target's own, what only training needs, and what config.json implies
+Head = Callable[[Tensor], Tensor]  # an lm_head
+
 NOT_NEEDED = ("verifier_norm.", "verifier_lm_head.", "t2d")
 ENCODER_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -147,7 +149,7 @@ class BlockDraftModel(Layer):
             normed, stream = norm.after(stream, layer.mlp(normed))
         return normed
 
-    def logits(self, hidden: Tensor, lm_head: Linear) -> Tensor:
+    def logits(self, hidden: Tensor, lm_head: Head) -> Tensor:
         """Without the Markov head: hidden [n, hidden_size] -> [n, draft_vocab_size]. lm_head: the
         target's, used if the drafter has none of its own."""
         own = self.lm_head if self.lm_head is not None else lm_head

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
@@ -34,11 +34,12 @@ class FalconH1Layer(Layer):
         self.self_attn = make_attention(config.attention, size, index, eps)
         self.pre_ff_layernorm = RMSNorm(size, eps)
         self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        self.total = Total()
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         normed = self.input_layernorm(hidden)
-        hidden = hidden + self.mamba(normed, ctx) + self.self_attn(normed, ctx)
-        return hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
+        hidden = hidden + self.total(self.mamba(normed, ctx) + self.self_attn(normed, ctx))
+        return hidden + self.total(self.feed_forward(self.pre_ff_layernorm(hidden)))
 
 
 class FalconH1ForCausalLM(CausalLM):

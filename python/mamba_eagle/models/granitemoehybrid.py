@@ -37,7 +37,7 @@ class GraniteLayer(MixerLayer):
         size = config.hidden_size
         self.residual_multiplier = float(config.raw.get("residual_multiplier", 1.0))
         self.post_attention_layernorm = RMSNorm(size, config.norm_eps)
-        self.shared_mlp = PackedGatedMLP(size, config.raw.get("shared_intermediate_size", 1024))
+        self.shared_mlp = PackedGatedMLP(size, config.intermediate_size)
         self.has_experts = config.moe is not None
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, size, "silu")
@@ -48,7 +48,7 @@ class GraniteLayer(MixerLayer):
         made = self.shared_mlp(normed)
         if self.has_experts:
             made = made + self.block_sparse_moe(normed)
-        return hidden.add(made, alpha=self.residual_multiplier)
+        return hidden.add(self.total(made), alpha=self.residual_multiplier)
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
@@ -89,4 +89,5 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         mamba=mamba,
         attention=attention,
         moe=moe,
+        intermediate_size=values.get("shared_intermediate_size", 1024),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
 from mamba_eagle.model_config import ModelConfig
@@ -29,10 +29,11 @@ class LlamaLayer(Layer):
         self.self_attn = make_attention(config.attention, size, index, eps)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        self.total = Total()
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), ctx)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + self.total(self.self_attn(self.input_layernorm(hidden), ctx))
+        return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class LlamaForCausalLM(CausalLM):

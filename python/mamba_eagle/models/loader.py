@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from tqdm import tqdm
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.rooms import Rooms
+from mamba_eagle.models.split import Split
+from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.layout import UNUSED, Packed
 from mamba_eagle.quantization.layouts import layout_of
 from mamba_eagle.quantization.matrix import Matrix
@@ -44,11 +47,14 @@ def created_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def load_weights(model: nn.Module, folder: str | Path, rooms: Rooms | None = None) -> None:
+def load_weights(
+    model: nn.Module, folder: str | Path, rooms: Rooms | None = None, split: Split | None = None
+) -> None:
     """Copies the checkpoint's tensors into the model's parameters and buffers, converting dtypes.
 
     The headers of all files are compared with the model first. Then the tensors that the model
     needs are read one by one, so that only part of one file is in memory beside the parameters.
+    split: if the model is a rank's part of a larger one; of the files it reads only that part.
 
     rooms: those of the model, if it may keep matrices of few bits; None: these are dequantized.
 
@@ -56,14 +62,20 @@ def load_weights(model: nn.Module, folder: str | Path, rooms: Rooms | None = Non
     """
     rooms = rooms or Rooms(model)
     checkpoint = Checkpoint(Path(folder))
-    refuse(checkpoint.folder, misfits(model, checkpoint.contents))
+    described = model if split is None else split.whole
+    refuse(checkpoint.folder, misfits(described, checkpoint.contents))
     checkpoint.log_quantization()
     if checkpoint.packed:
         rooms.of_few_bits()
     wrong = []
     contents = checkpoint.contents
-    places = {name: target for name in contents if (target := place_of(model, name)) is not None}
-    total = sum(contents[name].nbytes for name in places)
+    parts: dict[str, Part] = {}
+    for name in contents:
+        if (target := place_of(described, name)) is not None:
+            part = part_of(target, {} if split is None else split.cuts)
+            if part is not None:
+                parts[name] = part._replace(packed=name in checkpoint.packed)
+    total = sum(contents[name].nbytes for name in parts)
     with tqdm(
         total=total,
         unit="B",
@@ -71,14 +83,15 @@ def load_weights(model: nn.Module, folder: str | Path, rooms: Rooms | None = Non
         desc=f"loading {checkpoint.folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, stored in checkpoint_tensors(contents, list(places), total // 20):
-            progress.update(stored.nbytes)
+        for name, stored in checkpoint_tensors(contents, parts, total // 20):
+            progress.update(contents[name].nbytes)
             try:
                 value = checkpoint.value(name, stored)
             except ValueError as error:
                 wrong.append(f"scale of {name}: {error}")
                 continue
-            rooms.put(places[name], value)
+            target, cut, packed = parts[name]
+            rooms.put(target, cut.of(value) if cut is not None and packed else value)
     refuse(checkpoint.folder, wrong)
     rooms.finish()
 
@@ -219,6 +232,27 @@ def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
     return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in seen]
 
 
+class Part(NamedTuple):
+    """What a rank needs of a checkpoint's tensor, and where that goes in its model."""
+
+    target: Target
+    cut: Cut | None  # None: all of it
+    packed: bool = False  # a matrix of few bits: cut once it is read, with its scales
+
+
+def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
+    """None if the rank needs nothing of it: an expert that another one holds."""
+    cut = cuts.get(target.name)
+    if cut is None:
+        return Part(target, None)
+    if target.index is not None:
+        index = cut.place_of(target.index)
+        return None if index is None else Part(replace(target, index=index), None)
+    if isinstance(target.scale, Tensor):  # a factor for each row
+        target = replace(target, scale=cut.of(target.scale))
+    return Part(target, cut)
+
+
 class Checkpoint:
     """A folder's tensors, with its matrices of few bits.
 
@@ -280,17 +314,22 @@ class Opened(NamedTuple):
 
 
 def checkpoint_tensors(
-    stored: dict[str, Stored], names: list[str], mapped_bytes: int
+    stored: dict[str, Stored], parts: dict[str, Part], mapped_bytes: int
 ) -> Iterator[Opened]:
-    """The named tensors, on the CPU. Files are closed and opened again after ``mapped_bytes``: what
+    """The named tensors, on the CPU: what ``parts`` says of them, but float8 ones as a whole, since
+    their scales are for the whole. Files are closed and opened again after ``mapped_bytes``: what
     was read stays in memory until then."""
     limit = max(1 << 20, min(MAPPED_BYTES, mapped_bytes))
-    at = 0
+    at, names = 0, list(parts)
     while at < len(names):
         left, path = limit, stored[names[at]].file
         with safe_open(path, framework="pt") as file:
             while at < len(names) and left > 0 and stored[names[at]].file == path:
-                value = file.get_tensor(stored[names[at]].key or names[at])
+                part, name = parts[names[at]], stored[names[at]].key or names[at]
+                if part.cut is None or part.packed:
+                    value = file.get_tensor(name)
+                else:
+                    value = part.cut.of(file.get_slice(name))
                 left -= value.nbytes
                 yield Opened(names[at], value)
                 del value
@@ -320,17 +359,25 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def random_weights(model: nn.Module, seed: int, rooms: Rooms | None = None) -> None:
+def random_weights(
+    model: nn.Module, seed: int, rooms: Rooms | None = None, split: Split | None = None
+) -> None:
     """Weights for ``--load-format dummy``: small, finite, and reproducible for a seed. They are
-    made on the parameters' device. rooms: as for ``load_weights``."""
+    made on the parameters' device. rooms, split: as for ``load_weights``; a rank gets its part of
+    the weights that the whole model would get."""
     rooms = rooms or Rooms(model)
+    cuts = {} if split is None else split.cuts
+    whole = dict((model if split is None else split.whole).named_parameters())
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             device = rooms.device_of(parameter)
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            rooms.put(Target(name), random_weight(name, parameter, generators[device]))
+            value = random_weight(name, whole[name], generators[device])
+            if name in cuts and value.dim():
+                value = cuts[name].of(value)
+            rooms.put(Target(name), value)
     rooms.finish()
 
 

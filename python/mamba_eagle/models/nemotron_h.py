@@ -58,7 +58,7 @@ class NemotronHForCausalLM(CausalLM):
         for block in others:
             normed, hidden = block.norm.after(hidden, made)
             made = block.mixer(normed, ctx)
-        return hidden + made
+        return hidden + first.total(made)
 
     def target(self, name: str) -> Target | None:
         if name.startswith("mtp."):

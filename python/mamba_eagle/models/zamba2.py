@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import activation, gated
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.gated_mlp import activation, gate_and_up, gated
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
@@ -22,6 +22,8 @@ from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import MAMBA_NAMES, attention_config, model_config
 from mamba_eagle.models.rope import rope_config
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.shard import Shard, attention_heads
 
 SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
 MIXER_EPS = 1e-5  # epsilon of the Mamba2 norm, whatever config.json says
@@ -41,6 +43,11 @@ def adapters(uses: Iterable[int], size: int, rank: int, out: int) -> nn.ModuleDi
     return nn.ModuleDict(pair)
 
 
+def adapter_cuts(name: str, uses: Iterable[int], cut: Cut) -> dict[str, Cut]:
+    """``adapters`` under this name, of whose outputs a rank has a part."""
+    return {f"{name}.{use}.1.weight": cut for use in uses}
+
+
 class SharedAttention(Layer):
     def __init__(self, config: ModelConfig, uses: list[int]) -> None:
         super().__init__()
@@ -55,8 +62,19 @@ class SharedAttention(Layer):
                 added = adapters(uses, size, config.raw.get("adapter_rank", 128), width)
                 self.add_module(f"linear_{name}_adapter_list", added)
         self.adapted = bool(config.raw.get("use_shared_attention_adapter"))
+        self.uses = uses
         self.o_proj = Linear(widths["q"] * config.attention.head_dim, config.hidden_size)
+        self.total = Total()
         self._ops = TORCH
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own, dim = attention_heads(shard, self.config), self.config.head_dim
+        kv = rows(*own.group_channels(dim))
+        cuts = {"o_proj.weight": columns(own.channels(dim), zero=own.idle)}
+        for name, cut in {"q": rows(own.channels(dim)), "k": kv, "v": kv}.items():
+            cuts[f"{name}_proj.weight"] = cut
+            cuts |= adapter_cuts(f"linear_{name}_adapter_list", self.uses, cut)
+        return cuts
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
@@ -73,7 +91,7 @@ class SharedAttention(Layer):
         if ctx.rotation is not None:
             q, k = (self._ops.rotate(x, *ctx.rotation) for x in (q, k))
         place = SharedUse(use, self.config.scale)
-        return self.o_proj(ctx.attention(place, q, k, v).flatten(1))
+        return self.total(self.o_proj(ctx.attention(place, q, k, v).flatten(1)))
 
 
 class SharedMLP(Layer):
@@ -86,10 +104,23 @@ class SharedMLP(Layer):
         self.down_proj = Linear(width, size, bias)
         rank = config.raw.get("adapter_rank", 128)
         self.gate_up_proj_adapter_list = adapters(uses, size, rank, 2 * width)
+        self.uses = uses
+        self.total = Total()
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        size, width = self.down_proj.weight.shape
+        own = shard.width(width)
+        both = gate_and_up(own, width)
+        return {
+            **dict.fromkeys(("gate_up_proj.weight", "gate_up_proj.bias"), both),
+            **adapter_cuts("gate_up_proj_adapter_list", self.uses, both),
+            "down_proj.weight": columns(own),
+            "down_proj.bias": once(size, shard),
+        }
 
     def forward(self, hidden: Tensor, use: int) -> Tensor:
         both = self.gate_up_proj(hidden) + self.gate_up_proj_adapter_list[str(use)](hidden)
-        return self.down_proj(gated(both, self.act))
+        return self.total(self.down_proj(gated(both, self.act)))
 
 
 class SharedTransformer(Layer):
@@ -113,6 +144,7 @@ class MambaLayer(Layer):
         assert config.mamba is not None
         self.mamba = Mamba2Mixer(config.mamba, config.hidden_size, MIXER_EPS, index)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.total = Total()
 
     def forward(
         self,
@@ -122,7 +154,7 @@ class MambaLayer(Layer):
         shared_output: Tensor | None = None,
     ) -> Tensor:
         given = hidden if shared_output is None else hidden + shared_output
-        return hidden + self.mamba(self.input_layernorm(given), ctx)
+        return hidden + self.total(self.mamba(self.input_layernorm(given), ctx))
 
 
 class HybridLayer(Layer):

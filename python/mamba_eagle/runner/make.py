@@ -5,19 +5,21 @@ from __future__ import annotations
 import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.runner.leader import LeadingRunner, runner_for
 from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
 
 
-def make_runner(config: EngineConfig) -> ModelRunner:
-    """Load the model that a resolved ``config`` names. --cpu-threads holds for the whole process;
-    without it torch's own number stays.
+def make_runner(config: EngineConfig) -> ModelRunner | LeadingRunner:
+    """Load the model that a resolved ``config`` names, with --tp-size in several processes, of
+    which this one is the first. --cpu-threads holds for the whole process; without it torch's own
+    number stays.
 
     Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
     """
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     try:
-        return ModelRunner(config)
+        return runner_for(config)
     except ConfigError:
         raise
     except START_ERRORS as error:

@@ -124,7 +124,7 @@ def _sizes(
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
-        if backend.samples_in_kernels:
+        if backend.samples_in_kernels and config.tp_size == 1:
             graphs += sampling_bytes(config.max_running_requests + 1, model)
     own_journal = journal_bytes(
         model.mamba, model.num_mamba_layers, config.journal_rows, feature_size, size
@@ -228,6 +228,8 @@ def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
 def available_memory(config: EngineConfig, backend: Backend) -> Available:
     """Memory that is free now, less the part that --mem-fraction-static reserves for others."""
     share, memory = config.mem_fraction_static, backend.place.memory()
+    if backend.place.on_host:  # which all ranks share
+        memory = memory._replace(free=memory.free // config.tp_size)
     if memory.total is None:
         budget, of_total = int(share * memory.free), ""
     else:

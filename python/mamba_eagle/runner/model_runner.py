@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.choose import choose_backend, reason, resolve_device, resolve_dtype
+from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
@@ -24,11 +24,13 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafte
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.weights import weight_bytes, weights_come_late
 from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
 from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
 from mamba_eagle.message.indices import indices
-from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import (
     CheckpointError,
     created_as,
@@ -37,10 +39,16 @@ from mamba_eagle.models.loader import (
 )
 from mamba_eagle.models.registry import model_class, read_model_config
 from mamba_eagle.models.rooms import FewBitRooms
+from mamba_eagle.models.split import Split, split_model
+from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.shard import local
+from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.quantization.policy import Policy
+from mamba_eagle.runner.agreement import check_agreement
+from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
-from mamba_eagle.runner.sampler import SamplingState, sample
+from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.steps.decode_step import (
     DecodeStep,
     EagerRun,
@@ -67,18 +75,24 @@ class ModelRunner:
     accept. Results are Python lists.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError."""
-        self.config = config
-        self.model_config = read_model_config(config.model_path)
-        self.backend = _choose_backend(config, self.model_config.dtype)
+    def __init__(self, config: EngineConfig, group: Group = ALONE) -> None:
+        """group: the ranks that the target is split over; each has a runner of its own and executes
+        the same plans.
+
+        Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
+        """
+        self.config, self.group = config, group
+        whole = read_model_config(config.model_path)
+        if wrong := split_problems(whole, group.size):
+            raise ConfigError(wrong)
+        self.model_config = local(whole, group.shard)
+        self.backend = _choose_backend(config, whole.dtype, group)
         self.backend.prepare_builds(f"{config} {self.model_config}")
         self.context_length = self._context_length()
         self.shape = config.tree_shape
 
-        source = self._draft_source()
-        make_model = model_class(self.model_config)
-        self.model = self._load(lambda: make_model(self.model_config), config.model_path)
+        source = self._draft_source(whole)
+        self.model = self._load_target(whole)
         if source is not None:
             self.model.tap(source.tap_layers)
         self.memory = plan_memory(
@@ -88,6 +102,9 @@ class ModelRunner:
             DraftSize(source.config, source.rows) if source and source.config else None,
             self.backend,
         )
+        own = self.memory
+        kv_slots, states, journals = group.smallest([own.kv_slots, own.state_slots, own.journals])
+        self.memory = own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
         weights = f"weights {size_text(weight_bytes(self.model))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
@@ -113,6 +130,7 @@ class ModelRunner:
             self.drafter,
             self.sampling,
             self.constraints,
+            self.chooser,
         )
         self.step.forced_length = config.simulate_acc_len or None
         self.prompts = PromptRunner(
@@ -153,6 +171,8 @@ class ModelRunner:
 
         On a GPU this returns once all work has been launched, and the next plan may be launched
         before the result is read. Steps are executed in the order of the plans.
+
+        Raises: RanksDiffer with --check-ranks.
         """
         now = self.backend.place.timestamp
         began = now()
@@ -168,6 +188,9 @@ class ModelRunner:
             run = self.steps.prepare(plan.decode)
             decode_began = now()
             trees = self._decode(plan.decode, run)
+        every = self.config.check_ranks
+        if every and plan.step % every == 0:
+            check_agreement(plan.step, self.table, self.scheme, self.group)
         previous, self._ended = self._ended, now()
         times = Times(previous, began, decode_began, self._ended)
         return Launched(plan.step, prompts, trees, times, self.num_compiled)
@@ -184,12 +207,12 @@ class ModelRunner:
         target = None
         if allowed is not None or not run.samples:
             after, tree = verified.positions + 1, verified.tree
-            target = sample(self.sampling, batch.slots, verified.logits, after, tree, allowed)
+            target = self.chooser.sample(batch.slots, verified.logits, after, tree, allowed)
         outcome = run.commit(target)
         self.constraints.observe_accepted(batch.slots, outcome.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
             self._keep_rows(run.slots, verified, outcome)
-        return PendingDecode(self.backend.place, self.table, batch, verified, outcome, marks)
+        return PendingDecode(self.chooser, self.table, batch, verified, outcome, marks)
 
     def _keep_rows(self, slots: Tensor, verified: Verified, outcome: Outcome) -> None:
         """Copy the rows of accepted tokens to the journals of the requests that have one."""
@@ -235,10 +258,12 @@ class ModelRunner:
             self.steps = self._make_steps(GraphedSteps)
 
     def _rehearse(self) -> None:
-        """As ``warm_up``, and captures nothing."""
-        self._generate()
-        if self._capturable():
-            self._make_steps(RehearsedSteps)
+        """As ``warm_up``, and captures nothing. Ranks exchange nothing either: another one may have
+        found its kernels where an earlier start left them, and rehearse nothing."""
+        with self.group.quiet():
+            self._generate()
+            if self._capturable():
+                self._make_steps(RehearsedSteps)
 
     def _generate(self) -> None:
         """Make two tokens, greedy and then sampled.
@@ -267,13 +292,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _make_steps(self, kind: type[GraphedSteps]) -> GraphedSteps:
-        running, vocab = self.config.max_running_requests, self.model_config.vocab_size
+        running, vocab = self.config.max_running_requests, self.model.head_tokens.size
         steps = kind(self.step, running, self.shape.nodes, vocab)
         steps.warm_up(step_shapes(self.shape, self.config.speculative_adaptive))
         return steps
 
     def _capturable(self) -> bool:
-        """Whether no part of a step waits for the host."""
+        """Whether no part of a step waits for the host, on any rank: all must warm up alike."""
+        return bool(self.group.smallest([self._never_waits()])[0])
+
+    def _never_waits(self) -> bool:
         if self.config.disable_cuda_graph or not self.backend.captures_graphs:
             return False
         model = self.model_config
@@ -290,21 +318,35 @@ class ModelRunner:
             )
         return requested or limit or UNLIMITED_CONTEXT
 
-    def _load(self, make: Callable[[], Model], path: str) -> Model:
-        config, ops = self.config, self.backend.layer_ops
+    def _load_target(self, whole: ModelConfig) -> CausalLM:
+        make = model_class(whole)
+        with created_as(self.backend.dtype, torch.device("meta")):
+            split = split_model(make, whole, self.group.shard)
+        ops = self.backend.layer_ops.over(self.group)
+        return self._load(lambda: make(self.model_config), self.config.model_path, split, ops)
+
+    def _load(
+        self,
+        make: Callable[[], Model],
+        path: str,
+        split: Split | None = None,
+        ops: LayerOps | None = None,
+    ) -> Model:
+        """split, ops: of a model that is split; a drafter is not, each rank has all of it."""
+        config, ops = self.config, ops or self.backend.layer_ops
         with created_as(self.backend.dtype, self.backend.device), weights_come_late():
             model = make()
         policy = Policy(config.quantization, config.quantize_lm_head)
         rooms = FewBitRooms(model, self.backend.device, policy, ops.keeps)
         if config.load_format == "dummy":
-            random_weights(model, config.random_seed, rooms)
+            random_weights(model, config.random_seed, rooms, split)
         else:
-            load_weights(model, path, rooms)
+            load_weights(model, path, rooms, split)
         model.eval().requires_grad_(False)
         prepare_for_inference(model, ops)
         return model
 
-    def _draft_source(self) -> DraftSource | None:
+    def _draft_source(self, target: ModelConfig) -> DraftSource | None:
         """None without speculation.
 
         Raises: ConfigError with every reason why the drafter does not fit the target.
@@ -312,7 +354,7 @@ class ModelRunner:
         if self.config.speculative_algorithm == "NONE":
             return None
         make_source = draft_source(self.config.speculative_algorithm)
-        source = make_source(self.config, self.model_config)
+        source = make_source(self.config, target)
         if wrong := source.problems():
             raise ConfigError(wrong)
         return source
@@ -361,7 +403,10 @@ class ModelRunner:
             self.table,
             backend.place,
         )
-        self.sampling = SamplingState(running, model.vocab_size, model.eos_token_ids, backend)
+        self.sampling = SamplingState(
+            running, model.vocab_size, model.eos_token_ids, backend, whole=self.group.size == 1
+        )
+        self.chooser = make_chooser(self.sampling, self.group)
         self.constraints = Constraints(self._matchers(), backend.place)
 
     def _matchers(self) -> Matchers:
@@ -373,8 +418,21 @@ class ModelRunner:
         return Matchers(load, model.vocab_size, model.eos_token_ids)
 
     def _describe(self) -> RunnerReady:
-        memory, weights = self.memory, weight_bytes(self.model)
+        memory = self.memory
+        # of all ranks together
+        weights, kv, states, journals, verify, draft, graphs = self.group.total(
+            [
+                weight_bytes(self.model),
+                self.kv.num_bytes,
+                self.pool.num_bytes,
+                self.journals.num_bytes,
+                self.scheme.num_bytes,
+                self.drafter.num_bytes,
+                self.steps.num_bytes,
+            ]
+        )
         return RunnerReady(
+            rank=self.group.rank,
             max_kv_slots=memory.kv_slots,
             max_state_slots=memory.state_slots,
             max_running_requests=self.config.max_running_requests,
@@ -392,21 +450,22 @@ class ModelRunner:
                 "model_type": self.model_config.model_type,
                 "device": str(self.backend.device),
                 "dtype": str(self.backend.dtype).removeprefix("torch."),
+                "tp_size": self.group.size,
                 "weight_bytes": weights,
-                "kv_bytes": self.kv.num_bytes,
-                "checkpoint_bytes": self.pool.num_bytes,
-                "journal_bytes": self.journals.num_bytes,
-                "verify_bytes": self.scheme.num_bytes,
-                "draft_bytes": self.drafter.num_bytes,
-                "graph_bytes": self.steps.num_bytes,
+                "kv_bytes": kv,
+                "checkpoint_bytes": states,
+                "journal_bytes": journals,
+                "verify_bytes": verify,
+                "draft_bytes": draft,
+                "graph_bytes": graphs,
                 "rows_per_request": memory.rows,
                 "pointwise_ops": self.backend.layer_ops.name,
             },
         )
 
 
-def _choose_backend(config: EngineConfig, checkpoint_dtype: str) -> Backend:
-    device = resolve_device(config.device)
+def _choose_backend(config: EngineConfig, checkpoint_dtype: str, group: Group) -> Backend:
+    device = rank_device(config, group.rank)
     backend = choose_backend(device, resolve_dtype(config.dtype, checkpoint_dtype, device))
     log.info("backend: %s (%s)", backend.description, reason(backend))
     return backend

@@ -1,4 +1,8 @@
-"""The model-runner process: receives plans, executes them in order, sends results."""
+"""A model-runner process: receives plans, executes them in order, sends results.
+
+With --tp-size there are several, the ranks. All get the same plans and execute them together;
+rank 0 alone sends the results.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import FromRunner, Plan, Shutdown, ToRunner
+from mamba_eagle.message import FromRunner, Shutdown, SimulateAcceptance, ToRunner
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.runner.pulse import Pulse
@@ -28,31 +32,36 @@ def main() -> None:
     # Set before torch is imported: OpenMP threads that spin while they wait take the core that
     # the server process needs (8 s instead of 0.2 s per request, measured on two busy cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    config, socket_dir = begin("runner")
-    run(config, socket_dir)
+    config, socket_dir, rank = begin("runner")
+    run(config, socket_dir, rank)
 
 
-def run(config: EngineConfig, socket_dir: str) -> None:
+def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     """Loads the model, reports what fits, then executes plans until told to stop."""
     import torch  # after the signals are set: it takes a second
 
+    from mamba_eagle.runner.agreement import RanksDiffer
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
+    from mamba_eagle.runner.ranks import join_ranks
 
-    torch.set_num_threads(config.cpu_threads or default_threads())
+    torch.set_num_threads(config.cpu_threads or default_threads(config.tp_size))
     context = zmq.Context()
-    plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner")
+    plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
     results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
     try:
-        runner = ModelRunner(config)
+        group = join_ranks(config, rank, socket_dir)
+        runner = ModelRunner(config, group)
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     results.send(runner.ready)
-    pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host)
+    pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
 
     def send_result() -> None:
-        results.send(launched.popleft().result())
+        result = launched.popleft().result()
+        if rank == 0:
+            results.send(result)
         pulse.step_ended()
 
     def send_all() -> None:
@@ -65,15 +74,21 @@ def run(config: EngineConfig, socket_dir: str) -> None:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
+            group.close()
             return
-        if plan is not None:
-            with pulse.launching():
-                launched.append(runner.launch(plan))
+        if isinstance(plan, SimulateAcceptance):
+            runner.simulate_accept_length(plan.length)
+        elif plan is not None:
+            try:
+                with pulse.launching():
+                    launched.append(runner.launch(plan))
+            except RanksDiffer as error:
+                sys.exit(f"error: {error}")
         while launched and launched[0].done:
             send_result()
 
 
-def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan | Shutdown | None:
+def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunner | None:
     """The next message; None if the oldest launched step is done before one comes."""
     if not launched:
         return plans.receive()
@@ -82,9 +97,10 @@ def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> Plan |
     return plan
 
 
-def default_threads() -> int:
-    """All cores but one, which is left to the server process and the scheduler."""
-    return max(1, (os.cpu_count() or 1) - 1)
+def default_threads(ranks: int = 1) -> int:
+    """All cores but one, which is left to the server process and the scheduler; each rank takes its
+    part of them."""
+    return max(1, ((os.cpu_count() or 1) - 1) // ranks)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ MIN_CPU_SHARE = 0.01
 class Pulse:
     """Made in the main thread, which also calls everything but ``sample``."""
 
-    def __init__(self, socket_dir: str, computes_on_cpu: bool) -> None:
-        self._socket_dir = socket_dir
+    def __init__(self, socket_dir: str, computes_on_cpu: bool, rank: int = 0) -> None:
+        self._socket_dir, self._rank = socket_dir, rank
         self._computes_on_cpu = computes_on_cpu
         self._main_thread = threading.get_ident()
         self._launching = False
@@ -90,7 +90,13 @@ class Pulse:
         self._ended_before = ended
         if not self._launching:
             self._other_children = running_children()
-        return Heartbeat(role="runner", busy=busy, steps=ended, stuck_seconds=self._stuck_seconds)
+        return Heartbeat(
+            role="runner",
+            rank=self._rank,
+            busy=busy,
+            steps=ended,
+            stuck_seconds=self._stuck_seconds,
+        )
 
     def _progressed(self, seconds: float) -> bool:
         stack, cpu_seconds = stack_position(self._main_thread), time.process_time()

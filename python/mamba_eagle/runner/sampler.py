@@ -81,7 +81,10 @@ class SamplingState:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         backend: Backend,
+        whole: bool = True,
     ) -> None:
+        """whole: whether the sampler sees all logits, rather than a rank's part of them, which no
+        kernel samples from."""
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.backend, self.device = backend, backend.device
@@ -97,7 +100,7 @@ class SamplingState:
         self.spans = torch.zeros(max_running, device=self.device)  # temperature · log(min_p)
         self._tables: dict[str, Tensor] = {}
         self.tables: SamplingTables | None = None  # what kernels read, if they sample
-        if backend.samples_in_kernels:
+        if backend.samples_in_kernels and whole:
             parameters = (self.flags, self.numbers, self.spans, self.integers)
             large = (self.prompt_seen, self.output_counts, self.bias, self.stops)
             self.tables = SamplingTables(*parameters, *large)

@@ -39,7 +39,7 @@ from mamba_eagle.message import (
     ToServer,
     ToWatchdog,
 )
-from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.scheduler.events import EventPublisher
 from mamba_eagle.scheduler.scheduler import Scheduler
@@ -55,7 +55,9 @@ class SchedulerProcess:
     def __init__(self, config: EngineConfig, context: zmq.Context[Any], socket_dir: str) -> None:
         self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
-        self.plans: Sender[ToRunner] = Sender(context, socket_dir, "to_runner")
+        self.plans: SenderToAll[ToRunner] = SenderToAll(
+            context, socket_dir, "to_runner", range(config.tp_size)
+        )
         self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
@@ -70,9 +72,14 @@ class SchedulerProcess:
         self.poller.register(self.results.socket, zmq.POLLIN)
 
     def start(self) -> None:
-        """Waits for the runner and tells the server process what there is room for."""
-        ready = self.results.receive()
-        assert isinstance(ready, RunnerReady)
+        """Waits for all ranks of the runner and tells the server process what there is room for,
+        which is the same on all of them."""
+        found: dict[int, RunnerReady] = {}
+        while len(found) < self.config.tp_size:
+            answer = self.results.receive()
+            assert isinstance(answer, RunnerReady)
+            found[answer.rank] = answer
+        ready = found[0]
         self.scheduler = Scheduler(self.config, ready)
         events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
         if events is not None and isinstance(cache, RadixCache):
@@ -205,15 +212,21 @@ class SchedulerProcess:
         """Tells the runner to end as well."""
         if self.events is not None:
             self.events.close()
-        self.plans.socket.setsockopt(zmq.LINGER, GOODBYE_MS)
+        self.plans.linger(GOODBYE_MS)
         self.plans.send(Shutdown())
-        pipes = (self.requests, self.results, self.plans, self.outputs, self.heartbeats)
+        pipes: tuple[Any, ...] = (
+            self.requests,
+            self.results,
+            self.plans,
+            self.outputs,
+            self.heartbeats,
+        )
         for pipe in pipes:
             pipe.close()
 
 
 def main() -> None:
-    config, socket_dir = begin("scheduler")
+    config, socket_dir, _ = begin("scheduler")
     context = zmq.Context()
     process = SchedulerProcess(config, context, socket_dir)
     try:

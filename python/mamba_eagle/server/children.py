@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL
 
@@ -23,10 +23,22 @@ KILL_AFTER = 2.5  # seconds between END_SIGNAL and SIGKILL, so that all ends wit
 class Child:
     """One process. Its standard error is passed on, and the last lines of it are kept."""
 
-    def __init__(self, role: str, command: list[str], on_end: Callable[[Child], None]) -> None:
+    def __init__(
+        self,
+        role: str,
+        command: list[str],
+        on_end: Callable[[Child], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """environment: added to this process's."""
         self.role = role
         self.last_words: collections.deque[str] = collections.deque(maxlen=20)
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+        )
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
         self._reader = threading.Thread(target=self._pass_on, daemon=True)
@@ -81,7 +93,7 @@ class Child:
         return f"the {self.role} process (pid {self.pid}) {how}{said}"
 
 
-def engine_command(role: str, socket_dir: str, config_file: str) -> list[str]:
+def engine_command(role: str, socket_dir: str, config_file: str, rank: int = 0) -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -90,6 +102,8 @@ def engine_command(role: str, socket_dir: str, config_file: str) -> list[str]:
         socket_dir,
         "--config-file",
         config_file,
+        "--rank",
+        str(rank),
     ]
 
 

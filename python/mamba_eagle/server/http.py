@@ -228,7 +228,6 @@ async def server_info(request: Request) -> Response:
             "context_length": state.context_length,
             "vocab_size": engine.vocab_size,
             "max_req_input_len": state.prompts.max_prompt,
-            "tp_size": 1,
             "dp_size": 1,
         }
     )

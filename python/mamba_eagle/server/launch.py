@@ -25,6 +25,8 @@ from mamba_eagle.config import EngineConfig, ServerConfig
 from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver
+from mamba_eagle.message.lifetime import role_name
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.recorder import Tracer
 from mamba_eagle.server.children import Child, end_children, engine_command
@@ -138,10 +140,12 @@ class Launch:
         config_file = Path(self.socket_dir, "config.json")
         config_file.write_text(json.dumps({name: getattr(self.config, name) for name in names}))
         self.say(f"server process: pid {os.getpid()}")
-        for role in ("scheduler", "runner"):
-            command = engine_command(role, self.socket_dir, str(config_file))
+        ranks = range(self.config.tp_size)
+        for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
+            command = engine_command(kind, self.socket_dir, str(config_file), rank)
+            role = role_name(kind, rank)
             try:
-                child = Child(role, command, self._child_ended)
+                child = Child(role, command, self._child_ended, RANK_ENVIRONMENT)
             except OSError as error:
                 self.end(Ending(1, f"cannot start the {role} process: {error.strerror}"))
                 return
@@ -183,7 +187,7 @@ class Launch:
 
     async def watch(self) -> None:
         """Ends the server when scheduler or runner have stopped working."""
-        watchdog = Watchdog(self.config.watchdog_timeout)
+        watchdog = Watchdog(self.config.watchdog_timeout, self.config.tp_size)
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mamba_eagle.message import Heartbeat
+from mamba_eagle.message.lifetime import role_name
 
 # A step that shows progress may still be an endless loop: it has this many time-outs to end.
 MAX_TIMEOUTS_PER_STEP = 10
@@ -30,34 +31,38 @@ class Pulse:
 class Watchdog:
     """Heartbeats go in by ``heard``, passing time by ``tick``."""
 
-    def __init__(self, timeout: float) -> None:
-        """``timeout``: seconds; 0: nothing is ever wrong."""
+    def __init__(self, timeout: float, ranks: int = 1) -> None:
+        """``timeout``: seconds; 0: nothing is ever wrong. ranks: number of runner processes."""
         self.timeout = timeout
         self._scheduler = Pulse()
-        self._runner = Pulse()
+        self._runners = [Pulse() for _ in range(ranks)]
 
     def heard(self, beat: Heartbeat) -> None:
-        (self._scheduler if beat.role == "scheduler" else self._runner).heard(beat)
+        known = self._scheduler if beat.role == "scheduler" else self._runners[beat.rank]
+        known.heard(beat)
 
     def tick(self, seconds: float) -> str | None:
         """``seconds`` have passed. Gives what is wrong, for the log and for clients; None if the
         engine works."""
-        self._scheduler.silence += seconds
-        self._runner.silence += seconds
+        for pulse in (self._scheduler, *self._runners):
+            pulse.silence += seconds
         return self._problem() if self.timeout else None
 
     def _problem(self) -> str | None:
         limit = self.timeout
-        for role, pulse in (("scheduler", self._scheduler), ("runner", self._runner)):
+        runners = [(role_name("runner", rank), pulse) for rank, pulse in enumerate(self._runners)]
+        # A rank that is silent or idle makes the others wait: it is named before these.
+        for role, pulse in (("scheduler", self._scheduler), *runners):
             if pulse.silence >= limit:
                 return f"the {role} process has not answered for {limit:g} s"
-        runner = self._runner
-        if runner.last is not None and runner.last.stuck_seconds >= limit:
-            return f"the runner process has made no progress in a step for {limit:g} s"
-        if runner.same_step >= MAX_TIMEOUTS_PER_STEP * limit:
-            seconds = MAX_TIMEOUTS_PER_STEP * limit
-            return f"the runner process has worked on a single step for {seconds:g} s"
-        # The runner may be heard between two steps each time: then the scheduler's number changes.
-        if min(runner.idle, self._scheduler.same_step) >= limit:
-            return f"requests have waited for {limit:g} s although the runner process is idle"
+        for role, runner in runners:
+            # It may be heard between two steps each time: then the scheduler's number changes.
+            if min(runner.idle, self._scheduler.same_step) >= limit:
+                return f"requests have waited for {limit:g} s although the {role} process is idle"
+        for role, runner in runners:
+            if runner.last is not None and runner.last.stuck_seconds >= limit:
+                return f"the {role} process has made no progress in a step for {limit:g} s"
+            if runner.same_step >= MAX_TIMEOUTS_PER_STEP * limit:
+                seconds = MAX_TIMEOUTS_PER_STEP * limit
+                return f"the {role} process has worked on a single step for {seconds:g} s"
         return None

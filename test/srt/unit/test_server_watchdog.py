@@ -92,3 +92,23 @@ def test_a_process_that_falls_silent_at_work_is_the_one_that_is_named() -> None:
 
 def test_a_timeout_of_zero_switches_it_off() -> None:
     assert run(Watchdog(0), 1000, runner(busy=True, stuck_seconds=1000)) is None
+
+
+def test_a_silent_rank_is_named_and_not_those_that_wait_for_it() -> None:
+    watchdog = Watchdog(TIMEOUT, ranks=3)
+    well = [scheduler(busy=True, steps=7), runner(busy=True), runner(busy=True, rank=1)]
+    assert run(watchdog, 3, *well, runner(busy=True, rank=2)) is None
+    waiting = [runner(busy=True, stuck_seconds=TIMEOUT, rank=rank) for rank in (0, 1)]
+    assert run(watchdog, TIMEOUT - 2, *well) is None
+    problem = run(watchdog, 2, well[0], *waiting)
+    assert problem == f"the runner2 process has not answered for {TIMEOUT:g} s"
+
+
+def test_a_rank_that_never_got_a_plan_is_named_and_not_those_that_wait_for_it() -> None:
+    watchdog = Watchdog(TIMEOUT, ranks=2)
+    problem = None
+    for second in range(int(TIMEOUT) + 5):
+        waiting = runner(busy=True, steps=6, stuck_seconds=max(0, second - 1))
+        idle = runner(rank=1)
+        problem = problem or run(watchdog, 1, scheduler(busy=True, steps=7), waiting, idle)
+    assert problem is not None and "although the runner1 process is idle" in problem

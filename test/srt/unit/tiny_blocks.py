@@ -112,6 +112,9 @@ def write_block_drafter(
     """optional: weights that only the file's own header tells of."""
     target = load_model(model_folder)
     config = {**config, "vocab_size": target.config.vocab_size, **changes}
+    own, layers = dict(config["dflash_config"]), len(target.parts.layers)
+    own["target_layer_ids"] = [i for i in own["target_layer_ids"] if i < layers]
+    config["dflash_config"] = own
     parsed = parse_config(config)
     names = block_config(parsed).own_weights(parsed) | {*optional}
     key = (json.dumps(config), *sorted(names), seed, float(target.lm_head.weight.sum()))

@@ -24,6 +24,7 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
+from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import (
@@ -77,8 +78,10 @@ class DecodeStep:
         drafter: Drafter,
         sampling: SamplingState,
         constraints: Constraints,
+        chooser: Chooser,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
+        self.chooser = chooser
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.constraints = constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
@@ -92,7 +95,7 @@ class DecodeStep:
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
-        return self.drafter.propose(slots, part, noise)
+        return self.chooser.agree(self.drafter.propose(slots, part, noise))
 
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from mamba_eagle.backend.place import Place, Timestamp
+from mamba_eagle.backend.place import Timestamp
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
+from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.steps.decode_step import Outcome, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill
@@ -21,7 +22,7 @@ class PendingDecode:
 
     def __init__(
         self,
-        place: Place,
+        chooser: Chooser,
         table: RequestTable,
         batch: DecodeBatch,
         verified: Verified,
@@ -30,7 +31,7 @@ class PendingDecode:
     ) -> None:
         """marks: of the grammars; None if no request of the batch has one."""
         self.marks = marks or Marks({}, {})
-        accepted = outcome.accepted
+        accepted, place = outcome.accepted, chooser.place
         self.width = accepted.nodes.shape[1]
         numbers = [accepted.count[:, None], outcome.folded[:, None]]
         self.numbers = place.to_host(torch.cat([*numbers, accepted.tokens, accepted.nodes], dim=1))
@@ -41,7 +42,7 @@ class PendingDecode:
             if table.wants_logprobs[slot]:
                 logits = verified.logits[i, accepted.nodes[i]]
                 top = table.top_logprobs[slot]
-                self.logprobs[i] = Logprobs(place, logits, accepted.tokens[i], top)
+                self.logprobs[i] = Logprobs(chooser, logits, accepted.tokens[i], top)
         if any(self.traced):
             self.tree = Tree(*(place.to_host(part) for part in verified.tree))
 

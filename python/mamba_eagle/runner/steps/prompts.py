@@ -16,18 +16,21 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
 from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs, sample, token_logprobs
+from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 
 
 class Logprobs:
     """Log-probabilities of n tokens, on their way to the host."""
 
-    def __init__(self, place: Place, logits: Tensor, tokens: Tensor, top: int) -> None:
-        """logits [n, V]; tokens [n] int64; top: how many of the best tokens to include."""
+    def __init__(self, chooser: Chooser, logits: Tensor, tokens: Tensor, top: int) -> None:
+        """logits [n, V], or a rank's columns; tokens [n] int64; top: how many of the best tokens to
+        include."""
+        place = chooser.place
         self.tokens = place.to_host(tokens)
-        logprobs = token_logprobs(logits, tokens, top)
+        logprobs = chooser.logprobs(logits, tokens, top)
         self.parts = TokenLogprobs(*(place.to_host(part) for part in logprobs))
 
     def read(self, count: int | None = None) -> list[TokenLogprob]:
@@ -248,8 +251,10 @@ class PromptRunner:
         device_slots, positions, budget, last_tokens = self._indices([slots, ends, left, last])
         last_features = features[last_tokens]
         logits = self.step.model.compute_logits(last_features)
+        chooser = self.step.chooser
         allowed, marks = self.step.constraints.first_masks(slots)
-        sampled = sample(sampling, slots, logits[:, None], positions[:, None], None, allowed)[:, 0]
+        at = (logits[:, None], positions[:, None], None, allowed)
+        sampled = chooser.sample(slots, *at)[:, 0]
         is_token = sampled != NO_TOKEN
         self.step.constraints.observe_first_tokens(slots, sampled, is_token.long())
         tokens = torch.where(is_token, sampled, 0)  # later steps need a valid token in the tables
@@ -270,7 +275,7 @@ class PromptRunner:
             if part.item.return_logprob:
                 top = part.item.top_logprobs
                 pending.first_logprobs[i] = Logprobs(
-                    self.place, logits[i : i + 1], tokens[i : i + 1], top
+                    chooser, logits[i : i + 1], tokens[i : i + 1], top
                 )
 
     def _input_logprobs(
@@ -285,4 +290,4 @@ class PromptRunner:
         offset = max(item.logprob_start, item.start) - item.start
         sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
         logits = self.step.model.compute_logits(sources)
-        return Logprobs(self.place, logits, tokens[span][offset:], item.top_logprobs)
+        return Logprobs(self.step.chooser, logits, tokens[span][offset:], item.top_logprobs)

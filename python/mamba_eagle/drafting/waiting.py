@@ -1,0 +1,69 @@
+"""How many entries of each request a drafter has yet to process, as the host knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.drafting.base import StepPart
+
+
+class Waiting:
+    """Upper bounds of pending entries by request slot; on a CPU the numbers themselves are read.
+
+    Steps in flight may add fewer entries than the host assumes. Before a request's entries could
+    exceed the queue, ``prepare`` asks for them to be processed.
+    """
+
+    def __init__(
+        self, entries: PendingEntries, table: RequestTable, place: Place, most: int, longest: int
+    ) -> None:
+        """most: pending entries that a request may have. longest: of these, how many a step with
+        drafts can process; it is the same for all steps of a graph."""
+        self.entries, self.table, self.place = entries, table, place
+        self.most, self.longest = most, longest
+        self.bounds = [0] * table.processed.shape[0]  # or UNTRACKED
+
+    def tracks(self, slot: int) -> bool:
+        return self.bounds[slot] != UNTRACKED
+
+    def set(self, slots: Sequence[int], bound: int) -> None:
+        for slot in slots:
+            self.bounds[slot] = bound
+
+    def untrack(self, slots: Sequence[int]) -> None:
+        self.entries.pending[self.place.to_device(slots)] = UNTRACKED
+        self.set(slots, UNTRACKED)
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.entries.pending[self.place.to_device(slots)] = 0
+        self.set(slots, 0)
+
+    def prepare(self, slots: Sequence[int], shape: TreeShape, left: int) -> StepPart:
+        """A drafter's part in a step. left: entries that ``catch_up`` leaves pending."""
+        tracked = [slot for slot in slots if self.tracks(slot)]
+        counts = dict(zip(tracked, self._counts(tracked), strict=True))
+        added = shape.depth + 1
+        if shape == PLAIN:
+            full = [slot for slot, n in counts.items() if n + added > self.most]
+            counts.update(dict.fromkeys(full, left))
+            for slot, n in counts.items():
+                self.bounds[slot] = n + added
+            return StepPart(shape, not tracked, full)
+        self.set(tracked, added)
+        if self.place.on_host:
+            return StepPart(shape, longest=max([1, *counts.values()]))
+        needs_catch_up = [slot for slot, n in counts.items() if n > self.longest]
+        return StepPart(shape, False, needs_catch_up, self.longest)
+
+    def _counts(self, slots: Sequence[int]) -> list[int]:
+        """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
+        if not self.place.on_host or not slots:
+            return [self.bounds[slot] for slot in slots]
+        index = list(slots)
+        return torch.where(self.table.remaining[index] > 0, self.entries.pending[index], 0).tolist()

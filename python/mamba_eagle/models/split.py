@@ -1,0 +1,52 @@
+"""The part of a model that a rank holds, as loading needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mamba_eagle.layers.layer import Layer
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.parallel.cut import Cut
+from mamba_eagle.parallel.shard import Shard
+
+
+@dataclass(frozen=True)
+class Split:
+    """``whole`` has the names and shapes that checkpoints have; it is on the meta device and takes
+    no memory. ``cuts``: by parameter name; a parameter that is not in it is copied."""
+
+    whole: nn.Module
+    cuts: dict[str, Cut]
+
+
+def split_model(
+    make: Callable[[ModelConfig], nn.Module], config: ModelConfig, shard: Shard
+) -> Split | None:
+    """How rank ``shard`` gets its part of the model of this whole ``config``; None: all of it."""
+    if shard.size == 1:
+        return None
+    with torch.device("meta"):
+        whole = make(config)
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    cuts = {}
+    for module in whole.modules():
+        if not isinstance(module, Layer):
+            continue
+        for name, cut in module.cuts(shard).items():
+            if (parameter := _tensor(module, name)) is not None and id(parameter) in names:
+                cuts[names[id(parameter)]] = cut
+    return Split(whole, cuts)
+
+
+def _tensor(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter of this name; None if the module has none, as without a bias."""
+    path, _, leaf = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        if part not in module._modules:
+            return None
+        module = module._modules[part]  # type: ignore[assignment]
+    return module._parameters.get(leaf)

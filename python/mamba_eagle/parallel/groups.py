@@ -1,0 +1,110 @@
+"""How ranks exchange tensors: the interface, and the group of a single rank.
+
+All ranks execute the same plans, so they call the same operations in the same order. Results have
+equal bits on all ranks; whatever steers later work (drafted and sampled tokens, parents, sizes) is
+such a result, never computed by each rank for itself. tests: test/srt/unit/thread_ranks.py runs
+ranks as threads; distributed.py has gloo and NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.parallel.shard import Shard
+
+
+class Group(ABC):
+    """All ranks of a model. Tensors have the same shape and dtype on all ranks and are contiguous;
+    an operation may overwrite the one it is given."""
+
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        self.shard, self.device = shard, device
+        self._quiet = shard.size == 1
+
+    @property
+    def rank(self) -> int:
+        return self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return self.shard.size
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within, this rank exchanges nothing: each operation takes its own tensor for all ranks'.
+        For rehearsals, whose results nobody reads."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in the same order of addition on all of them."""
+        return x if self._quiet else self._sum(x)
+
+    def max(self, x: Tensor) -> Tensor:
+        """The largest of each entry over ranks."""
+        return x if self._quiet else self._max(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' tensors: x [...] -> [ranks, ...]."""
+        return torch.stack([x] * self.size) if self._quiet else self._gather(x)
+
+    def from_first(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor."""
+        return x if self._quiet else self._from_first(x)
+
+    @abstractmethod
+    def _sum(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _max(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _gather(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _from_first(self, x: Tensor) -> Tensor: ...
+
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over ranks; waits for the device."""
+        negative = torch.tensor([-number for number in numbers], device=self.device)
+        return [-number for number in self.max(negative).tolist()]
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        """The sum of each number over ranks; waits for the device."""
+        return self.sum(torch.tensor(list(numbers), device=self.device)).tolist()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the others; nothing may follow."""
+
+
+class Alone(Group):
+    """The only rank: nothing is exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__(Shard(), torch.device("cpu"))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def _max(self, x: Tensor) -> Tensor:
+        return x
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def _from_first(self, x: Tensor) -> Tensor:
+        return x
+
+    def close(self) -> None: ...
+
+
+ALONE = Alone()

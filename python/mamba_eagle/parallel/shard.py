@@ -1,0 +1,148 @@
+"""Which part of a model a rank holds. Plain data and arithmetic; cut.py applies it to tensors.
+
+A rank's model is a smaller model: ``local`` gives its config, and mixers, kernels and pools read
+sizes from that alone. Docs: docs/design/parallel.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import NamedTuple
+
+from mamba_eagle.model_config import (
+    AttentionConfig,
+    Mamba2Config,
+    ModelConfig,
+    MoEConfig,
+    NormGroups,
+    Span,
+)
+
+ALIGNED = 16  # channels that an uneven split of a matrix keeps together, where there are enough
+
+
+class Shard(NamedTuple):
+    """Rank ``rank`` of ``size``."""
+
+    rank: int = 0
+    size: int = 1
+
+    def span(self, count: int, unit: int = 1) -> Span:
+        """This rank's part of ``count`` things; parts are equal, or differ by one ``unit``."""
+        if count % self.size == 0 and (count // self.size) % unit == 0:
+            unit = count // self.size or 1
+        units = count // unit
+        borders = [unit * (units * rank // self.size) for rank in (self.rank, self.rank + 1)]
+        return Span(borders[0], count if self.rank + 1 == self.size else borders[1])
+
+    def width(self, count: int) -> Span:
+        """This rank's part of the ``count`` channels between two matrices of an MLP."""
+        if count % self.size == 0:
+            return self.span(count)
+        unit = gcd(count, ALIGNED)
+        while unit > 1 and count // unit < self.size:
+            unit //= 2
+        return self.span(count, unit)
+
+
+class Heads(NamedTuple):
+    """A rank's heads, and what groups of heads share: keys and values, or B and C.
+
+    Each local group serves equally many of the rank's heads, so a group whose heads lie on several
+    ranks is copied to all of them, and may be copied more than once to the same one.
+    """
+
+    heads: Span
+    groups: tuple[int, ...]  # the whole model's group for each local one
+    idle: bool = False  # more ranks than heads: what this one computes is not used
+
+    def channels(self, width: int) -> Span:
+        """The channels of the heads, ``width`` of each."""
+        return Span(self.heads.begin * width, self.heads.end * width)
+
+    def group_channels(self, width: int, first: int = 0) -> tuple[Span, ...]:
+        """The channels of the groups, ``width`` of each; group 0 begins at channel ``first``."""
+        return tuple(Span(first + g * width, first + (g + 1) * width) for g in self.groups)
+
+
+def split_heads(shard: Shard, heads: int, groups: int) -> Heads:
+    """This rank's part of ``heads`` heads in ``groups`` groups, for any numbers of them."""
+    per_group = heads // groups
+    span, idle = shard.span(heads), False
+    if heads < shard.size:
+        head = shard.rank % heads
+        span, idle = Span(head, head + 1), shard.rank >= heads
+    served = gcd(span.begin, span.size, per_group)  # heads per local group
+    return Heads(span, tuple(h // per_group for h in range(span.begin, span.end, served)), idle)
+
+
+def mamba_heads(shard: Shard, config: Mamba2Config) -> Heads:
+    return split_heads(shard, config.num_heads, config.num_groups)
+
+
+def attention_heads(shard: Shard, config: AttentionConfig) -> Heads:
+    return split_heads(shard, config.num_heads, config.num_kv_heads)
+
+
+def problems(config: ModelConfig, size: int) -> list[str]:
+    """Why a model cannot be split over ``size`` ranks; [] if it can."""
+    wrong = []
+    limits = {"tokens in the vocabulary": config.vocab_size}
+    if config.mamba is not None:
+        limits["heads in a Mamba2 layer"] = config.mamba.num_heads
+    if config.intermediate_size:
+        limits["channels in an MLP"] = config.intermediate_size
+    for what, count in limits.items():
+        if count < size:
+            wrong.append(f"--tp-size {size}: the model has {count} {what}; set it to {count}")
+    return wrong
+
+
+def local(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The config of the model that a rank holds.
+
+    The residual stream, the embedding and the vocabulary's size stay whole; ``head_tokens`` are the
+    rank's rows of lm_head.
+    """
+    if shard.size == 1:
+        return config
+    return replace(
+        config,
+        mamba=config.mamba and _local_mamba(config.mamba, shard),
+        attention=config.attention and _local_attention(config.attention, shard),
+        moe=config.moe and _local_experts(config.moe, shard),
+        intermediate_size=shard.width(config.intermediate_size).size,
+        head_tokens=shard.span(config.vocab_size),
+    )
+
+
+def _local_mamba(config: Mamba2Config, shard: Shard) -> Mamba2Config:
+    own, per_group = mamba_heads(shard, config), config.num_heads // config.num_groups
+    norm = NormGroups(
+        config.num_groups, per_group * config.head_dim, own.heads.begin * config.head_dim
+    )
+    return replace(
+        config,
+        num_heads=own.heads.size,
+        num_groups=len(own.groups),
+        norm_groups=None if _groups_are_whole(config, shard.size) else norm,
+    )
+
+
+def _groups_are_whole(config: Mamba2Config, size: int) -> bool:
+    """Whether no group of heads lies on several ranks. All ranks give the same answer, even those
+    whose own groups are whole: either all take part in a norm's sum or none."""
+    per_group = config.num_heads // config.num_groups
+    return all(Shard(r, size).span(config.num_heads).begin % per_group == 0 for r in range(size))
+
+
+def _local_attention(config: AttentionConfig, shard: Shard) -> AttentionConfig:
+    own = attention_heads(shard, config)
+    scale = config.scale or config.head_dim**-0.5
+    return replace(config, num_heads=own.heads.size, num_kv_heads=len(own.groups), scale=scale)
+
+
+def _local_experts(config: MoEConfig, shard: Shard) -> MoEConfig:
+    shared = shard.width(config.shared_intermediate_size).size
+    return replace(config, held=shard.span(config.num_experts), shared_intermediate_size=shared)

@@ -1,0 +1,109 @@
+"""Rank 0 in this process, the other ranks in processes of their own: for benchmarks, without a
+server and its scheduler process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import zmq
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, StepResult, ToRunner
+from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
+from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.process import default_threads
+from mamba_eagle.runner.ranks import join_ranks
+from mamba_eagle.runner.steps.launched import Launched
+
+END_SECONDS = 10.0  # for the other ranks to end by themselves
+
+
+class LeadingRunner:
+    """What ``ModelRunner`` is to a benchmark, on all ranks at once. A process can lead one set of
+    ranks at a time: a new one ends those of the one before."""
+
+    leading: LeadingRunner | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises: as ModelRunner. If another rank cannot start, this process ends with its error
+        message, since it may be waiting for that rank."""
+        if LeadingRunner.leading is not None:
+            LeadingRunner.leading.close()
+        LeadingRunner.leading = self
+        self.folder = make_socket_dir()
+        self.others: list[subprocess.Popen[bytes]] = []
+        self.ending = False
+        atexit.register(self.close)
+        threads = config.cpu_threads or default_threads(config.tp_size)
+        config = dataclasses.replace(config, cpu_threads=threads)
+        os.environ.update(RANK_ENVIRONMENT)
+        for rank in range(1, config.tp_size):
+            self._start(config, rank)
+        self.context = zmq.Context()
+        self.plans: SenderToAll[ToRunner] = SenderToAll(
+            self.context, self.folder, "to_runner", range(1, config.tp_size)
+        )
+        self.group = join_ranks(config, 0, self.folder)
+        self.runner = ModelRunner(config, self.group)
+        self.ready = self.runner.ready
+
+    def _start(self, config: EngineConfig, rank: int) -> None:
+        file = Path(self.folder, "config.json")
+        file.write_text(json.dumps(dataclasses.asdict(config)))
+        command = [sys.executable, "-m", "mamba_eagle.runner.process", "--rank", str(rank)]
+        command += ["--socket-dir", self.folder, "--config-file", str(file)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self.others.append(process)
+        threading.Thread(target=self._watch, args=(process, rank), daemon=True).start()
+
+    def _watch(self, process: subprocess.Popen[bytes], rank: int) -> None:
+        code = process.wait()
+        if not self.ending:
+            print(f"error: rank {rank} (pid {process.pid}) ended with {code}", file=sys.stderr)
+            remove_socket_dir(self.folder)
+            os._exit(1)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.runner.overlaps
+
+    def launch(self, plan: Plan) -> Launched:
+        self.plans.send(plan)
+        return self.runner.launch(plan)
+
+    def execute(self, plan: Plan) -> StepResult:
+        return self.launch(plan).result()
+
+    def simulate_accept_length(self, length: float) -> None:
+        self.plans.send(SimulateAcceptance(length=length))
+        self.runner.simulate_accept_length(length)
+
+    def close(self) -> None:
+        """End the other ranks; may be called again."""
+        if self.ending:
+            return
+        self.ending = True
+        LeadingRunner.leading = None
+        with contextlib.suppress(AttributeError):  # it failed before there were any
+            self.plans.send(Shutdown())
+            self.group.close()
+        for process in self.others:
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        remove_socket_dir(self.folder)
+
+
+def runner_for(config: EngineConfig) -> ModelRunner | LeadingRunner:
+    """All ranks of ``config``, as one runner. Raises: as ModelRunner."""
+    return ModelRunner(config) if config.tp_size == 1 else LeadingRunner(config)

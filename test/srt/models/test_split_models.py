@@ -1,0 +1,268 @@
+"""A model in parts gives what the whole one gives: all families, any ranks, odd groups."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peer_models import PEERS, VOCAB, make_peer
+from safetensors.torch import save_file
+from tensor_checks import relative_error
+from thread_ranks import ThreadGroup, ThreadRanks
+from torch import Tensor, nn
+
+from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.ops import TORCH
+from mamba_eagle.model_config import Mamba2Config, ModelConfig, Span
+from mamba_eagle.models.loader import created_as, load_weights, random_weights
+from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.split import split_model
+from mamba_eagle.parallel.cut import Cut, columns, once, rows
+from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.shard import Shard, local, problems, split_heads
+from mamba_eagle.parallel.vocabulary import whole_logits
+from mamba_eagle.quantization.matrix import Float8Matrix
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAX_ERROR = 2e-5
+TOKENS = torch.randint(0, VOCAB, (37,), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module) -> Tensor:
+    return model.compute_logits(model(TOKENS, FullSequenceContext(1, len(TOKENS))))
+
+
+def part_of(folder: Path, group: Group) -> nn.Module:
+    """A rank's part of the model in a folder, as a runner makes it."""
+    config = read_model_config(folder)
+    make = model_class(config)
+    model = make(local(config, group.shard)).requires_grad_(False)
+    load_weights(model, folder, split=split_model(make, config, group.shard))
+    prepare_for_inference(model, TORCH.over(group))
+    return model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    def write(name: str) -> Path:
+        path = tmp_path_factory.mktemp(f"split-{name}")
+        make_peer(name).save_pretrained(path)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_split_model_has_the_logits_of_the_whole_one(name: str, folder) -> None:
+    """And equal bits on all ranks, else routers of experts could choose differently."""
+    path = folder(name)
+    expected = logits_of(part_of(path, ALONE))
+    for size in (2, 3, 4):
+
+        def work(group: ThreadGroup) -> Tensor:
+            own = logits_of(part_of(path, group))
+            return whole_logits(own, group, VOCAB)
+
+        first, *others = ThreadRanks(size).run(work)
+        assert relative_error(first, expected) <= MAX_ERROR
+        assert all(torch.equal(other, first) for other in others)
+
+
+def test_a_rank_reads_no_more_than_its_part(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedding, norms and router are copied; of all else there is a part per rank, and B and C of
+    a group that several ranks need."""
+    path = folder("nemotron-3-nano")
+    config = read_model_config(path)
+    model = part_of(path, ALONE)
+    copied = sum(p.nbytes for n, p in model.named_parameters() if "embed" in n or "norm" in n)
+    whole = sum(p.nbytes for p in model.parameters())
+    for size in (2, 4):
+        ranks = ThreadRanks(size).run(lambda group: part_of(path, group))
+        for part in ranks:
+            own = sum(p.nbytes for p in part.parameters())
+            assert own <= copied + (whole - copied) / size * 1.25
+    experts = ranks[1].backbone.layers[1].mixer.experts
+    assert config.moe is not None and experts.up_proj.shape[0] == config.moe.num_experts // 4
+
+
+def test_dummy_weights_are_parts_of_the_whole_models(folder) -> None:
+    config = read_model_config(folder("nemotron-3-super"))
+    make = model_class(config)
+
+    def made(shard: Shard) -> nn.Module:
+        with created_as(torch.float32, torch.device("cpu")):
+            model = make(local(config, shard))
+        random_weights(model, 7, split=split_model(make, config, shard))
+        return model
+
+    whole = made(Shard())
+    for rank in range(3):
+        shard = Shard(rank, 3)
+        split = split_model(make, config, shard)
+        assert split is not None
+        for name, value in made(shard).named_parameters():
+            expected = whole.get_parameter(name)
+            if name in split.cuts:
+                expected = split.cuts[name].of(expected)
+            assert torch.equal(value, expected), name
+
+
+# ── any number of groups ─────────────────────────────────────────────────────────────────────
+
+GROUPS = [  # heads, groups, ranks
+    (16, 8, 2),
+    (16, 8, 16),
+    (16, 1, 4),
+    (16, 2, 4),
+    (15, 3, 5),
+    (12, 2, 3),
+    (12, 4, 3),
+    (10, 5, 4),  # ranks of different sizes
+    (7, 1, 3),
+]
+
+
+@pytest.mark.parametrize("norm", ["gate_first", "norm_first", "gate_only"])
+@pytest.mark.parametrize("heads, groups, size", GROUPS)
+def test_heads_and_groups_split_in_any_way(
+    heads: int, groups: int, size: int, norm: str, tmp_path: Path
+) -> None:
+    whole = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "num_heads": heads,
+        "head_dim": 4,
+        "state_size": 8,
+        "num_hidden_layers": 2,
+        "n_groups": groups,
+        "use_bias": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    def config() -> ModelConfig:
+        found = read_model_config(tmp_path)
+        assert found.mamba is not None
+        return replace(found, mamba=replace(found.mamba, norm=norm))
+
+    make = model_class(config())
+    model = make(config())
+    random_weights(model, 3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.uniform_(-2, 1.5, generator=torch.Generator().manual_seed(1))
+            elif "proj" in name:
+                parameter.mul_(8)
+    save_file({n: p.detach() for n, p in model.named_parameters()}, tmp_path / "model.safetensors")
+    expected = logits_of(model)
+
+    def work(group: ThreadGroup) -> Tensor:
+        part = make(local(config(), group.shard)).requires_grad_(False)
+        load_weights(part, tmp_path, split=split_model(make, config(), group.shard))
+        prepare_for_inference(part, TORCH.over(group))
+        mixer = part.parts.layers[0].mixer
+        assert isinstance(mixer, Mamba2Mixer) and mixer.config.num_heads < heads
+        return whole_logits(logits_of(part), group, VOCAB)
+
+    for found in ThreadRanks(size).run(work):
+        assert relative_error(found, expected) <= MAX_ERROR
+
+
+def test_a_collective_is_only_needed_where_groups_lie_on_several_ranks() -> None:
+    config = read_model_config_of(heads=128, groups=8)
+    assert all(
+        local(config, Shard(rank, size)).mamba.norm_groups is None  # type: ignore[union-attr]
+        for size in (2, 4, 8)
+        for rank in range(size)
+    )
+    # groups 1 and 2 of three lie on ranks 0 and 1, and on 1 and 2: all ranks take part
+    config = read_model_config_of(heads=12, groups=3)
+    locals_ = [local(config, Shard(rank, 4)).mamba for rank in range(4)]
+    assert all(mamba is not None and mamba.norm_groups is not None for mamba in locals_)
+
+
+def read_model_config_of(heads: int, groups: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="Mamba2ForCausalLM",
+        model_type="mamba2",
+        vocab_size=VOCAB,
+        hidden_size=24,
+        blocks=("mamba",),
+        norm_eps=1e-5,
+        mamba=Mamba2Config(heads, 4, 8, groups, 4, True, (0.0, float("inf")), 16),
+        attention=None,
+        intermediate_size=0,
+        max_position_embeddings=64,
+        eos_token_ids=(0,),
+    )
+
+
+@pytest.mark.parametrize("heads, groups, size", [*GROUPS, (2, 1, 4), (3, 3, 5), (40, 8, 16)])
+def test_every_head_is_on_one_rank_with_its_group(heads: int, groups: int, size: int) -> None:
+    seen = []
+    for rank in range(size):
+        own = split_heads(Shard(rank, size), heads, groups)
+        served = own.heads.size // len(own.groups)
+        for i, head in enumerate(range(own.heads.begin, own.heads.end)):
+            assert own.groups[i // served] == head // (heads // groups)
+        seen += [] if own.idle else range(own.heads.begin, own.heads.end)
+    assert seen == list(range(heads))
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 112, 15680, 131072, 7 * 16 + 3])
+def test_parts_cover_everything_once_and_are_nearly_equal(count: int) -> None:
+    for size in (1, 2, 3, 5, 8):
+        for spans in (
+            [Shard(rank, size).span(count) for rank in range(size)],
+            [Shard(rank, size).width(count) for rank in range(size)],
+        ):
+            assert [x for span in spans for x in range(*span)] == list(range(count))
+            assert max(s.size for s in spans) - min(s.size for s in spans) <= 16 + count % 16
+
+
+def test_a_model_with_too_few_heads_is_refused() -> None:
+    config = read_model_config_of(heads=6, groups=2)
+    assert problems(config, 6) == []
+    (problem,) = problems(config, 8)
+    assert problem == "--tp-size 8: the model has 6 heads in a Mamba2 layer; set it to 6"
+
+
+# ── matrices of few bits ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("block", [None, (8, 16)], ids=["scale-per-row", "scale-per-block"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        rows(Span(8, 24)),
+        rows(Span(0, 8), Span(24, 40)),
+        columns(Span(16, 48)),
+        once(40, Shard(1, 2)),
+    ],
+    ids=["rows", "rows-of-several-spans", "columns", "of-another-rank"],
+)
+def test_a_matrix_of_few_bits_is_cut_with_its_scales(
+    cut: Cut, block: tuple[int, int] | None
+) -> None:
+    weight = torch.randn(40, 48, generator=torch.Generator().manual_seed(1))
+    scale = torch.rand(*((40, 1) if block is None else (5, 3))) + 0.5
+    matrix = Float8Matrix(weight.to(torch.float8_e4m3fn), scale, block)
+    found = cut.of(matrix)
+    assert isinstance(found, Tensor if cut.zero else Float8Matrix)
+    whole = found if cut.zero else found.dequantize()
+    assert torch.equal(whole, cut.of(matrix.dequantize()))
+
+
+def test_a_cut_inside_a_block_gives_the_weight_itself(caplog: pytest.LogCaptureFixture) -> None:
+    matrix = Float8Matrix(torch.ones(40, 48).to(torch.float8_e4m3fn), torch.rand(5, 3), (8, 16))
+    found = rows(Span(4, 24)).of(matrix)
+    assert torch.equal(found, matrix.dequantize()[4:24])
+    assert "loses its few bits" in caplog.text
