@@ -276,6 +276,11 @@ class EngineConfig:
             wrong.append(
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
             )
+        if self.quantize_lm_head and self.quantization != "fp8":
+            wrong.append(
+                f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
+                "--quantization fp8, or leave the flag out"
+            )
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()

@@ -19,6 +19,7 @@ from test_parity import write_head
 from tiny_model import load_model
 from torch import Tensor
 
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.moe import Experts
@@ -239,6 +240,12 @@ def test_lm_head_is_float8_by_choice(tied: bool, tmp_path: Path) -> None:
         assert ("lm_head" in held_matrices(model)) is chosen
         assert model.embed(torch.arange(4)).dtype == torch.float32
         assert logits(model).shape == (*TOKENS.shape, VOCAB)
+
+
+def test_a_flag_without_effect_is_refused() -> None:
+    assert not EngineConfig(quantization="fp8", quantize_lm_head=True).problems()
+    (problem,) = EngineConfig(quantize_lm_head=True).problems()
+    assert problem.startswith("--quantize-lm-head: --quantization auto rounds no weights; use")
 
 
 def test_all_forms_are_tested() -> None:
