@@ -140,7 +140,7 @@ class EngineConfig:
     max_journals: int = setting(
         -1,
         "number of saved journals, each with which the prefix cache continues at any of the tokens "
-        "that follow a state; -1: half as many as state slots; 0: none",
+        "that follow a state; -1: half as many as state slots on a CPU, none on a GPU; 0: none",
     )
     mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
     chunked_prefill_size: int | None = setting(

@@ -18,9 +18,6 @@ MIN_GRAPH_BYTES = 250_000_000
 # the memory of a 9B model's state. With 16 nodes the kernel's products are 32 wide; a journal of
 # more than 16 rows would make them 64 wide.
 JOURNAL_ROWS = 17
-# Journal slots, unless a flag sets their number. With half as many as states, which is what a
-# finished request leaves of both, they take a quarter of the states' memory at 9B sizes.
-JOURNALS_PER_STATE = 0.5
 
 
 class MemoryPlan(NamedTuple):
@@ -85,10 +82,10 @@ def plan_memory(
             cached = available.budget // plan.state_slot_bytes
         pair_bytes = plan.state_slot_bytes
         if journals is None:
-            pair_bytes += int(plan.journal_bytes * JOURNALS_PER_STATE)
+            pair_bytes += int(plan.journal_bytes * place.journals_per_state)
         state_slots = max(running, min(running + cached, left // 2 // pair_bytes))
     if journals is None:
-        journals = int(state_slots * JOURNALS_PER_STATE)
+        journals = int(state_slots * place.journals_per_state)
     left -= state_slots * plan.state_slot_bytes
     if journals:
         left -= (journals + 1) * plan.journal_bytes  # one for padding

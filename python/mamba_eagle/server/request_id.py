@@ -24,7 +24,7 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        name = _usable(headers.get(HEADER, b"")) or uuid.uuid4().hex.encode()
+        name = _sendable(headers.get(HEADER, b"")) or uuid.uuid4().hex.encode()
         trace_parent.set(headers.get(b"traceparent", b"").decode("latin-1"))
 
         async def send_named(message: Message) -> None:
@@ -36,7 +36,7 @@ class RequestIds:
         await self.app(scope, receive, send_named)
 
 
-def _usable(value: bytes) -> bytes:
+def _sendable(value: bytes) -> bytes:
     """What the client sent, if it can be sent back: visible ASCII of a sensible length."""
     visible = all(0x20 < byte < 0x7F for byte in value)
     return value if visible and len(value) <= MAX_LENGTH else b""

@@ -6,7 +6,7 @@ port bound ─▶ scheduler, runner started ─▶ Ready ─▶ listening ─▶
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import logging
 import signal
 import socket
@@ -70,11 +70,14 @@ def _report(ending: Ending) -> int:
 def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
     problems = descriptors.problems()
-    if config.otlp_traces_endpoint and importlib.util.find_spec("opentelemetry.sdk") is None:
-        problems.append(
-            "--otlp-traces-endpoint needs packages that are not installed: "
-            "pip install 'mamba-eagle[otel]'"
-        )
+    if config.otlp_traces_endpoint:
+        try:
+            importlib.import_module("mamba_eagle.metrics.tracing")
+        except ImportError as error:
+            problems.append(
+                f"--otlp-traces-endpoint needs packages that are not installed ({error}): "
+                "pip install 'mamba-eagle[otel]'"
+            )
     for check in (api_keys, tls_context):
         try:
             check(config)
