@@ -6,16 +6,17 @@ stream, so it says what the stream said.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
 
-from mamba_eagle.chat.family import CALLS
+from mamba_eagle.chat.family import CALLS, REASONING
 from mamba_eagle.chat.parse import OutputParser, TextPiece
 from mamba_eagle.core import FinishReason
 from mamba_eagle.server.chat_body import ChatJob
@@ -24,6 +25,7 @@ from mamba_eagle.server.openai import choice_error
 from mamba_eagle.server.sse import EventStream, updates, wait_until_done
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
 
 OPENED, MORE, CLOSED = "opened", "more", "closed"
 Event = dict[str, Any]
@@ -32,13 +34,14 @@ Event = dict[str, Any]
 @dataclass
 class Part:
     """``field``: content, reasoning_content or tool_calls. ``text``: of a call its arguments, an
-    object as JSON; ``name``: the called function."""
+    object as JSON; ``name``: the called function. ``cut``: the limit of the output ended it."""
 
     index: int
     field: str
     id: str
     text: str = ""
     name: str = ""
+    cut: bool = False
 
 
 class News(NamedTuple):
@@ -76,6 +79,8 @@ class Parts:
                 yield self._add(piece.arguments)
                 yield from self._close()
         if self.sample.finish is not None:
+            if self._open is not None:
+                self._open.cut = self.sample.finish.kind == "length"
             yield from self._close()
 
     def _begin(self, field: str, name: str = "") -> News:
@@ -100,6 +105,7 @@ class Written:
 
     live: LiveRequest
     parts: list[Part]
+    reasoning_tokens: int = 0  # for replies that count them
 
     @property
     def sample(self) -> Sample:
@@ -121,12 +127,21 @@ class Written:
     def output_tokens(self) -> int:
         return len(self.sample.output_ids)
 
+    async def count_reasoning(self, tokenizer: TextTokenizer) -> None:
+        """Without its tags. In a thread, since it may be long."""
+        text = "".join(part.text for part in self.parts if part.field == REASONING)
+        if text:
+            tokens = await asyncio.to_thread(tokenizer.encode, text, False)
+            self.reasoning_tokens = min(len(tokens), self.output_tokens)
+
     def has_calls(self) -> bool:
         return any(part.field == CALLS for part in self.parts)
 
 
 class PartReply(ABC):
     """The replies of one API. Events have their name as ``type``."""
+
+    counts_reasoning: ClassVar[bool] = False
 
     @abstractmethod
     def whole(self, written: Written) -> dict[str, Any]:
@@ -178,6 +193,7 @@ async def serve_parts(
         raise error
     for _ in parts.news():
         pass
+    await _count(state, written, reply)
     return json_response(reply.whole(written))
 
 
@@ -196,5 +212,11 @@ async def _stream(
         for news in parts.news():
             for event in reply.tell(news):
                 yield named_event(event)
+    await _count(state, written, reply)
     for event in reply.end(written):
         yield named_event(event)
+
+
+async def _count(state: ServerState, written: Written, reply: PartReply) -> None:
+    if reply.counts_reasoning and state.prompts.tokenizer is not None:
+        await written.count_reasoning(state.prompts.tokenizer)
