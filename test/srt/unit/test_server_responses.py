@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -216,6 +217,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"include": ["message.output_text.logprobs"]}, ["include = ", "/v1/chat/completions"]),
     ({"max_output_tokens": -1}, ["max_output_tokens = -1"]),
     ({"metadata": {"a": 5}}, ["metadata.a = 5"]),
+    ({"metadata": {"\ud800": "a"}}, ["metadata: the name", "Unicode"]),
+    (
+        {"tools": [{**TOOL, "description": "\ud800"}]},
+        ["tools[0].description = ", "Unicode"],
+    ),
     ({"reasoning": {"effort": "much"}}, ['reasoning.effort = "much"', "one of"]),
     ({"reasoning": "high"}, ['reasoning = "high"', "object"]),
     ({"tools": [{"type": "web_search"}]}, ['tools[0].type = "web_search"', "function"]),
@@ -238,7 +244,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 
 def test_bad_bodies_name_the_fields_of_this_route() -> None:
     async def check(server: Harness, body: dict[str, Any], parts: list[str]) -> None:
-        reply = await server.post(PATH, **{"input": "Hi", **body})
+        content = json.dumps({"input": "Hi", **body}).encode()
+        kind = {"content-type": "application/json"}
+        reply = await server.client.post(PATH, content=content, headers=kind)
         assert reply.status_code == 400, (body, reply.text)
         message = reply.json()["error"]["message"]
         assert message.startswith(parts[0]), message
