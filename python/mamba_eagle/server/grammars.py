@@ -30,6 +30,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
+from mamba_eagle.server.half_pairs import refuse_half_pairs
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 OWN = ("regex", "json_schema", "ebnf", "structural_tag", "choice")
@@ -252,7 +253,10 @@ def _json_schema(asked: _Asked, grammars: Grammars) -> Grammar:
         return json_object_grammar()
     if isinstance(asked.value, str):
         _string(asked.value)
-    return json_schema_grammar(asked.value, asked.whitespace)
+    made = json_schema_grammar(asked.value, asked.whitespace)
+    if as_text(made.body) is None:
+        refuse_half_pairs({asked.path: asked.value})
+    return made
 
 
 def _json_object(asked: _Asked, grammars: Grammars) -> Grammar:

@@ -348,6 +348,8 @@ HALVES: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"title": HALF, "text": ""}]}, "documents[0].title"),
     ({"chat_template_kwargs": {"mood": HALF}}, "chat_template_kwargs.mood"),
 ]
+SCHEMA = {"type": "object", "title": HALF}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
 def test_half_of_a_surrogate_pair_is_named_wherever_it_is() -> None:
@@ -361,6 +363,11 @@ def test_half_of_a_surrogate_pair_is_named_wherever_it_is() -> None:
                     )
                     assert reply.status_code == 400, reply.text
                     assert reply.json()["error"]["param"].startswith(path), reply.text
+            content = json.dumps({"messages": [USER], "response_format": FORM}).encode()
+            reply = await server.client.post(
+                PATH, content=content, headers={"content-type": "application/json"}
+            )
+            assert reply.status_code == 400 and "json_schema.schema.title" in reply.text
 
     run(test())
 
