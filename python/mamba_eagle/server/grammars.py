@@ -10,6 +10,7 @@ Trying compiles the grammar, so bodies that name a constraint are read off the e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from threading import Lock
@@ -254,6 +255,11 @@ def _json_schema(asked: _Asked, grammars: Grammars) -> Grammar:
     if isinstance(asked.value, str):
         _string(asked.value)
     made = json_schema_grammar(asked.value, asked.whitespace)
+    if "NaN" in made.body or "Infinity" in made.body:  # perhaps no more than a name or a text
+        try:
+            json.dumps(asked.value, allow_nan=False)
+        except ValueError:
+            raise GrammarError("its numbers must be finite") from None
     if as_text(made.body) is None:
         refuse_half_pairs({asked.path: asked.value})
     return made

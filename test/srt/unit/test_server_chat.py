@@ -342,20 +342,24 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 
 
 HALF = "\ud800"
-HALVES: list[tuple[dict[str, Any], str]] = [
+NO_JSON: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool("f", description=HALF)]}, "tools[0].function.description"),
     ({"messages": called(json.dumps({"a": HALF}))}, "messages[1].tool_calls[0].function.arguments"),
     ({"documents": [{"title": HALF, "text": ""}]}, "documents[0].title"),
     ({"chat_template_kwargs": {"mood": HALF}}, "chat_template_kwargs.mood"),
+    ({"chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs.\\ud800"),
+    ({"tools": [tool("f", parameters={"x": float("nan")})]}, "tools[0].function.parameters"),
 ]
-SCHEMA = {"type": "object", "title": HALF}
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+FORMS = [
+    ({"type": "object", "title": HALF}, "json_schema.schema.title"),
+    ({"type": "object", "minProperties": float("nan")}, "finite"),
+]
 
 
-def test_half_of_a_surrogate_pair_is_named_wherever_it_is() -> None:
+def test_what_no_text_and_no_schema_can_have_is_named_wherever_it_is() -> None:
     async def test() -> None:
         async with chatting(ends("x")) as server:
-            for body, path in HALVES:
+            for body, path in NO_JSON:
                 content = json.dumps({"messages": [USER], **body}).encode()
                 for route in (PATH, "/tokenize"):
                     reply = await server.client.post(
@@ -363,11 +367,13 @@ def test_half_of_a_surrogate_pair_is_named_wherever_it_is() -> None:
                     )
                     assert reply.status_code == 400, reply.text
                     assert reply.json()["error"]["param"].startswith(path), reply.text
-            content = json.dumps({"messages": [USER], "response_format": FORM}).encode()
-            reply = await server.client.post(
-                PATH, content=content, headers={"content-type": "application/json"}
-            )
-            assert reply.status_code == 400 and "json_schema.schema.title" in reply.text
+            for schema, said in FORMS:
+                form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+                content = json.dumps({"messages": [USER], "response_format": form}).encode()
+                reply = await server.client.post(
+                    PATH, content=content, headers={"content-type": "application/json"}
+                )
+                assert reply.status_code == 400 and said in reply.text
 
     run(test())
 
