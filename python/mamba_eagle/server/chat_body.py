@@ -15,7 +15,8 @@ from mamba_eagle.limits import MAX_DOCUMENTS
 from mamba_eagle.server.chat_grammar import chat_grammar
 from mamba_eagle.server.demand import fitting_output
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.fields import Fields, as_text
+from mamba_eagle.server.half_pairs import refuse_half_pairs
 from mamba_eagle.server.messages import read_messages
 from mamba_eagle.server.openai_body import (
     LENGTHS,
@@ -96,9 +97,14 @@ def render_chat(fields: Fields, state: ServerState) -> tuple[Tools | None, Chat,
     tools = read_tools(fields)
     chat = _read_chat(fields, state.chat, tools)
     try:
-        return tools, chat, state.chat.template.render(chat)
+        text = state.chat.template.render(chat)
     except TemplateError as error:
         raise RequestError(str(error), param="messages") from None
+    if as_text(text) is None:
+        given = {"messages": chat.messages, "tools": chat.tools, "documents": chat.documents}
+        refuse_half_pairs({**given, "chat_template_kwargs": chat.arguments})
+        raise RequestError("the chat template writes text that is not valid Unicode")
+    return tools, chat, text
 
 
 def _read_chat(fields: Fields, format: ChatFormat, tools: Tools | None) -> Chat:

@@ -34,10 +34,10 @@ class RequestError(Exception):
         self, message: str, status: int = 400, param: str | None = None, retry_after: int = 0
     ) -> None:
         super().__init__(message)
-        # A value that it shows may hold half of a surrogate pair, which cannot be sent.
-        self.message = message.encode("utf-8", "backslashreplace").decode()
+        # A value or a name that it shows may hold half of a surrogate pair, which cannot be sent.
+        self.message = _sendable(message)
         self.status = status
-        self.param = param
+        self.param = _sendable(param) if param is not None else None
         self.retry_after = retry_after
 
     @classmethod
@@ -59,6 +59,10 @@ class RequestError(Exception):
     def response(self) -> Response:
         headers = {"Retry-After": str(self.retry_after)} if self.retry_after else None
         return json_response(self.body(), self.status, headers)
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def failure_status(reason: FinishReason) -> int:

@@ -10,6 +10,7 @@ Trying compiles the grammar, so bodies that name a constraint are read off the e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from threading import Lock
@@ -30,6 +31,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
+from mamba_eagle.server.half_pairs import refuse_half_pairs
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 OWN = ("regex", "json_schema", "ebnf", "structural_tag", "choice")
@@ -252,7 +254,15 @@ def _json_schema(asked: _Asked, grammars: Grammars) -> Grammar:
         return json_object_grammar()
     if isinstance(asked.value, str):
         _string(asked.value)
-    return json_schema_grammar(asked.value, asked.whitespace)
+    made = json_schema_grammar(asked.value, asked.whitespace)
+    if "NaN" in made.body or "Infinity" in made.body:  # perhaps no more than a name or a text
+        try:
+            json.dumps(asked.value, allow_nan=False)
+        except ValueError:
+            raise GrammarError("its numbers must be finite") from None
+    if as_text(made.body) is None:
+        refuse_half_pairs({asked.path: asked.value})
+    return made
 
 
 def _json_object(asked: _Asked, grammars: Grammars) -> Grammar:

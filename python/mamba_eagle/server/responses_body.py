@@ -11,6 +11,7 @@ from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
 from mamba_eagle.server.chat_body import ChatJob
 from mamba_eagle.server.chat_translation import ChatBody, kind_of, parts_of, text_only
 from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.half_pairs import refuse_half_pairs
 from mamba_eagle.server.state import ServerState
 
 TEXT = ("input_text", "output_text", "text")
@@ -55,6 +56,8 @@ def parse_response(fields: Fields, state: ServerState) -> ResponseJob:
     body.put("reasoning_effort", effort, "reasoning.effort")
     form = _add_format(body, fields)
     metadata = _metadata(fields)
+    # What the reply repeats must be text.
+    refuse_half_pairs({"metadata": metadata, "text.format": form, "tools": tools})
     chat = body.parse(state)
     sampling = chat.job.prompts[0].sampling
     echo = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +49,10 @@ class Function(Body):
         required = value.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise ValueError("must be a JSON schema, whose required is a list of names")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (ValueError, RecursionError):
+            raise ValueError("must be a JSON schema, whose numbers are finite") from None
         return value
 
 

@@ -341,6 +341,53 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
+HALF = "\ud800"
+NO_JSON: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [tool("f", description=HALF)]}, "tools[0].function.description"),
+    ({"messages": called(json.dumps({"a": HALF}))}, "messages[1].tool_calls[0].function.arguments"),
+    ({"documents": [{"title": HALF, "text": ""}]}, "documents[0].title"),
+    ({"chat_template_kwargs": {"mood": HALF}}, "chat_template_kwargs.mood"),
+    ({"chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs.\\ud800"),
+    ({"tools": [tool("f", parameters={"x": float("nan")})]}, "tools[0].function.parameters"),
+]
+FORMS = [
+    ({"type": "object", "title": HALF}, "json_schema.schema.title"),
+    ({"type": "object", "minProperties": float("nan")}, "finite"),
+]
+
+
+def test_what_no_text_and_no_schema_can_have_is_named_wherever_it_is() -> None:
+    async def test() -> None:
+        async with chatting(ends("x")) as server:
+            for body, path in NO_JSON:
+                content = json.dumps({"messages": [USER], **body}).encode()
+                for route in (PATH, "/tokenize"):
+                    reply = await server.client.post(
+                        route, content=content, headers={"content-type": "application/json"}
+                    )
+                    assert reply.status_code == 400, reply.text
+                    assert reply.json()["error"]["param"].startswith(path), reply.text
+            for schema, said in FORMS:
+                form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+                content = json.dumps({"messages": [USER], "response_format": form}).encode()
+                reply = await server.client.post(
+                    PATH, content=content, headers={"content-type": "application/json"}
+                )
+                assert reply.status_code == 400 and said in reply.text
+
+    run(test())
+
+
+def test_arguments_with_half_of_a_surrogate_pair_are_sent_escaped() -> None:
+    async def test() -> None:
+        async with chatting(ends("</think>" + HERMES.replace("Oslo", "\\ud800"))) as server:
+            reply = await server.post(PATH, messages=[USER], tools=[WEATHER])
+            (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+            assert call["function"]["arguments"] == '{"city": "\\ud800"}'
+
+    run(test())
+
+
 def test_bad_bodies_name_path_and_remedy() -> None:
     async def test() -> None:
         async with chatting(ends("x")) as server:

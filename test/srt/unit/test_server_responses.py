@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
 from chat_samples import HERMES, WEATHER
 from server_harness import Harness, run
 from test_server_anthropic import events_of, says
-from test_server_chat import chatting, ends, fits, prompt_of
+from test_server_chat import USER, chatting, ends, fits, prompt_of
 from tiny_tokenizer import spell
 
 from mamba_eagle.core import Failure, FinishReason
@@ -216,6 +218,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"include": ["message.output_text.logprobs"]}, ["include = ", "/v1/chat/completions"]),
     ({"max_output_tokens": -1}, ["max_output_tokens = -1"]),
     ({"metadata": {"a": 5}}, ["metadata.a = 5"]),
+    ({"metadata": {"\ud800": "a"}}, ["metadata: the name", "Unicode"]),
+    (
+        {"tools": [{**TOOL, "description": "\ud800"}]},
+        ["tools[0].description = ", "Unicode"],
+    ),
     ({"reasoning": {"effort": "much"}}, ['reasoning.effort = "much"', "one of"]),
     ({"reasoning": "high"}, ['reasoning = "high"', "object"]),
     ({"tools": [{"type": "web_search"}]}, ['tools[0].type = "web_search"', "function"]),
@@ -238,7 +245,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 
 def test_bad_bodies_name_the_fields_of_this_route() -> None:
     async def check(server: Harness, body: dict[str, Any], parts: list[str]) -> None:
-        reply = await server.post(PATH, **{"input": "Hi", **body})
+        content = json.dumps({"input": "Hi", **body}).encode()
+        kind = {"content-type": "application/json"}
+        reply = await server.client.post(PATH, content=content, headers=kind)
         assert reply.status_code == 400, (body, reply.text)
         message = reply.json()["error"]["message"]
         assert message.startswith(parts[0]), message
@@ -273,5 +282,26 @@ def test_an_error_in_a_stream_is_a_failed_response() -> None:
         async with chatting(says([], failure)) as server:
             reply = await server.post(PATH, **asked)
             assert reply.status_code == 500 and reply.json()["error"]["message"] == "broken"
+
+    run(test())
+
+
+def test_an_error_after_a_keep_alive_has_the_form_of_its_route() -> None:
+    failure = FinishReason(kind="abort", message="broken", failure=Failure.INTERNAL)
+    bodies = {PATH: {"input": "Hi"}, "/v1/messages": {"messages": [USER]}}
+
+    def late(request: Generate) -> Any:
+        time.sleep(0.2)
+        return [], failure
+
+    async def test() -> None:
+        async with chatting(late, sse_keep_alive=0.02) as server:
+            for path, body in bodies.items():
+                reply = await server.post(path, **body, stream=True, **OFF)
+                assert reply.status_code == 200
+                *comments, last, end = reply.text.split("\n\n")
+                assert set(comments) == {": keep-alive"} and end == ""
+                name, data = last.split("\ndata: ")
+                assert name == f"event: {json.loads(data)['type']}" and "broken" in data
 
     run(test())
