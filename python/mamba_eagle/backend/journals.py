@@ -10,9 +10,9 @@ position q is always in row ``q % C``:
                 the state here
 
 A row holds a token's raw convolution input, ``dt`` after softplus, and its feature; x and B are
-computed again from the convolution inputs, which halves the memory. Here all tensor
-operations are torch's, on any device, and a replay takes all layers of a group at once; what a CPU
-does instead is in cpu/journals.py.
+computed again from the convolution inputs, which halves the memory. Here all tensor operations are
+torch's, on any device, and a replay takes all layers of a group at once; what a CPU does instead is
+in cpu/journals.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saved journals on a CPU in float32: one fused call per layer, then one matrix product.
 
-torch's operations would take new memory for every intermediate of every replay, and faulting its
-pages in took longer than the arithmetic.
+torch's operations would take new memory for every intermediate of every replay, and take more than
+twice as long.
 """
 
 from __future__ import annotations
