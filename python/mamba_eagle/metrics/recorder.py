@@ -165,34 +165,37 @@ class Recorder:
         self.queue_time = histogram(
             "queue_time_seconds", "from arrival to the first prefill step", SLOW
         )
-        self._finished_by_reason = Counter(
-            PREFIX + "finished_requests",
-            "samples that have ended, by the kind of their end: stop, length or abort",
-            ["model_name", "reason"],
-            registry=self.registry,
-        )
-        self._http = Counter(
-            PREFIX + "http_requests",
-            "HTTP replies by route and status",
-            ["model_name", "route", "status"],
-            registry=self.registry,
-        )
-        build = Gauge(PREFIX + "build_info", "1", ["model_name", "version"], registry=self.registry)
-        build.labels(model, __version__).set(1)
-        self._verify_steps_by_drafts = Counter(
-            PREFIX + "spec_verify_steps",
-            "decode steps of ended samples, by how many drafted tokens each accepted",
-            ["model_name", "accepted_drafts"],
-            registry=self.registry,
-        )
-        self._simulated = Gauge(
-            PREFIX + "simulated_accept_length",
-            "length that --simulate-acc-len forces, texts mean nothing; 0: texts are the model's",
-            ["model_name"],
-            registry=self.registry,
-        )
+        self._register_by_label()
         self.simulates(0.0)
         self.reset_averages()
+
+    def _register_by_label(self) -> None:
+        """Those that have a label besides the model's name, and facts."""
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            labels = ("model_name", *labels)
+            return Counter(PREFIX + name, help_text, labels, registry=self.registry)
+
+        def gauge(name: str, help_text: str, *labels: str) -> Gauge:
+            labels = ("model_name", *labels)
+            return Gauge(PREFIX + name, help_text, labels, registry=self.registry)
+
+        self._finished_by_reason = counter(
+            "finished_requests",
+            "samples that have ended, by the kind of their end: stop, length or abort",
+            "reason",
+        )
+        self._http = counter("http_requests", "HTTP replies by route and status", "route", "status")
+        self._verify_steps_by_drafts = counter(
+            "spec_verify_steps",
+            "decode steps of ended samples, by how many drafted tokens each accepted",
+            "accepted_drafts",
+        )
+        self._simulated = gauge(
+            "simulated_accept_length",
+            "length that --simulate-acc-len forces, texts mean nothing; 0: texts are the model's",
+        )
+        gauge("build_info", "1", "version").labels(self._model, __version__).set(1)
 
     def simulates(self, accept_length: float) -> None:
         """Every step accepts so many tokens on average, whatever the target says."""

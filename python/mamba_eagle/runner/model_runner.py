@@ -127,18 +127,7 @@ class ModelRunner:
                     load=self._load,
                 )
             )
-        self.step = DecodeStep(
-            self.backend,
-            self.model,
-            self.kv,
-            self.table,
-            self.scheme,
-            self.drafter,
-            self.sampling,
-            self.constraints,
-            self.chooser,
-        )
-        self.step.forced_length = config.simulate_acc_len or None
+        self.step = self._make_step()
         self.prompts = PromptRunner(
             self.step, self.pool, self.journals, self.model_config.eos_token_ids
         )
@@ -152,6 +141,21 @@ class ModelRunner:
         self.compilations = Compilations()
         self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
+
+    def _make_step(self) -> DecodeStep:
+        step = DecodeStep(
+            self.backend,
+            self.model,
+            self.kv,
+            self.table,
+            self.scheme,
+            self.drafter,
+            self.sampling,
+            self.constraints,
+            self.chooser,
+        )
+        step.forced_length = self.config.simulate_acc_len or None
+        return step
 
     # ── one step ──
 

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes beside decoding requests, so that streams flow evenly.
+"""How many prompt tokens are run per step beside decoding requests, so that streams flow evenly.
 
 A step lasts as long as its decoding and its prompts together, and every stream waits for it. What a
 client notices are the steps that last longer than most. So beside decoding requests prompts get no

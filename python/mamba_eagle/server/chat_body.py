@@ -53,21 +53,11 @@ class ChatJob:
 
 def parse_chat(fields: Fields, state: ServerState) -> ChatJob:
     """Raises: RequestError 400"""
-    refuse_fields(fields, ("functions", "function_call"))
-    if fields.raw("chat_template") is not None:
-        raise fields.wrong(
-            "chat_template", "requests bring no template: start the server with --chat-template"
-        )
     state.prompts.need_tokenizer("/v1/chat/completions")
     n = read_samples(fields)
     state.limit_samples(1, n)
     wanted = read_top_logprobs(fields, "top_logprobs") if fields.flag("logprobs") else None
-    tools = read_tools(fields)
-    chat = _read_chat(fields, state.chat, tools)
-    try:
-        text = state.chat.template.render(chat)
-    except TemplateError as error:
-        raise RequestError(str(error), param="messages") from None
+    tools, chat, text = render_chat(fields, state)
     form = _form(fields, state.chat, tools, chat, text)
     # The template writes the special tokens itself.
     (ids,) = state.prompts.encode([text], ["messages"], False)
@@ -91,6 +81,24 @@ def parse_chat(fields: Fields, state: ServerState) -> ChatJob:
     for prompt in job.prompts:
         prompt.kept_tokens = kept
     return ChatJob(job=job, form=form)
+
+
+def render_chat(fields: Fields, state: ServerState) -> tuple[Tools | None, Chat, str]:
+    """The tools and the chat, and its prompt.
+
+    Raises: RequestError 400
+    """
+    refuse_fields(fields, ("functions", "function_call"))
+    if fields.raw("chat_template") is not None:
+        raise fields.wrong(
+            "chat_template", "requests bring no template: start the server with --chat-template"
+        )
+    tools = read_tools(fields)
+    chat = _read_chat(fields, state.chat, tools)
+    try:
+        return tools, chat, state.chat.template.render(chat)
+    except TemplateError as error:
+        raise RequestError(str(error), param="messages") from None
 
 
 def _read_chat(fields: Fields, format: ChatFormat, tools: Tools | None) -> Chat:

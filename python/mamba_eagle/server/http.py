@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mamba_eagle import __version__
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.message import StateReply
-from mamba_eagle.server import cache_route, generate, openai, tokens
+from mamba_eagle.server import anthropic, cache_route, generate, openai, responses, tokens
 from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
@@ -84,7 +84,8 @@ class SimulationMark:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
-    parts = (router, generate.router, openai.router, tokens.router, cache_route.router)
+    rooms = (generate, openai, responses, anthropic, tokens, cache_route)
+    parts = (router, *(room.router for room in rooms))
     for part in parts:
         app.include_router(part)
     routes = {route.path for part in parts for route in part.routes if isinstance(route, Route)}

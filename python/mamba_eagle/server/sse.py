@@ -111,6 +111,7 @@ class EventStream(Response):
     first event, so that what is refused at once gets a plain error reply, but no longer than
     ``keep_alive`` seconds: from then on silence is broken by a comment that often, because
     proxies and clients give up on a connection that says nothing. 0: never.
+    ``error_event``: an error that comes after the status line.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], None],
         keep_alive: float = 0.0,
+        error_event: Callable[[RequestError], bytes] = lambda error: event(error.body()),
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # The length of a stream is not known.
@@ -125,6 +127,7 @@ class EventStream(Response):
         self.events = events
         self.close = close
         self.keep_alive = keep_alive
+        self.error_event = error_event
         self._started = False
         self._sending = False
         self._last_sent = 0.0  # by the clock of the event loop
@@ -156,7 +159,7 @@ class EventStream(Response):
                 self._started = self._sending = True
                 await error.response()(scope, receive, send)
                 return
-            await self._send(send, event(error.body()))
+            await self._send(send, self.error_event(error))
         self._sending = True  # nothing may follow the end
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -19,8 +19,8 @@ SMALL_BODY = 4096  # bytes; encoding them takes about 2 ms
 QUICK_BODY = 2**18  # about 150 ms
 CHAT_THREADS = 8  # so many templates may loop before others wait for one to be stopped
 # A thread that wants the interpreter waits this long before it is given up to it. The event loop
-# wants it again after each system call, so with Python's 5 ms a step of 16 streams would take
-# 100 ms while another thread computes.
+# wants it again after each system call, so at Python's 5 ms one step of 16 streams would
+# take 100 ms while another thread computes.
 SWITCH_SECONDS = 0.0002
 
 T = TypeVar("T")

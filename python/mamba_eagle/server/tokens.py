@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from mamba_eagle.limits import MAX_DETOKENIZED_IDS, MAX_PROMPTS
+from mamba_eagle.server.chat_body import render_chat
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.fields import Fields
 from mamba_eagle.server.json_list import JsonList
@@ -20,8 +21,10 @@ PIECE = 8192  # token ids put into JSON at a time
 @router.post("/v1/tokenize")
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """``prompt`` (or ``text``), a string or a list of strings, to token ids."""
-    return json_response(await server_state(request).read(request, _tokenize))
+    """``prompt`` (or ``text``), a string or a list of strings, or a chat's ``messages`` with all
+    that its template is given, to token ids."""
+    # In a thread, as chats are: a template may take long.
+    return json_response(await server_state(request).read(request, _tokenize, is_chat=True))
 
 
 @router.post("/v1/detokenize")
@@ -48,10 +51,14 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 def _tokenize(fields: Fields, state: ServerState) -> bytes:
+    if fields.raw("messages") is not None:
+        return _tokenize_chat(fields, state)
     name = "prompt" if fields.raw("prompt") is not None else "text"
     value = fields.raw(name)
     if value is None:
-        raise RequestError("prompt is needed: a string or a list of strings", param="prompt")
+        raise RequestError(
+            "prompt is needed: a string or a list of strings; or messages", param="prompt"
+        )
     texts = fields.texts(name, "texts", MAX_PROMPTS)
     special = fields.flag("add_special_tokens", True)
     single = isinstance(value, str)
@@ -64,6 +71,20 @@ def _tokenize(fields: Fields, state: ServerState) -> bytes:
             "count": len(ids[0]) if single else [len(one) for one in ids],
             "max_model_len": state.context_length,
         }
+    )
+
+
+def _tokenize_chat(fields: Fields, state: ServerState) -> bytes:
+    """The prompt that /v1/chat/completions makes of the same body."""
+    for name in ("prompt", "text"):
+        if fields.raw(name) is not None:
+            raise fields.wrong(name, "messages are given as well: send one of the two")
+    state.prompts.need_tokenizer("/tokenize")
+    _, _, text = render_chat(fields, state)
+    # The template writes the special tokens itself.
+    (ids,) = state.prompts.encode([text], ["messages"], fields.flag("add_special_tokens"))
+    return msgspec.json.encode(
+        {"tokens": _as_json(ids), "count": len(ids), "max_model_len": state.context_length}
     )
 
 

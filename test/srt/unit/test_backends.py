@@ -18,8 +18,9 @@ PACKAGE = Path(mamba_eagle.__file__).parent
 QUESTIONS = re.compile(
     r"\busable\(|_usable\(|device\.type|\.is_cuda|find_spec\(|isinstance\([^)]*[Ss]cheme"
 )
-# kernels/gpu.py answers launchers; train/ runs on whatever torchrun gives it; benchmarks print
-MAY_ASK = ("backend/", "kernels/gpu.py", "train/", "bench")
+# kernels/gpu.py answers launchers; train/ runs on whatever torchrun gives it; benchmarks print;
+# parallel/distributed.py takes NCCL or gloo
+MAY_ASK = ("backend/", "kernels/gpu.py", "train/", "bench", "parallel/distributed.py")
 
 
 def test_only_backends_ask_for_a_device() -> None:

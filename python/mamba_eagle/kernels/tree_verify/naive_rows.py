@@ -1,4 +1,4 @@
-"""Which rows a step's nodes take, and which of them stay: one request, in plain lists.
+"""Which rows the nodes of a step take, and which of them stay: one request, in plain lists.
 
 A request's buffer of convolution inputs has K-1 places of history and then W rows, so row r is at
 place K-1 + r. Its *path* lists places in the order of the sequence:

@@ -1,4 +1,4 @@
-"""Which rows a step's nodes take, and which of them stay: the index work of rows and folds.
+"""Which rows the nodes of a step take, and which of them stay: the index work of rows and folds.
 
 Each request has one program; accepting has one more for each block of its features. layout.py says
 what ``path`` is, and naive_rows.py what is chosen.
