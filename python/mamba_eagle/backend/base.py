@@ -22,6 +22,7 @@ from mamba_eagle.backend.attention import (
     NewTokenAttention,
     TreeNodes,
 )
+from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
@@ -30,6 +31,7 @@ from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
 from mamba_eagle.tree.accept import Truncated
@@ -131,6 +133,18 @@ class Backend(ABC):
     @abstractmethod
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         """How states are rounded to ``dtype``. mode: as in --mamba-ssm-rounding."""
+
+    def saved_journals(
+        self,
+        num_slots: int,
+        size: int,
+        mixers: Sequence[Mamba2Mixer],
+        pool: StatePool,
+        table: RequestTable,
+    ) -> SavedJournals:
+        """``num_slots`` journal slots of ``size`` rows; mixers: those of the model, in the order of
+        the pool's layers."""
+        return SavedJournals(num_slots, size, mixers, pool, table, self.place)
 
     @abstractmethod
     def rows_ahead(self, accepts: int) -> int:

@@ -10,8 +10,9 @@ position q is always in row ``q % C``:
                 the state here
 
 A row holds a token's raw convolution input, ``dt`` after softplus, and its feature; x and B are
-computed again from the convolution inputs, which halves the memory. All tensor operations are
-torch's, on any device: a replay is rare, and takes all layers of a group at once.
+computed again from the convolution inputs, which halves the memory. Here all tensor operations are
+torch's, on any device, and a replay takes all layers of a group at once; what a CPU does instead is
+in cpu/journals.py.
 """
 
 from __future__ import annotations
@@ -45,12 +46,22 @@ class Convolutions(NamedTuple):
     decay_rate: Tensor  # [layers, 1, H] float32: A
 
 
+class Run(NamedTuple):
+    """Consecutive tokens of a flat input, which go to consecutive rows of a journal slot."""
+
+    token: int  # the first one
+    slot: int
+    row: int  # the first one's
+    count: int
+
+
 class Places(NamedTuple):
     """Which of a flat input's tokens go to which rows."""
 
     tokens: Tensor  # [n] int64
     slots: Tensor  # [n] int64: journal slots
     rows: Tensor  # [n] int64
+    runs: Sequence[Run]  # the same tokens, in sequences
 
 
 class SavedJournals:
@@ -85,6 +96,8 @@ class SavedJournals:
         requests = table.processed.shape[0]
         self.trail = torch.full_like(table.processed, num_slots)  # [requests] journal slots
         self.has_trail = [False] * requests
+        # where a state scheme writes the rows of output tokens
+        self.kept = KeptRows(self.conv_in, self.dt, self.feature, self.trail, table.processed)
         self._weights: Convolutions | None = None
 
     # ── prompts ──
@@ -100,16 +113,21 @@ class SavedJournals:
 
     def places(self, parts: Sequence[PrefillPart]) -> Places | None:
         """The rows that a pass over these chunks has to keep; None if there are none."""
-        found = []
+        found, runs = [], []
         for part in parts:
             item, journal = part.item, part.item.journal
             if journal is None:
                 continue
             first = max(journal.start, item.start)
-            for position in range(first, min(journal.end, item.start + part.length)):
-                token = part.first + position - item.start
-                found.append((token, journal.slot, position % self.size))
-        return Places(*self.place.to_device(list(zip(*found)))) if found else None
+            end = min(journal.end, item.start + part.length)
+            while first < end:
+                row = first % self.size
+                count = min(end - first, self.size - row)
+                runs.append(Run(part.first + first - item.start, journal.slot, row, count))
+                first += count
+        for token, slot, row, count in runs:
+            found += [(token + k, slot, row + k) for k in range(count)]
+        return Places(*self.place.to_device(list(zip(*found))), runs) if found else None
 
     def write(self, layer: Mamba2Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
         """xbc [n, conv_dim] before the convolution and raw dt [n, H], of a pass."""
@@ -137,11 +155,6 @@ class SavedJournals:
                 self.has_trail[slot] = False
                 self.trail[slot] = self.num_slots
 
-    @property
-    def kept(self) -> KeptRows:
-        """Where a state scheme writes the rows of output tokens."""
-        return KeptRows(self.conv_in, self.dt, self.feature, self.trail, self.table.processed)
-
     def move(self, moves: Sequence[AnchorMove]) -> None:
         """Bring anchors of running requests forward, so that their journals have room again."""
         for move in moves:
@@ -156,14 +169,19 @@ class SavedJournals:
         rows of tokens [part.start, part.end)."""
         count = part.end - part.start
         assert 0 < count <= self.size, f"{count} of {self.size} rows"
-        rows = torch.arange(part.start, part.end, device=self.trail.device) % self.size
         if self.mixers:
-            key = self.pool.rounding.cache_key(part.end, rows.device)
-            group = max(1, MAX_REPLAY_ELEMENTS // (count * self.conv_in.shape[3]))
-            for first in range(0, len(self.mixers), group):
-                layers = slice(first, first + group)
-                self._replay_layers(layers, part.slot, rows, state_slot, key)
-        self.pool.feature[state_slot] = self.feature[part.slot, rows[-1]]
+            self._replay_rows(part, state_slot)
+        self.pool.feature[state_slot].copy_(self.feature[part.slot, (part.end - 1) % self.size])
+
+    def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
+        """``replay`` of the recurrent state and its history."""
+        count = part.end - part.start
+        rows = torch.arange(part.start, part.end, device=self.trail.device) % self.size
+        key = self.pool.rounding.cache_key(part.end, rows.device)
+        group = max(1, MAX_REPLAY_ELEMENTS // (count * self.conv_in.shape[3]))
+        for first in range(0, len(self.mixers), group):
+            layers = slice(first, first + group)
+            self._replay_layers(layers, part.slot, rows, state_slot, key)
 
     def _replay_layers(
         self, layers: slice, slot: int, rows: Tensor, state_slot: int, key: Tensor | None

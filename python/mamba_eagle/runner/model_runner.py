@@ -12,7 +12,6 @@ from torch import nn
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
-from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
@@ -27,7 +26,16 @@ from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.weights import weight_bytes, weights_come_late
 from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
-from mamba_eagle.message import DecodeBatch, Plan, PrefillItem, Release, RunnerReady, StepResult
+from mamba_eagle.message import (
+    AnchorMove,
+    DecodeBatch,
+    JournalPart,
+    Plan,
+    PrefillItem,
+    Release,
+    RunnerReady,
+    StepResult,
+)
 from mamba_eagle.message.indices import indices
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
@@ -251,6 +259,10 @@ class ModelRunner:
         if self._capturable():
             self.steps = self._make_steps(GraphedSteps)
 
+    def _keeps_outputs(self) -> bool:
+        """Whether the rows of output tokens can be copied to journal slots."""
+        return self.scheme.has_journal or self.model_config.mamba is None
+
     def _rehearse(self) -> None:
         """As ``warm_up``, and captures nothing. Ranks exchange nothing either: another one may have
         found its kernels where an earlier start left them, and rehearse nothing."""
@@ -260,10 +272,10 @@ class ModelRunner:
                 self._make_steps(RehearsedSteps)
 
     def _generate(self) -> None:
-        """Make two tokens, greedy and then sampled, and mask logits.
+        """Make two tokens, greedy and then sampled, keep and replay their rows, and mask logits.
 
-        Leftovers in request slot 0, state slot 0 and the KV slots are overwritten by the requests
-        that take these slots.
+        Leftovers in request slot 0, state slot 0, journal slot 0 and the KV slots are overwritten
+        by the requests that take these slots.
         """
         nodes = self.shape.nodes
         for temperature, top_k in ((0.0, -1), (1.0, 2)):
@@ -280,9 +292,14 @@ class ModelRunner:
                 output_start=1,
             )
             tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
+            moves = []
+            if self.journals.num_slots:
+                prompt.journal = JournalPart(0, 0, 1)
+                prompt.trail = 0 if self._keeps_outputs() else -1
+                moves = [AnchorMove(prompt.journal, state_slot=0)]
             self.execute(Plan(step=0, prefill=[prompt]))
             self.execute(Plan(step=0, decode=tree))
-            self.execute(Plan(step=0, releases=[Release(0, fold_to=2)]))
+            self.execute(Plan(step=0, releases=[Release(0, fold_to=2)], moves=moves))
         # and mask one row of two, as for the first request that has a grammar
         vocab, device = self.model_config.vocab_size, self.backend.device
         masks = torch.full((1, self.constraints.matchers.words), -1, dtype=torch.int32)
@@ -394,13 +411,12 @@ class ModelRunner:
         mode = config.mamba_verify_mode
         self.scheme = backend.state_scheme(mode, model.mamba, size, self.table, self.pool)
         mixers = [part for part in self.model.modules() if isinstance(part, Mamba2Mixer)]
-        self.journals = SavedJournals(
+        self.journals = backend.saved_journals(
             memory.journals,
             config.journal_rows,
             sorted(mixers, key=lambda mixer: mixer.index),
             self.pool,
             self.table,
-            backend.place,
         )
         self.sampling = SamplingState(
             running, model.vocab_size, model.eos_token_ids, backend, whole=self.group.size == 1
@@ -443,7 +459,7 @@ class ModelRunner:
             paces_prompts=self.backend.place.paces_prompts,
             max_journals=self.journals.num_slots,
             journal_rows=self.journals.size,
-            keeps_outputs=self.scheme.has_journal or self.model_config.mamba is None,
+            keeps_outputs=self._keeps_outputs(),
             moves_anchors=not self.drafter.recurrent,
             details={
                 "architecture": self.model_config.architecture,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,12 @@ from mamba_eagle.backend.attention import (
 )
 from mamba_eagle.backend.cpu.attention import CpuBlocks, CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.candidates import CpuCandidates
+from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
+from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
@@ -29,6 +33,7 @@ from mamba_eagle.kernels.accept import cpu as accept
 from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs.cpu import best
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
@@ -77,6 +82,17 @@ class CpuBackend(TorchBackend):
 
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         return state_rounding(mode, dtype, table.seed, CpuStochastic)
+
+    def saved_journals(
+        self,
+        num_slots: int,
+        size: int,
+        mixers: Sequence[Mamba2Mixer],
+        pool: StatePool,
+        table: RequestTable,
+    ) -> SavedJournals:
+        kind = CpuJournals if mixers and pool.ssm.dtype == torch.float32 else SavedJournals
+        return kind(num_slots, size, mixers, pool, table, self.place)
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)

@@ -68,6 +68,7 @@ class CpuDeferred(CpuScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self._kept: tuple[KeptRows, list[np.ndarray]] | None = None  # and its arrays
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
@@ -108,19 +109,21 @@ class CpuDeferred(CpuScheme):
     def keep_rows(
         self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
     ) -> None:
-        own = (self.rows.conv_in, self.recurrence.dt)
+        if self._kept is None or self._kept[0] is not kept:
+            self._kept = (kept, [part.numpy() for part in kept])
+        conv_in, dt, feature, trail, processed = self._kept[1]
         cpu.keep_rows(
             slots.numpy(),
             accepted.nodes.numpy(),
             accepted.count.numpy(),
-            kept.processed.numpy(),
-            kept.trail.numpy(),
+            processed,
+            trail,
             self._path,
             self._journal_len,
             self.rows.history,
-            tuple(part.numpy() for part in own),
+            (self.rows.conv_in.numpy(), self.recurrence.dt.numpy()),
             features.numpy(),
-            tuple(part.numpy() for part in kept[:3]),
+            (conv_in, dt, feature),
         )
 
     def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -368,6 +368,7 @@ def keep_rows(
     row, conv_in [layers, J, S, C], dt [layers, J, S, H] and feature [J, S, F].
     """
     conv_in, dt, feature = kept
+    own_conv_in, own_dt = rows
     for r in range(slots.shape[0]):
         slot = slots[r]
         journal = trail[slot]
@@ -377,10 +378,66 @@ def keep_rows(
         for k in range(count[r]):
             place = path[slot, first + k]
             row = (processed[slot] - count[r] + k) % feature.shape[1]
-            feature[journal, row] = features[r, nodes[r, k]]
+            source, target = features[r, nodes[r, k]], feature[journal, row]
+            for c in range(target.shape[0]):
+                target[c] = source[c]
             for layer in range(conv_in.shape[0]):
-                conv_in[layer, journal, row] = rows[0][layer, slot, place]
-                dt[layer, journal, row] = rows[1][layer, slot, place - history]
+                source, target = own_conv_in[layer, slot, place], conv_in[layer, journal, row]
+                for c in range(target.shape[0]):
+                    target[c] = source[c]
+                source, target = own_dt[layer, slot, place - history], dt[layer, journal, row]
+                for h in range(target.shape[0]):
+                    target[h] = source[h]
+
+
+@kernel
+def begin_replay(first, count, conv, A, conv_in, dt, history, state, x, B):
+    """All of a replay but its matrix product, in one layer: x and B of ``count`` rows, the first of
+    which is row ``first``, the state's decay, and the history.
+
+    conv [K + 1, C]: the taps, the token itself last, then the bias. A [H]. conv_in [S, C] and dt
+    [S, H]: a journal slot. In place: history [K-1, C] becomes that after the rows, and state
+    [H, P, N] is multiplied by ``exp(L)`` of the last row. Out: x [count, H*P], times
+    ``exp(L - L_row) dt_row``, and B [count, G*N].
+    """
+    K = conv.shape[0] - 1
+    size, H, inner = conv_in.shape[0], A.shape[0], x.shape[1]
+    P = inner // H
+    convolved = np.empty(inner + B.shape[1], np.float32)
+    left = np.empty(H, np.float32)  # L of the last row, less that of this one
+    for h in range(H):
+        left[h] = ZERO
+    for k in range(count - 1, -1, -1):
+        bias = conv[K]
+        for c in range(convolved.shape[0]):
+            convolved[c] = bias[c]
+        for tap in range(K):
+            at = k + tap - (K - 1)  # of the rows; before them is the history
+            taps = conv[tap]
+            raw = history[at + K - 1] if at < 0 else conv_in[(first + at) % size]
+            for c in range(convolved.shape[0]):
+                convolved[c] += taps[c] * raw[c]
+        for c in range(convolved.shape[0]):
+            convolved[c] = silu(convolved[c])
+        steps = dt[(first + k) % size]
+        for h in range(H):
+            weight = exp(left[h]) * steps[h]
+            for p in range(h * P, (h + 1) * P):
+                x[k, p] = weight * convolved[p]
+            left[h] += steps[h] * A[h]
+        for n in range(B.shape[1]):
+            B[k, n] = convolved[inner + n]
+    for h in range(H):
+        decay = exp(left[h])
+        for p in range(P):
+            s = state[h, p]
+            for n in range(s.shape[0]):
+                s[n] *= decay
+    for i in range(K - 1):  # no source is below its target
+        at = count + i - (K - 1)
+        raw, kept = history[at + K - 1] if at < 0 else conv_in[(first + at) % size], history[i]
+        for c in range(kept.shape[0]):
+            kept[c] = raw[c]
 
 
 @kernel
