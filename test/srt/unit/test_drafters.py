@@ -141,7 +141,8 @@ def chi_square(counts: Tensor) -> float:
 BINS, LIMIT = 32, 74.7  # of 31 degrees of freedom, a sample in 50,000 is above
 
 
-SAMPLED = ["eagle", "eagle3", "mtp", "standalone", "dspark", "ngram", None]
+# one per way to draft: the others share it with one of these
+SAMPLED = ["eagle", "eagle3", "dspark", "ngram", None]
 
 
 @pytest.mark.parametrize("drafter", SAMPLED)
