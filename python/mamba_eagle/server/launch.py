@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -75,7 +76,7 @@ def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-class Launch:
+class Launch(ABC):
     """Starts the engine, serves with it, and ends it. Subclasses say what serving is."""
 
     def __init__(self, config: ServerConfig, socket_dir: str) -> None:
@@ -120,9 +121,9 @@ class Launch:
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
+    @abstractmethod
     async def serve(self, state: ServerState) -> None:
         """Serves until there is an Ending."""
-        raise NotImplementedError
 
     def say(self, line: str) -> None:
         """What whoever started this may want to read."""
