@@ -105,17 +105,9 @@ class BlockDrafter(Drafter):
         self.waiting.untrack(slots)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        kept = [
-            (slot, position)
-            for slot, position in zip(slots, positions)
-            if position >= 0 and self.waiting.tracks(slot)
-        ]
-        if kept:
-            kept_slots, ends = self.place.to_device(list(zip(*kept)))
-            missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
-            longest = int(missing.max()) if self.place.on_host else self.waiting.most
-            if longest:
-                self._run_pending(kept_slots, missing, longest)
+        kept = self.waiting.kept(slots, positions)
+        if kept is not None and kept.longest:
+            self._run_pending(kept.slots, kept.missing, kept.longest)
         self.waiting.release(slots)
 
     # ── entries of the context ──

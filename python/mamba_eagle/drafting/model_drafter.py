@@ -183,24 +183,15 @@ class ModelDrafter(Drafter):
         self.entries.append(slots, accepted, features, self.network.entry_features)
 
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
-        kept = [
-            (slot, position)
-            for slot, position in zip(slots, positions)
-            if position >= 0 and self.waiting.tracks(slot)
-        ]
-        if kept:
-            kept_slots, ends = self.place.to_device(list(zip(*kept)))
-            # a stop string may have cut off tokens that were already processed: then fewer entries
-            # remain to be processed, or the end of the journal is dropped
-            missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
-            longest = int(missing.max()) if self.place.on_host else self.max_pending
-            if longest:
-                self._run_pending(kept_slots, missing, longest)
+        kept = self.waiting.kept(slots, positions)
+        if kept is not None:
+            if kept.longest:
+                self._run_pending(kept.slots, kept.missing, kept.longest)
             if self.scheme.has_journal:
-                processed = self.entries.processed[kept_slots]
-                folded = processed - self.scheme.journal_len(kept_slots)
-                keep = (ends - folded).clamp(min=0)
-                self.scheme.finish(kept_slots, self.table.state_slot[kept_slots], keep)
+                processed = self.entries.processed[kept.slots]
+                folded = processed - self.scheme.journal_len(kept.slots)
+                keep = (kept.ends - folded).clamp(min=0)
+                self.scheme.finish(kept.slots, self.table.state_slot[kept.slots], keep)
         self.waiting.release(slots)
 
     # ── drafting ──

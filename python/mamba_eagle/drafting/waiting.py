@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
+
+
+class Kept(NamedTuple):
+    """Released requests whose entries up to some position are kept for whoever continues them."""
+
+    slots: Tensor  # [n] int64, request slots
+    ends: Tensor  # [n] int64, positions
+    missing: Tensor  # [n] int64, entries before them that are not processed yet
+    longest: int  # at least the largest of ``missing``
 
 
 class Waiting:
@@ -39,6 +50,25 @@ class Waiting:
     def untrack(self, slots: Sequence[int]) -> None:
         self.entries.pending[self.place.to_device(slots)] = UNTRACKED
         self.set(slots, UNTRACKED)
+
+    def kept(self, slots: Sequence[int], positions: Sequence[int]) -> Kept | None:
+        """Of requests that are about to be released; None if none is kept.
+
+        positions: how many tokens of each are kept, negative for none.
+        """
+        kept = [
+            (slot, position)
+            for slot, position in zip(slots, positions)
+            if position >= 0 and self.tracks(slot)
+        ]
+        if not kept:
+            return None
+        kept_slots, ends = self.place.to_device(list(zip(*kept)))
+        # a stop string may have cut off tokens that were already processed: then fewer entries
+        # remain to be processed, or the end of the journal is dropped
+        missing = (ends - self.entries.processed[kept_slots]).clamp(min=0)
+        longest = int(missing.max()) if self.place.on_host else self.most
+        return Kept(kept_slots, ends, missing, longest)
 
     def release(self, slots: Sequence[int]) -> None:
         self.entries.pending[self.place.to_device(slots)] = 0

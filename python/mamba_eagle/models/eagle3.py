@@ -23,7 +23,7 @@ from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.draft_vocabulary import check_target_ids
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
@@ -128,18 +128,7 @@ class Eagle3Head(Layer):
     def check_tokens(self) -> None:
         """Raises: CheckpointError if ``d2t`` maps a draft token outside of the target's vocabulary,
         or two of them to the same token."""
-        if (ids := self.target_ids()) is None:
-            return
-        outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
-        if len(outside):
-            raise CheckpointError(
-                f"d2t maps to token {int(outside[0])} of a vocabulary of {self.config.vocab_size}: "
-                "entry i must be the target's token minus i"
-            )
-        if ids.unique().numel() < ids.numel():
-            raise CheckpointError(
-                "d2t maps two draft tokens to one token of the target: each needs its own"
-            )
+        check_target_ids(self.target_ids(), self.config.vocab_size)
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor goes; t2d is not needed beside d2t."""
