@@ -20,6 +20,15 @@ DRAFTERS = ("EAGLE", "EAGLE3", "MTP", "STANDALONE", "NGRAM")
 MODES = ("deferred", "snapshot")
 SHAPES = ((1, 1, 2), (1, 4, 5), (2, 3, 8), (2, 5, 8), (4, 2, 12), (4, 5, 16))  # top-k, depth, nodes
 LOGPROB_ERROR = 1e-3
+# Hardly more KV slots than one request may need. CROWD requests that begin together are all
+# admitted, since their prompts are short, and then outgrow such a pool: some are retracted.
+CROWDED = {
+    "--max-running-requests": 32,
+    "--max-total-tokens": 400,
+    "--max-mamba-cache-size": 40,
+    "--chunked-prefill-size": "auto",
+}
+CROWD = CLIENTS
 
 Body = dict[str, Any]
 CONSTRAINTS: tuple[Body, ...] = (
@@ -41,9 +50,10 @@ class Case(NamedTuple):
 # ── what is random ───────────────────────────────────────────────────────────────────────────
 
 
-def random_flags(rng: random.Random, drafter: str, mode: str) -> list[str]:
+def random_flags(rng: random.Random, drafter: str, mode: str, crowded: bool) -> list[str]:
     """Settings of a server that must change no text. Pools are often so small that requests wait,
-    states are evicted and requests are retracted, but never too small for one request alone."""
+    states are evicted and requests are retracted, but never too small for one request alone; in a
+    ``crowded`` server some are surely retracted."""
     topk, depth, nodes = rng.choice(SHAPES)
     flags: dict[str, Any] = {
         "--speculative-algorithm": drafter,
@@ -58,7 +68,7 @@ def random_flags(rng: random.Random, drafter: str, mode: str) -> list[str]:
         "--mamba-rows": rng.choice([nodes, nodes + 3, "auto"]),
         "--mamba-checkpoint-interval": rng.choice([0, 16, 64]),
         "--schedule-policy": rng.choice(["fcfs", "lpm"]),
-    }
+    } | (CROWDED if crowded else {})
     switches = [
         flag
         for flag, share in (
@@ -73,7 +83,7 @@ def random_flags(rng: random.Random, drafter: str, mode: str) -> list[str]:
 
 def random_bodies(rng: random.Random, count: int) -> list[Body]:
     """Requests of /generate with seeds. Prompts begin with parts of the same few texts, so that
-    they share prefixes of any length."""
+    they share prefixes of any length. The last CROWD have short prompts and long outputs."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     texts = [
         gsm8k.make_prompt([], problem.question)
@@ -96,6 +106,10 @@ def random_bodies(rng: random.Random, count: int) -> list[Body]:
             deep = min(3, len(ids)) if "input_ids" in body else 1
             body["logprob_start_len"] = rng.choice([-1, 0, deep])
         bodies.append(body)
+    for _ in range(CROWD):
+        sampling = {"max_new_tokens": 64, "ignore_eos": True, "sampling_seed": rng.randrange(2**40)}
+        sampling["n"] = 2
+        bodies.append({"input_ids": rng.choice(prompts)[:8], "sampling_params": sampling})
     return bodies
 
 
@@ -136,12 +150,13 @@ async def ask_reference(server: RunningServer, bodies: list[Body]) -> list[Case]
 
 
 class Comparison:
-    """Clients that send all cases to one server in random order. Some read streams, some end their
-    request by its id or by leaving; what came until then is compared, too."""
+    """Clients that send all cases to one server: the crowd first, then the others in random order.
+    Some read streams, some end their request by its id or by leaving; what came until then is
+    compared, too."""
 
     def __init__(self, server: RunningServer, cases: list[Case], rng: random.Random) -> None:
         self.server, self.rng = server, rng
-        self.waiting = rng.sample(cases, len(cases))
+        self.waiting = rng.sample(cases[:-CROWD], len(cases) - CROWD) + cases[-CROWD:]
         self.counts: Counter[str] = Counter()
         self.differences: list[str] = []
 
