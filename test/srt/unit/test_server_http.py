@@ -649,6 +649,35 @@ def test_completions() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_may_come_with_every_chunk(path: str) -> None:
+    async def test() -> None:
+        async with serving(says("abc")) as server:
+            body: dict[str, Any] = {"max_tokens": 3, "n": 2, "prompt": "hi"}
+            if "chat" in path:
+                body = {**body, "messages": [{"role": "user", "content": "hi"}]}
+            whole = (await server.post(path, **body)).json()["usage"]
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            *chunks, last = await server.events(path, **body, stream_options=options)
+            assert last["usage"] == whole and last["choices"] == []
+            ended = 0
+            for index in (0, 1):  # each chunk's is that of its choice
+                own = [c for c in chunks if c["choices"][0]["index"] == index]
+                counts = [chunk["usage"]["completion_tokens"] for chunk in own]
+                assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == 3
+                usage = own[-1]["usage"]
+                assert usage["total_tokens"] == usage["prompt_tokens"] + counts[-1]
+                assert usage["prompt_tokens"] == whole["prompt_tokens"]
+                ended += counts[-1]
+            assert ended == whole["completion_tokens"]
+            alone = await server.events(
+                path, **body, stream_options={"continuous_usage_stats": True}
+            )
+            assert alone[-1]["choices"] and all(chunk["usage"] for chunk in alone)
+
+    run(test())
+
+
 def test_completions_with_echo_and_logprobs() -> None:
     async def test() -> None:
         async with serving(says("abc")) as server:
