@@ -326,6 +326,19 @@ def test_engine_death_is_an_error_for_everyone() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("publisher", ["zmq", "null"])
+def test_routers_are_told_where_kv_events_are(publisher: str) -> None:
+    events = {"publisher": publisher, "endpoint": "tcp://127.0.0.1:5600", "topic": "kv"}
+
+    async def test() -> None:
+        async with serving(says("a"), kv_events_config=json.dumps(events)) as server:
+            told = (await server.client.get("/server_info")).json()["kv_events"]
+            replay = {"replay_endpoint": "tcp://127.0.0.1:5558", "block_size": 16}
+            assert told == (events | replay if publisher == "zmq" else None)
+
+    run(test())
+
+
 def test_engine_death_mid_stream_is_an_event() -> None:
     async def test() -> None:
         async with serving(says("x" * 60)) as server:
