@@ -316,6 +316,7 @@ COMPLETION = fields_of(
     prompt=PROMPT,
     max_tokens={**MAX_TOKENS, "default": 16},
     echo=flag("the prompt comes first"),
+    suffix=text("what the output must lead to, of models with tokens for filling in"),
     logprobs=integer("best tokens beside each", minimum=0, maximum=MAX_TOP_LOGPROBS),
     best_of=integer("as n, or left out"),
     **OPENAI,
@@ -370,6 +371,27 @@ MESSAGES = fields_of(
     "a chat, and how to answer it", needs=("messages",), **ANTHROPIC, max_tokens=MAX_TOKENS
 )
 COUNT_TOKENS = fields_of("a chat, of which nothing is generated", needs=("messages",), **ANTHROPIC)
+SCORE = fields_of(
+    "texts, and the tokens that may follow each",
+    needs=("items", "label_token_ids"),
+    query=one_of("what all items have in common", TEXT, IDS),
+    items=one_of(
+        "texts, or token ids, each with the query before it",
+        TEXT,
+        {"type": "array", "items": TEXT},
+        {"type": "array", "items": IDS},
+    ),
+    item_first=flag("the query comes behind the item"),
+    label_token_ids=one_of(
+        "tokens to be scored: of all items, or of each", IDS, {"type": "array", "items": IDS}
+    ),
+    apply_softmax=flag("among the labels alone"),
+    temperature=number("of apply_softmax", exclusiveMinimum=0, default=1),
+    return_token_logprobs=flag("the labels' logprobs as well"),
+    model=MODEL,
+    rid=RID,
+    **SERVED,
+)
 TOKENIZE = fields_of(
     "prompt or messages",
     prompt=texts("a text, or a list of texts"),

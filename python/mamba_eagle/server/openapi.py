@@ -24,6 +24,7 @@ BODIES: Mapping[str, Schema] = {
     "/v1/responses": bodies.RESPONSE,
     "/v1/messages": bodies.MESSAGES,
     "/v1/messages/count_tokens": bodies.COUNT_TOKENS,
+    "/v1/score": bodies.SCORE,
     "/tokenize": bodies.TOKENIZE,
     "/v1/tokenize": bodies.TOKENIZE,
     "/detokenize": bodies.DETOKENIZE,
