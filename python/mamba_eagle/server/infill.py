@@ -19,14 +19,12 @@ class InfillTokens(NamedTuple):
     suffix_first: bool = False
 
 
-# The forms that the models were trained with, from their authors' model cards and code.
+# A tokenizer may have a family's tokens though its model was not trained to fill in.
 FORMS = (
     # Qwen2.5-Coder, CodeGemma, Granite 4
     InfillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     # StarCoder, StarCoder2, Granite Code
     InfillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    # Falcon, Falcon-H1
-    InfillTokens(">>PREFIX<<", ">>SUFFIX<<", ">>MIDDLE<<"),
     # DeepSeek-Coder
     InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     # Code Llama
