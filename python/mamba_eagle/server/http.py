@@ -33,7 +33,7 @@ from mamba_eagle.server import (
     score,
     tokens,
 )
-from mamba_eagle.server.auth import KeyAuth
+from mamba_eagle.server.auth import KeyAuth, need_admin
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.origins import guard_origins
@@ -345,6 +345,7 @@ async def metrics(request: Request) -> Response:
 @router.api_route("/flush_cache", methods=["GET", "POST"])
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache; ``?timeout=`` waits that many seconds for the server to be idle."""
+    need_admin(request, server_state(request).config, "/flush_cache", by_default=True)
     given = request.query_params.get("timeout", "0")
     try:
         timeout = float(given)
@@ -370,6 +371,7 @@ async def abort_request(request: Request) -> Response:
     fields = await server_state(request).read_control(request)
     manager = server_state(request).manager
     if fields.flag("abort_all"):
+        need_admin(request, server_state(request).config, "abort_all", by_default=True)
         count = await manager.abort(None)
     else:
         rid = fields.text("rid")
