@@ -212,7 +212,7 @@ def correctness_test(config: EngineConfig, texts: Sequence[str], max_new_tokens:
 
     Raises: ConfigError if the model cannot be loaded.
     """
-    tokenizer = Tokenizer.from_file(f"{config.tokenizer_path}/tokenizer.json")
+    tokenizer = load_tokenizer(config)
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def generate(config: EngineConfig) -> Generation:

@@ -161,7 +161,8 @@ FAMILIES = {
         "final_layernorm",
         {
             "input_layernorm.weight": Recipe(("attn_norm.weight",)),
-            "pre_ff_layernorm.weight": Recipe(("ffn_norm.weight",)),
+            # the converter writes this one without ".weight"
+            "pre_ff_layernorm.weight": Recipe(("ffn_norm",), alternative=("ffn_norm.weight",)),
             **under("mamba", MIXER),
             **under("self_attn", ATTENTION),
             **under("feed_forward", projections(("gate", "up", "down"), "ffn_{}")),

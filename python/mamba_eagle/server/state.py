@@ -68,8 +68,11 @@ class ServerState:
         return Grammars(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
 
     def model_config(self) -> dict[str, Any]:
-        """The checkpoint's config.json; {} if it cannot be read."""
+        """The checkpoint's config.json, or what a GGUF file has in its place; {} if it cannot be
+        read."""
         try:
+            if is_gguf(self.config.model_path):
+                return read_values(self.config.model_path)
             values = json.loads((Path(self.config.model_path) / "config.json").read_text())
         except (OSError, ValueError):
             return {}

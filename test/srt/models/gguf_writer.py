@@ -332,6 +332,10 @@ class FalconH1(Family):
             "rope.freq_base": v.get("rope_theta") or v["rope_parameters"]["rope_theta"],
         }
 
+    def of_layer(self, rest: str, value: Array) -> Iterator[tuple[str, Array]]:
+        for place, made in super().of_layer(rest, value):
+            yield place.replace("ffn_norm.weight", "ffn_norm"), made
+
     def scaled(self, name: str, value: Array) -> Array:
         v = self.values
         factors = {
