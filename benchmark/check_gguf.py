@@ -14,7 +14,6 @@ The converter runs by this Python, with the gguf package of the checkout.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -39,11 +38,15 @@ from mamba_eagle.layers.context import FullSequenceContext  # noqa: E402
 from mamba_eagle.tokenizer.text import TextTokenizer  # noqa: E402
 
 # The converter knows tokenizers by a hash of what they make of one text; the embedded model's is
-# none of them, so its name is given: digits one by one, then GPT-2's pattern.
+# none of them, so its name is given: digits one by one, then GPT-2's pattern. And config.json is
+# read as it is: transformers adds the keys of experts to a Nemotron-H without any.
 CONVERT = """
-import runpy, sys
+import json, pathlib, runpy, sys
 import conversion.base as base
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
+base.ModelBase.load_hparams = staticmethod(
+    lambda folder, mistral: json.loads((pathlib.Path(folder) / "config.json").read_text())
+)
 sys.argv = ["convert_hf_to_gguf.py", *sys.argv[1:]]
 runpy.run_path("convert_hf_to_gguf.py", run_name="__main__")
 """

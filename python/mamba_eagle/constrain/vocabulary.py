@@ -115,7 +115,8 @@ def _special_tokens(tokenizer: str) -> dict[str, int]:
 
 
 def read_tokenizer(folder: str) -> str:
-    """The tokenizer.json of a GGUF file, or of a folder with the tokens that tokenizer_config.json adds.
+    """The tokenizer.json of a folder, with the tokens that tokenizer_config.json adds; or what a
+    GGUF file has in its place.
 
     Raises: NoVocabulary
     """

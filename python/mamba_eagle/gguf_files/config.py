@@ -14,6 +14,13 @@ from mamba_eagle.gguf_files.file import GgufFile
 from mamba_eagle.gguf_files.tokens import end_tokens
 from mamba_eagle.model_config import UnsupportedModel
 
+# kind of a layer -> a tensor that tells it
+KINDS = {
+    "mamba": "ssm_in.weight",
+    "attention": "attn_q.weight",
+    "moe": "ffn_gate_inp.weight",
+    "mlp": "ffn_up.weight",
+}
 ANY_LENGTH = 1 << 20  # the context length that converters write where they know none
 DTYPES = {"F32": "float32", "F16": "float16"}  # of all others the dtype is bfloat16
 
@@ -82,13 +89,19 @@ def _has(file: GgufFile, suffix: str) -> bool:
     return any(name.startswith("blk.") and name.endswith("." + suffix) for name in file.tensors)
 
 
-def _first(file: GgufFile, *suffixes: str) -> tuple[int, ...]:
-    """The shape of the first tensor ``blk.N.`` + one of the suffixes; () if there is none."""
-    for suffix in suffixes:
-        for layer in range(num_layers(file)):
-            if info := file.tensors.get(f"blk.{layer}.{suffix}"):
-                return info.shape
-    return ()
+def _sizes(file: GgufFile, suffix: str) -> tuple[int, ...]:
+    """The shape that ``blk.N.`` + suffix has in all layers.
+
+    Raises: UnsupportedModel if there is none, or if layers differ.
+    """
+    names = (f"blk.{layer}.{suffix}" for layer in range(num_layers(file)))
+    found = {file.tensors[name].shape for name in names if name in file.tensors}
+    if len(found) != 1:
+        raise UnsupportedModel(
+            f"{file.path}: {suffix} has the shapes {sorted(found)[:5]} in its layers; known is one "
+            "for all"
+        )
+    return found.pop()
 
 
 def _eps(file: GgufFile) -> float:
@@ -162,25 +175,24 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def _granite(file: GgufFile) -> dict[str, Any]:
-    values = _mixers(file)
-    kv_heads = per_layer(file, "attention.head_count_kv")
-    heads, size = values["num_attention_heads"], int(file.need("embedding_length"))
-    experts = _first(file, "ffn_up_exps.weight")
-    shared = _first(file, "ffn_up_shexp.weight", "ffn_up.weight")
+    values, kinds = _mixers(file), _kinds(file)
+    head_dim = values.get("head_dim", 1)
     # a switch for RoPE in this architecture, on if it is not there
-    rotates = bool(file.get("rope.scaling.finetuned", True)) and any(kv_heads)
-    head_dim = values.get("head_dim", size // max(1, heads))
+    rotates = bool(file.get("rope.scaling.finetuned", True)) and "attention" in kinds
+    has_experts = _has(file, "ffn_gate_inp.weight")
+    experts = _sizes(file, "ffn_up_exps.weight") if has_experts else (0, 0)
+    shared = "ffn_up_shexp.weight" if has_experts else "ffn_up.weight"
     return {
         **values,
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": "granitemoehybrid",
-        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "layer_types": kinds,
         "position_embedding_type": "rope" if rotates else "nope",
         **(_rope(file, head_dim) if rotates else {}),
-        "num_local_experts": experts[0] if experts else 0,
+        "num_local_experts": experts[0],
         "num_experts_per_tok": file.get("expert_used_count", 0),
-        "intermediate_size": experts[1] if experts else 0,
-        "shared_intermediate_size": shared[0] if shared else 0,
+        "intermediate_size": experts[1],
+        "shared_intermediate_size": _sizes(file, shared)[0],
         "embedding_multiplier": _factor(file, "embedding_scale"),
         "residual_multiplier": _factor(file, "residual_scale"),
         "logits_scaling": _factor(file, "logit_scale"),
@@ -201,7 +213,7 @@ def _falcon_h1(file: GgufFile) -> dict[str, Any]:
         **_rope(file, values["head_dim"]),
         "architectures": ["FalconH1ForCausalLM"],
         "model_type": "falcon_h1",
-        "intermediate_size": _first(file, "ffn_up.weight")[0],
+        "intermediate_size": _sizes(file, "ffn_up.weight")[0],
         "mamba_rms_norm": _has(file, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # which is what llama.cpp computes
         "projectors_bias": _has(file, "ssm_out.bias"),
@@ -210,23 +222,12 @@ def _falcon_h1(file: GgufFile) -> dict[str, Any]:
 
 
 def _nemotron_h(file: GgufFile) -> dict[str, Any]:
-    kv_heads = per_layer(file, "attention.head_count_kv")
-    widths = per_layer(file, "feed_forward_length")
-    experts = int(file.get("expert_count", 0))
+    kinds = _kinds(file)
     heads = int(file.need("ssm.time_step_rank"))
-    inner = "moe" if experts else "mlp"
-    dense = {width for width in widths if width}
-    if len(dense) > 1:
-        raise UnsupportedModel(
-            f"{file.path}: layers of different widths ({sorted(dense)[:5]}) are not supported"
-        )
     return {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
-        "layers_block_type": [
-            "attention" if count else inner if width else "mamba"
-            for count, width in zip(kv_heads, widths)
-        ],
+        "layers_block_type": kinds,
         "mamba_num_heads": heads,
         "mamba_head_dim": int(file.need("ssm.inner_size")) // heads,
         "ssm_state_size": file.need("ssm.state_size"),
@@ -235,14 +236,33 @@ def _nemotron_h(file: GgufFile) -> dict[str, Any]:
         "use_conv_bias": _has(file, "ssm_conv1d.bias"),
         "use_bias": _has(file, "ssm_in.bias"),
         "mlp_bias": _has(file, "ffn_up.bias"),
-        "intermediate_size": max(dense, default=0),
+        "intermediate_size": _sizes(file, "ffn_up.weight")[0] if "mlp" in kinds else 0,
         "layer_norm_epsilon": _eps(file),
         **_attention(file),
-        **(_experts(file, experts) if experts else {}),
+        **(_experts(file) if "moe" in kinds else {}),
     }
 
 
-def _experts(file: GgufFile, count: int) -> dict[str, Any]:
+def _kinds(file: GgufFile) -> list[str]:
+    """What each layer is, by the tensors that it has. Keys are less reliable: with transformers
+    of today a Nemotron-H without experts is converted with the keys of one with.
+
+    Raises: UnsupportedModel for a layer that has none of these.
+    """
+    kinds = []
+    for layer in range(num_layers(file)):
+        own = (kind for kind, name in KINDS.items() if f"blk.{layer}.{name}" in file.tensors)
+        kind = next(own, None)
+        if kind is None:
+            raise UnsupportedModel(
+                f"{file.path}: layer {layer} has none of {', '.join(KINDS.values())}; the file is "
+                "not whole, or of a newer form of this architecture"
+            )
+        kinds.append(kind)
+    return kinds
+
+
+def _experts(file: GgufFile) -> dict[str, Any]:
     groups, top = int(file.get("expert_group_count", 1)), file.get("expert_group_used_count")
     if groups > 1 and top is None:
         raise UnsupportedModel(
@@ -250,11 +270,11 @@ def _experts(file: GgufFile, count: int) -> dict[str, Any]:
             "a token uses; serve the model from safetensors"
         )
     return {
-        "n_routed_experts": count,
+        "n_routed_experts": file.need("expert_count"),
         "num_experts_per_tok": file.need("expert_used_count"),
         "n_shared_experts": file.get("expert_shared_count", 1),
-        "moe_intermediate_size": _first(file, "ffn_up_exps.weight")[1],
-        "moe_shared_expert_intermediate_size": _first(file, "ffn_up_shexp.weight")[0],
+        "moe_intermediate_size": _sizes(file, "ffn_up_exps.weight")[1],
+        "moe_shared_expert_intermediate_size": _sizes(file, "ffn_up_shexp.weight")[0],
         "moe_latent_size": int(file.get("moe_latent_size", 0)),
         "n_group": groups,
         "topk_group": int(top or 1),

@@ -45,10 +45,8 @@ SCALARS = {
 }
 STRING, LIST = 8, 9
 
-# What gguf.quants dequantizes and what the tests have seen.
-TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K")
-# Files that are named Q4_K_M hold some tensors in these.
-TENSOR_TYPES += ("Q5_0", "Q5_K", "Q6_K")
+# Files that are named Q4_K_M hold some tensors in Q5_0, Q5_K or Q6_K.
+TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_0", "Q5_K", "Q6_K")
 
 
 class TensorInfo(NamedTuple):

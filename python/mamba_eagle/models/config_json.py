@@ -23,8 +23,9 @@ def naming(folder: str | Path) -> Iterator[None]:
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:
-    """config.json, or what a GGUF file says in its place; with the stop tokens of generation_config.json and, if it describes no
-    quantization itself, that of ModelOpt's hf_quant_config.json.
+    """config.json with the stop tokens of generation_config.json and, if it describes no
+    quantization itself, that of ModelOpt's hf_quant_config.json; or what a GGUF file has in its
+    place.
 
     Raises: FileNotFoundError if there is no config.json; UnsupportedModel for broken files.
     """

@@ -29,7 +29,8 @@ from mamba_eagle.gguf_files.config import num_layers
 from mamba_eagle.gguf_files.file import GgufFile, TensorInfo, open_gguf
 from mamba_eagle.models.stored import Opened, Stored
 from mamba_eagle.parallel.cut import Cut
-from mamba_eagle.quantization.layout import Packed
+from mamba_eagle.quantization.gguf_blocks import BLOCKS, grouped
+from mamba_eagle.quantization.matrix import Matrix
 
 log = logging.getLogger("mamba_eagle.models")
 
@@ -180,6 +181,13 @@ class Made(NamedTuple):
     undo: Callable[[Tensor], Tensor]
     heads: int  # whose rows are interleaved; 0: they are in order
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is a matrix that is kept in the file's few bits."""
+        dtypes = {info.dtype for info in self.sources}
+        is_matrix = len(self.sources[0].shape) > 1 and self.undo is unchanged
+        return is_matrix and len(dtypes) == 1 and dtypes <= set(BLOCKS)
+
 
 class Part(Protocol):
     """What a rank needs of a tensor."""
@@ -196,29 +204,38 @@ class GgufCheckpoint:
         """Raises: UnsupportedModel, OSError"""
         self.folder = path
         self.file = open_gguf(path)
-        self.packed: dict[str, Packed] = {}
         self.made = made_tensors(self.file)
         self.contents = {name: self._stored(made) for name, made in self.made.items()}
+        self.packed = {name for name, made in self.made.items() if made.is_grouped}
 
     def log_quantization(self) -> None:
         counts = Counter(info.dtype for info in self.file.tensors.values())
         types = ", ".join(f"{count} × {name}" for name, count in counts.most_common())
         log.info("%s: tensors of %s", self.folder, types)
 
-    def value(self, name: str, stored: Tensor) -> Tensor:
-        return stored
+    def value(self, name: str, stored: Tensor) -> Tensor | Matrix:
+        """The tensor of ``contents``, from what ``tensors`` gives."""
+        if name not in self.packed:
+            return stored
+        return grouped(stored, self.made[name].sources[0].dtype)
 
     def tensors(self, parts: Mapping[str, Part], mapped_bytes: int) -> Iterator[Opened]:
-        """The named tensors, dequantized, on the CPU: what ``parts`` says of them."""
+        """The named tensors, on the CPU: what ``parts`` says of them. Those of ``packed`` are the
+        file's bytes and whole, as they are cut with their scales."""
         for name, part in parts.items():
-            value = self.read(name)
-            yield Opened(name, value if part.cut is None else part.cut.of(value))
+            value = self._read(name)
+            if part.cut is not None and name not in self.packed:
+                value = part.cut.of(value)
+            yield Opened(name, value)
             del value
 
-    def read(self, name: str) -> Tensor:
-        """A tensor of the checkpoint: float32, or the file's own 16 bits."""
+    def _read(self, name: str) -> Tensor:
+        """float32, the file's own 16 bits, or bytes."""
         made = self.made[name]
-        values = [dequantized(self._rows(info, made.heads), info.dtype) for info in made.sources]
+        rows = [self._rows(info, made.heads) for info in made.sources]
+        if name in self.packed:
+            return torch.from_numpy(np.concatenate(rows, axis=-2))
+        values = [dequantized(part, info.dtype) for part, info in zip(rows, made.sources)]
         return made.undo(values[0] if len(values) == 1 else torch.cat(values, dim=-2))
 
     def _rows(self, info: TensorInfo, heads: int) -> NDArray[np.uint8]:

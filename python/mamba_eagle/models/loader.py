@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,9 @@ from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.layout import UNUSED, Packed
 from mamba_eagle.quantization.layouts import layout_of
 from mamba_eagle.quantization.matrix import Matrix
+
+if TYPE_CHECKING:
+    from mamba_eagle.models.gguf_checkpoint import GgufCheckpoint
 
 log = logging.getLogger("mamba_eagle.models")
 

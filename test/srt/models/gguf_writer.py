@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 Array = NDArray[Any]
 
 # what the converter takes; where it takes less than transformers, that is left out
+NEMOTRON = {**NEMOTRON, "mamba_head_dim": 16}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {**MAMBA2, "tie_word_embeddings": True}),
     "mamba2-groups": ("Mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
