@@ -45,7 +45,7 @@ import json, pathlib, runpy, sys
 import conversion.base as base
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "smollm"
 base.ModelBase.load_hparams = staticmethod(
-    lambda folder, is_mistral_format=False: json.loads((pathlib.Path(folder) / "config.json").read_text())
+    lambda folder, *_, **__: json.loads((pathlib.Path(folder) / "config.json").read_text())
 )
 sys.argv = ["convert_hf_to_gguf.py", *sys.argv[1:]]
 runpy.run_path("convert_hf_to_gguf.py", run_name="__main__")
