@@ -9,19 +9,26 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mamba_eagle import __version__
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.message import StateReply
-from mamba_eagle.server import anthropic, cache_route, generate, openai, responses, tokens
+from mamba_eagle.server import (
+    anthropic,
+    cache_route,
+    generate,
+    openai,
+    page_files,
+    responses,
+    tokens,
+)
 from mamba_eagle.server.auth import KeyAuth
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
@@ -35,7 +42,7 @@ from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
 SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
-OPEN_PATHS = ("/", "/health", "/ready", "/ping")  # without a key: the page asks for it
+OPEN_PATHS = (*page_files.FILES, "/health", "/ready", "/ping")  # the page asks for the key
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -84,7 +91,7 @@ class SimulationMark:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
     app.state.server = state
-    rooms = (generate, openai, responses, anthropic, tokens, cache_route)
+    rooms = (generate, openai, responses, anthropic, tokens, cache_route, page_files)
     parts = (router, *(room.router for room in rooms))
     for part in parts:
         app.include_router(part)
@@ -120,11 +127,6 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 # ── health and facts ─────────────────────────────────────────────────────────────────────────
-
-
-@get("/")
-async def playground() -> Response:
-    return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
 @get("/health")
