@@ -59,4 +59,10 @@ def address(path: Path) -> str:
 FILES = {address(path): PageFile(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
 router = APIRouter()
 for place, file in FILES.items():
-    router.add_api_route(place, file.reply, methods=["GET", "HEAD"], response_model=None)
+    router.add_api_route(
+        place,
+        file.reply,
+        methods=["GET", "HEAD"],
+        response_model=None,
+        include_in_schema=False,
+    )
