@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +28,7 @@ from mamba_eagle.server import (
     generate,
     openai,
     openapi,
+    page_files,
     responses,
     score,
     tokens,
@@ -47,7 +47,7 @@ from mamba_eagle.tokenizer.sample import PromptRequest
 HEALTH_TIMEOUT = 20.0
 SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
 # Without a key: the page asks for it, and what there is to ask is no secret.
-OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready", "/ping")
+OPEN_PATHS = (*page_files.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -96,7 +96,7 @@ class SimulationMark:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
-    rooms = (generate, openai, responses, anthropic, score, tokens, cache_route, openapi)
+    rooms = (generate, openai, responses, anthropic, score, tokens, cache_route, openapi, page_files)
     parts = (router, *(room.router for room in rooms))
     for part in parts:
         app.include_router(part)
@@ -133,11 +133,6 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 # ── health and facts ─────────────────────────────────────────────────────────────────────────
-
-
-@get("/")
-async def playground() -> Response:
-    return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
 @get("/health")
