@@ -96,7 +96,17 @@ class SimulationMark:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
-    rooms = (generate, openai, responses, anthropic, score, tokens, cache_route, openapi, page_files)
+    rooms = (
+        generate,
+        openai,
+        responses,
+        anthropic,
+        score,
+        tokens,
+        cache_route,
+        openapi,
+        page_files,
+    )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
         app.include_router(part)
