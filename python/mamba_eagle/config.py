@@ -109,6 +109,12 @@ class EngineConfig:
         minimum=1,
         group="several processes",
     )
+    nnodes: int = setting(
+        1,
+        "number of machines that these processes are spread over, as many on each; run the same "
+        "command on all of them, with --node-rank",
+        minimum=1,
+    )
     check_ranks: int = setting(
         0,
         "compare the state of these processes every so many steps, and end at the first "
@@ -255,6 +261,11 @@ class EngineConfig:
             read_events_config(self.kv_events_config)
         except ValueError as error:
             wrong += str(error).splitlines()
+        if self.nnodes > 1 and self.num_ranks % self.nnodes:
+            wrong.append(
+                f"--nnodes {self.nnodes}: {self.num_ranks} processes cannot be spread evenly over "
+                f"{self.nnodes} machines; choose sizes (--tp-size) whose product it divides"
+            )
         if self.max_journals < -1:
             wrong.append(
                 f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "
@@ -310,6 +321,16 @@ class EngineConfig:
         return []
 
     @property
+    def num_ranks(self) -> int:
+        """The runner processes, on all nodes together."""
+        return self.tp_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Node k has the ranks from k times this number on."""
+        return self.num_ranks // self.nnodes
+
+    @property
     def num_journals(self) -> int | None:
         """None: to be derived from the number of state slots."""
         if self.disable_radix_cache:
@@ -337,7 +358,27 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig(EngineConfig):
-    """The engine's settings and those of the HTTP side."""
+    """The engine's settings, those of the HTTP side, and how nodes find each other."""
+
+    node_rank: int = setting(
+        0, "which of --nnodes machines this is; 0 has the HTTP side", minimum=0, group="nodes"
+    )
+    dist_init_addr: str = setting(
+        "",
+        "with --nnodes: HOST:PORT of node 0, the same on all nodes; it listens there, at the next "
+        "two ports, and at one more for each process of another node",
+        may_be_empty=False,
+    )
+    dist_timeout: int = setting(
+        300, "seconds in which all nodes must have joined node 0", minimum=1
+    )
+    cluster_key: str = setting(
+        "",
+        "secret that all nodes share, 16 characters or more; the list of processes shows it: "
+        "prefer --cluster-key-file, or the variable MAMBA_EAGLE_CLUSTER_KEY",
+        may_be_empty=False,
+    )
+    cluster_key_file: str = setting("", "file with that secret", may_be_empty=False)
 
     host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
@@ -474,6 +515,13 @@ class ServerConfig(EngineConfig):
         if self.max_body_size > MAX_BODY_SIZE:
             wrong.append(f"--max-body-size {self.max_body_size}: must be {MAX_BODY_SIZE} or less")
         return wrong
+
+
+def engine_part(config: EngineConfig) -> EngineConfig:
+    """The settings that scheduler and runner need, and no others."""
+    return EngineConfig(
+        **{spec.name: getattr(config, spec.name) for spec in dataclasses.fields(EngineConfig)}
+    )
 
 
 # ── the command line ──

@@ -1,10 +1,9 @@
-"""Ranks as processes: gloo between CPUs, NCCL between GPUs of one machine."""
+"""Ranks as processes: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.meeting import Meeting
 from mamba_eagle.parallel.shard import Shard
 
 # A rank that waits longer for the others ends. The watchdog of the server acts earlier, and says
@@ -24,11 +24,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class ProcessGroup(Group):
-    """torch.distributed's default group of this process. Ranks meet at a file in a folder that only
-    this user can read; gloo's own connections stay on the loopback interface."""
+    """torch.distributed's default group of this process."""
 
-    def __init__(self, shard: Shard, device: torch.device, file: str) -> None:
-        """file: a path that does not exist, the same for all ranks and for them alone."""
+    def __init__(self, shard: Shard, device: torch.device, meeting: Meeting) -> None:
+        """meeting: where all ranks meet, and they alone."""
         super().__init__(shard, device)
         on_gpu = device.type == "cuda"
         if on_gpu:
@@ -36,11 +35,10 @@ class ProcessGroup(Group):
                 found = os.environ.get(name)
                 assert found == value, f"{name}={found}: it must be {value} when a rank starts"
             torch.cuda.set_device(device)
-        elif sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        meeting.name_interface()
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"file://{file}",
+            store=meeting.store(shard.rank, shard.size, TIMEOUT),
             rank=shard.rank,
             world_size=shard.size,
             timeout=TIMEOUT,

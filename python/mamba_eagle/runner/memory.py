@@ -225,8 +225,8 @@ def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
 def available_memory(config: EngineConfig, backend: Backend) -> Available:
     """Memory that is free now, less the part that --mem-fraction-static reserves for others."""
     share, memory = config.mem_fraction_static, backend.place.memory()
-    if backend.place.on_host:  # which all ranks share
-        memory = memory._replace(free=memory.free // config.tp_size)
+    if backend.place.on_host:  # which all ranks of a node share
+        memory = memory._replace(free=memory.free // config.ranks_per_node)
     if memory.total is None:
         budget, of_total = int(share * memory.free), ""
     else:

@@ -44,7 +44,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.ranks import join_ranks
 
-    torch.set_num_threads(config.cpu_threads or default_threads(config.tp_size))
+    torch.set_num_threads(config.cpu_threads or default_threads(config.ranks_per_node))
     context = zmq.Context()
     plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
     results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
@@ -98,8 +98,8 @@ def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunn
 
 
 def default_threads(ranks: int = 1) -> int:
-    """All cores but one, which is left to the server process and the scheduler; each rank takes its
-    part of them."""
+    """All cores but one, which is left to the server process and the scheduler; each of the ranks
+    on this machine takes its part of them."""
     return max(1, ((os.cpu_count() or 1) - 1) // ranks)
 
 
