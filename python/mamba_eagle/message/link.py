@@ -22,6 +22,8 @@ from zmq.auth.thread import ThreadAuthenticator
 LINK_FILE = "link.json"
 FIXED_PORTS = 3  # besides those of plans
 DOMAIN = "mamba-eagle"  # of ZMQ's authentication
+# ZMQ's own, from a thread that Python cannot hold up: a machine that does not answer is cut off.
+PING_MS, PONG_MS = 500, 5000
 
 
 class CurvePair(msgspec.Struct, frozen=True):
@@ -78,8 +80,7 @@ def endpoint(host: str, port: int) -> str:
 def listen(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair) -> None:
     """Binds a socket to one address, for those whom the context's ``Guard`` admits; nobody can
     connect without a guard. What the socket was bound to before stays as it is."""
-    socket.ipv6 = ":" in host
-    socket.tcp_keepalive = 1
+    _keep_watch(socket, host)
     socket.curve_server = True
     socket.curve_secretkey = own.secret.encode()
     socket.zap_domain = DOMAIN.encode()
@@ -89,12 +90,16 @@ def listen(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair) -> Non
 
 def call(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair, server: str) -> None:
     """Connects a socket to one that ``listen`` has bound. server: its public key."""
-    socket.ipv6 = ":" in host
-    socket.tcp_keepalive = 1
+    _keep_watch(socket, host)
     socket.curve_serverkey = server.encode()
     socket.curve_publickey = own.public.encode()
     socket.curve_secretkey = own.secret.encode()
     socket.connect(endpoint(host, port))
+
+
+def _keep_watch(socket: zmq.Socket[Any], host: str) -> None:
+    socket.ipv6 = ":" in host
+    socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, PONG_MS
 
 
 class Guard:

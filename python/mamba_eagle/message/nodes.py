@@ -12,9 +12,9 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Heartbeat, Message
 from mamba_eagle.message.link import CurvePair
 
-# A node that is silent for so long is given up. Beats come every BEAT_SECONDS from loops in which
-# nothing takes long.
-SILENCE_SECONDS = 5.0
+# A node that is connected but sends no beats for so long hangs. A killed process or a lost machine
+# is noticed by its connection.
+SILENCE_SECONDS = 30.0
 
 
 class Join(Message):

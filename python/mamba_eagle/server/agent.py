@@ -195,7 +195,7 @@ class Agent:
                 continue
             self.silence += seconds
             if self.silence >= SILENCE_SECONDS:
-                self._end(1, f"{self.place} has not answered for {self.silence:.0f} s")
+                self._end(1, f"{self.place} has not answered for {SILENCE_SECONDS:g} s")
             beats = []
             while (beat := self.heartbeats.receive(timeout_ms=0)) is not None:
                 beats.append(beat)

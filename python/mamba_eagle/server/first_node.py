@@ -43,10 +43,8 @@ from mamba_eagle.server.node_settings import ClusterKeys, cluster_key, own_addre
 from mamba_eagle.server.nodes import ENDED, LOST_NODE, Fault, Nodes, OnFault, fault
 
 # When a process ends by itself, others may be to blame: those it exchanged tensors with. For so
-# long reports of them are waited for.
+# long reports of them are waited for, and lost nodes found.
 JUDGE_SECONDS = 2.0
-# A node that is silent for so long when a process has ended is the reason.
-SUSPICIOUS_SECONDS = 1.5
 GOODBYE_MS = 500  # time for StopNode to reach the others
 MAX_MESSAGE = 2**20  # bytes
 FAILED = (
@@ -119,6 +117,7 @@ class OtherNodes(Nodes):
         shadow = zmq.asyncio.Context.shadow(context.underlying)
         self.socket = shadow.socket(zmq.ROUTER)
         self.socket.linger = GOODBYE_MS
+        self.socket.router_mandatory = True  # so that sending to a lost node is an error
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self.monitor = self.socket.get_monitor_socket(FAILED)
 
@@ -207,13 +206,18 @@ class OtherNodes(Nodes):
             )
         return ""
 
-    def _send(self, identity: bytes, message: Message) -> None:
-        # Never waits: what cannot be sent is dropped, and the node will be found silent.
-        self.socket.send_multipart([identity, encode(message)])
+    def _send(self, identity: bytes, message: Message) -> bool:
+        """Without waiting. False if the connection is gone."""
+        parts = [identity, encode(message)]
+        sent = self.socket.send_multipart(parts, flags=zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)
+        error = sent.exception()  # it is done at once
+        return not (isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH)
 
     def _send_all(self, message: Message) -> None:
         for member in self.members.values():
-            self._send(member.identity, message)
+            if not self._send(member.identity, message):
+                self.on_fault(lost(member))
 
     # ── who is there ─────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +238,8 @@ class OtherNodes(Nodes):
         """waited: seconds since the start."""
         for member in self.members.values():
             if member.silence >= SILENCE_SECONDS:
-                self.on_fault(lost(member))
+                text = f"the agent of {member} has not answered for {SILENCE_SECONDS:g} s"
+                self.on_fault(Fault(LOST_NODE, text, 1))
         if self.missing and waited >= self.config.dist_timeout:
             self.on_fault(Fault(LOST_NODE, self._absence(), 1))
 
@@ -275,8 +280,7 @@ class OtherNodes(Nodes):
 
     async def _judge_later(self) -> None:
         await asyncio.sleep(JUDGE_SECONDS)
-        silent = [one for one in self.members.values() if one.silence >= SUSPICIOUS_SECONDS]
-        self.on_fault(lost(silent[0]) if silent else min(self.faults, key=lambda one: one.weight))
+        self.on_fault(min(self.faults, key=lambda one: one.weight))
 
     # ── what the launcher wants ──────────────────────────────────────────────────────────────
 
@@ -303,5 +307,5 @@ class OtherNodes(Nodes):
 
 
 def lost(member: Member) -> Fault:
-    text = f"{member} has not answered for {member.silence:.0f} s: it is down, or cannot be reached"
+    text = f"the connection to {member} was lost: its agent was killed, or it cannot be reached"
     return Fault(LOST_NODE, text, 1)
