@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
@@ -117,8 +118,19 @@ class Receiver(Generic[T]):
 
     def receive(self, timeout_ms: int = -1) -> T | None:
         """The next message; None if none arrives within ``timeout_ms`` (-1: wait forever)."""
-        if timeout_ms != 0 and not self.socket.poll(timeout_ms):
-            return None
+        if timeout_ms == 0:
+            return self._take()
+        deadline, left = time.monotonic() + timeout_ms / 1000, timeout_ms
+        while self.socket.poll(left):
+            if (item := self._take()) is not None:
+                return item
+            # A peer on another machine has proved who it is: that is readable, but no message.
+            if timeout_ms > 0:
+                left = max(0, int(1000 * (deadline - time.monotonic())))
+        return None
+
+    def _take(self) -> T | None:
+        """A message that is there; None if there is none."""
         try:
             return self._decode(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:

@@ -80,7 +80,8 @@ def endpoint(host: str, port: int) -> str:
 def listen(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair) -> None:
     """Binds a socket to one address, for those whom the context's ``Guard`` admits; nobody can
     connect without a guard. What the socket was bound to before stays as it is."""
-    _keep_watch(socket, host)
+    socket.ipv6 = ":" in host
+    socket.tcp_keepalive = 1
     socket.curve_server = True
     socket.curve_secretkey = own.secret.encode()
     socket.zap_domain = DOMAIN.encode()
@@ -90,15 +91,17 @@ def listen(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair) -> Non
 
 def call(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair, server: str) -> None:
     """Connects a socket to one that ``listen`` has bound. server: its public key."""
-    _keep_watch(socket, host)
+    socket.ipv6 = ":" in host
+    socket.tcp_keepalive = 1
     socket.curve_serverkey = server.encode()
     socket.curve_publickey = own.public.encode()
     socket.curve_secretkey = own.secret.encode()
     socket.connect(endpoint(host, port))
 
 
-def _keep_watch(socket: zmq.Socket[Any], host: str) -> None:
-    socket.ipv6 = ":" in host
+def keep_watch(socket: zmq.Socket[Any]) -> None:
+    """For the control sockets, at both ends, before they are attached. Not for plans: a connection
+    that is cut off loses what was on its way."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, PONG_MS
 
 

@@ -28,7 +28,7 @@ from mamba_eagle.core import shown
 from mamba_eagle.message import BEAT_SECONDS, Message, ToWatchdog
 from mamba_eagle.message.channel import Receiver, remove_socket_dir
 from mamba_eagle.message.lifetime import role_name
-from mamba_eagle.message.link import Link, call, write_link
+from mamba_eagle.message.link import Link, call, keep_watch, write_link
 from mamba_eagle.message.nodes import (
     SILENCE_SECONDS,
     FirstBeat,
@@ -102,6 +102,7 @@ class Agent:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = int(GOODBYE_SECONDS * 1000)
         self.socket.reconnect_ivl_max = 2000
+        keep_watch(self.socket)
         monitor = self.socket.get_monitor_socket(FAILED | zmq.Event.DISCONNECTED)
         call(self.socket, *self.address, self.keys.others, self.keys.first.public)
         self._join()

@@ -22,7 +22,7 @@ from mamba_eagle import __version__
 from mamba_eagle.config import EngineConfig, ServerConfig, engine_part
 from mamba_eagle.core import shown
 from mamba_eagle.message import BEAT_SECONDS, Heartbeat, Message
-from mamba_eagle.message.link import CurvePair, Guard, Link, listen, write_link
+from mamba_eagle.message.link import CurvePair, Guard, Link, keep_watch, listen, write_link
 from mamba_eagle.message.nodes import (
     SILENCE_SECONDS,
     FirstBeat,
@@ -118,6 +118,7 @@ class OtherNodes(Nodes):
         self.socket = shadow.socket(zmq.ROUTER)
         self.socket.linger = GOODBYE_MS
         self.socket.router_mandatory = True  # so that sending to a lost node is an error
+        keep_watch(self.socket)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self.monitor = self.socket.get_monitor_socket(FAILED)
 
