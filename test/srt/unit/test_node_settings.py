@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import zmq
+from server_harness import run, says, serving
 
 from mamba_eagle.bench.server import free_port
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
@@ -117,8 +119,11 @@ def test_plans_and_results_cross_and_leftovers_get_none(tmp_path: Path) -> None:
             assert steps == list(range(20))
         for folder, step in ((first, 1), (other, 2)):
             answering: Sender = Sender(far, folder, "from_runner")
-            answering.send(StepResult(step=step))
-            assert results.receive(WAIT_MS).step == step
+            # That the connection is made wakes the receiver, and is no message.
+            sending = threading.Timer(0.3, answering.send, [StepResult(step=step)])
+            sending.start()
+            assert results.receive().step == step
+            sending.join()
             answering.close()
         assert leftover_plans.receive(0) is None and results.receive(100) is None
         there.close()
@@ -142,3 +147,13 @@ def test_the_watchdog_says_on_which_node_a_rank_is() -> None:
     watchdog = Watchdog(2.0, 4, 2)
     watchdog._scheduler.silence = watchdog._runners[0].silence = watchdog._runners[1].silence = -9
     assert watchdog.tick(2.0) == "the runner2 (node 1) process has not answered for 2 s"
+
+
+def test_metrics_tell_how_the_model_is_split() -> None:
+    async def test() -> str:
+        async with serving(says("abc"), tp_size=4, nnodes=2) as server:
+            return (await server.client.get("/metrics")).text
+
+    lines = run(test()).splitlines()
+    for kind, size in (("tp", 4), ("pp", 1), ("nodes", 2)):
+        assert f'mamba_eagle:parallel_size{{kind="{kind}",model_name="tiny"}} {size:.1f}' in lines
