@@ -11,10 +11,12 @@ from server_harness import run, says, serving
 
 from mamba_eagle.bench.server import free_port
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.engine import Engine
 from mamba_eagle.message import Plan, Shutdown, StepResult
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_link
 from mamba_eagle.parallel.meeting import interface_of, own_address_towards
+from mamba_eagle.runner.make import make_runner
 from mamba_eagle.server.node_settings import ClusterKeys, cluster_key, init_address, node_problems
 from mamba_eagle.server.watchdog import Watchdog
 
@@ -150,10 +152,18 @@ def test_the_watchdog_says_on_which_node_a_rank_is() -> None:
 
 
 def test_metrics_tell_how_the_model_is_split() -> None:
-    async def test() -> str:
+    async def test() -> None:
         async with serving(says("abc"), tp_size=4, nnodes=2) as server:
-            return (await server.client.get("/metrics")).text
+            lines = (await server.client.get("/metrics")).text.splitlines()
+        for kind, size in (("tp", 4), ("pp", 1), ("nodes", 2)):
+            labels = f'kind="{kind}",model_name="tiny"'
+            assert f"mamba_eagle:parallel_size{{{labels}}} {size:.1f}" in lines
 
-    lines = run(test()).splitlines()
-    for kind, size in (("tp", 4), ("pp", 1), ("nodes", 2)):
-        assert f'mamba_eagle:parallel_size{{kind="{kind}",model_name="tiny"}} {size:.1f}' in lines
+    run(test())
+
+
+def test_what_runs_on_one_machine_refuses_nodes() -> None:
+    with pytest.raises(ConfigError, match="nnodes: is for a server"):
+        Engine(nnodes=2, tp_size=2)
+    with pytest.raises(ConfigError, match="--nnodes: is for a server; this command runs on one"):
+        make_runner(EngineConfig(nnodes=2, tp_size=2))
