@@ -40,10 +40,13 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     Raises: ConfigError as ``resolve_device``, and if there are fewer GPUs than ranks.
     """
     device = resolve_device(config.device)
-    if device.type == "cpu" or config.tp_size == 1:
+    if device.type == "cpu" or config.num_ranks == 1:
         return device
-    if (count := torch.cuda.device_count()) < config.tp_size:
-        raise ConfigError([f"--tp-size {config.tp_size}: torch sees {count} GPUs; set it to less"])
+    if (count := torch.cuda.device_count()) < config.num_ranks:
+        asked = f"--tp-size {config.tp_size}"
+        if config.pp_size > 1:
+            asked += f" --pp-size {config.pp_size}"
+        raise ConfigError([f"{asked}: torch sees {count} GPUs; set it to less"])
     return torch.device("cuda", rank)
 
 

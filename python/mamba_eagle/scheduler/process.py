@@ -56,7 +56,7 @@ class SchedulerProcess:
         self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.plans: SenderToAll[ToRunner] = SenderToAll(
-            context, socket_dir, "to_runner", range(config.tp_size)
+            context, socket_dir, "to_runner", range(config.num_ranks)
         )
         self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
@@ -75,11 +75,11 @@ class SchedulerProcess:
         """Waits for all ranks of the runner and tells the server process what there is room for,
         which is the same on all of them."""
         found: dict[int, RunnerReady] = {}
-        while len(found) < self.config.tp_size:
+        while len(found) < self.config.num_ranks:
             answer = self.results.receive()
             assert isinstance(answer, RunnerReady)
             found[answer.rank] = answer
-        ready = found[0]
+        ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
         events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
         if events is not None and isinstance(cache, RadixCache):

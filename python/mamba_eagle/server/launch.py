@@ -141,7 +141,7 @@ class Launch(ABC):
         config_file = Path(self.socket_dir, "config.json")
         config_file.write_text(json.dumps({name: getattr(self.config, name) for name in names}))
         self.say(f"server process: pid {os.getpid()}")
-        ranks = range(self.config.tp_size)
+        ranks = range(self.config.num_ranks)
         for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
             command = engine_command(kind, self.socket_dir, str(config_file), rank)
             role = role_name(kind, rank)
@@ -188,7 +188,7 @@ class Launch(ABC):
 
     async def watch(self) -> None:
         """Ends the server when scheduler or runner have stopped working."""
-        watchdog = Watchdog(self.config.watchdog_timeout, self.config.tp_size)
+        watchdog = Watchdog(self.config.watchdog_timeout, self.config.num_ranks)
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,10 +75,12 @@ class Case(NamedTuple):
     aborts: dict[str, int]  # request -> the step before which it is aborted
 
 
-def random_case(rng: random.Random, folders: Any, tight: bool) -> Case:
+def random_case(
+    rng: random.Random, folders: Any, tight: bool, models: Iterable[str] = MODELS
+) -> Case:
     """tight: with so few KV slots that requests are retracted."""
     drafter = rng.choice([*(DRAFTERS if CASES > 100 else CHECKED), "none"])
-    model, head = folders(rng.choice(list(MODELS)), drafter)
+    model, head = folders(rng.choice(list(models)), drafter)
     topk, steps, nodes = rng.choice([(1, 3, 4), (2, 3, 8), (4, 4, 12), (3, 1, 4)])
     algorithm = DRAFTERS[drafter].algorithm if drafter != "none" else "NONE"
     settings = Settings(algorithm, rng.choice(["deferred", "snapshot"]), topk, steps, nodes)
