@@ -1,4 +1,7 @@
-"""Which layers each pipeline stage holds. Plain data and arithmetic. Docs: docs/design/parallel.md."""
+"""Which layers each pipeline stage holds. Plain data and arithmetic.
+
+Docs: docs/design/parallel.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A server whose model is split over processes: the same texts, and all end together."""
+"""A server whose model is split over processes, two parts in each of two pipeline stages: the same
+texts, and all end together."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ pytestmark = pytest.mark.e2e
 PROMPTS, LENGTH, TOKENS = 6, 40, 32
 ENDLESS = {"text": "Hello", "sampling_params": {"max_new_tokens": 8000, "ignore_eos": True}}
 WAIT_SECONDS = 20
+RUNNERS = ("runner", "runner1", "runner2", "runner3")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     need_weights(EMBEDDED_MODEL, EMBEDDED_DRAFTERS["EAGLE"])
-    started = RunningServer("--device", "cpu", "--tp-size", "2", "--check-ranks", "3")
+    sizes = ("--tp-size", "2", "--pp-size", "2")
+    started = RunningServer("--device", "cpu", *sizes, "--check-ranks", "3")
     yield started.wait_until_ready()
     started.stop()
 
@@ -47,7 +50,7 @@ def one_rank() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, BatchEngine(resolve(config), runner).generate(prompts, greedy(TOKENS)).tokens
 
 
-def test_two_ranks_answer_as_one(server: RunningServer) -> None:
+def test_several_ranks_answer_as_one(server: RunningServer) -> None:
     """Drafts, batches and the cache included; their tables are compared every third step."""
     prompts, expected = one_rank()
     sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
@@ -61,13 +64,14 @@ def test_two_ranks_answer_as_one(server: RunningServer) -> None:
             replies = list(pool.map(ask, prompts))
         assert [reply["output_ids"] for reply in replies] == expected
     assert all(reply["meta_info"]["cached_tokens"] > 0 for reply in replies)
-    assert httpx.get(f"{server.base_url}/server_info").json()["tp_size"] == 2
+    info = httpx.get(f"{server.base_url}/server_info").json()
+    assert (info["tp_size"], info["pp_size"]) == (2, 2)
 
 
 def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
     """The last test of this server: an open request gets an error, and no process is left."""
     pids = server.pids()
-    assert set(pids) == {"server", "scheduler", "runner", "runner1"}
+    assert set(pids) == {"server", "scheduler", *RUNNERS}
     with ThreadPoolExecutor() as pool:
         url = f"{server.base_url}/generate"
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=WAIT_SECONDS)
