@@ -214,8 +214,8 @@ class ModelRunner:
             trees = self._decode(plan.decode, run)
         every = self.config.check_ranks
         if every and plan.step % every == 0:
-            for ranks in (self.group, self.stages):
-                check_agreement(plan.step, self.table, self.scheme, ranks)
+            check_agreement(plan.step, self.table, self.scheme, self.group)
+            check_agreement(plan.step, self.table, self.scheme, self.stages, "stage")
         previous, self._ended = self._ended, now()
         times = Times(previous, began, decode_began, self._ended)
         return Launched(plan.step, prompts, trees, times, self.num_compiled)
