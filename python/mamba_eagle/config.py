@@ -109,6 +109,16 @@ class EngineConfig:
         minimum=1,
         group="several processes",
     )
+    pp_size: int = setting(
+        1,
+        "pipeline parallelism: number of stages that each hold some of the layers; each stage has "
+        "--tp-size processes",
+        minimum=1,
+    )
+    pp_layers: str = setting(
+        "",
+        "how many layers each of these stages holds, as in 30,26; default: equal bytes",
+    )
     nnodes: int = setting(
         1,
         "number of machines that these processes are spread over, as many on each; run the same "
@@ -247,6 +257,33 @@ class EngineConfig:
     )
     log_format: str = setting("text", "text, or one JSON object per line", ("text", "json"))
 
+    @property
+    def num_ranks(self) -> int:
+        """Runner processes, on all nodes together."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def answering_rank(self) -> int:
+        """The one that sends results: the first of the last stage, where tokens are sampled."""
+        return (self.pp_size - 1) * self.tp_size
+
+    @property
+    def stage_layers(self) -> list[int]:
+        """The numbers in --pp-layers; []: none are given. Raises: ValueError."""
+        return [int(part) for part in self.pp_layers.split(",")] if self.pp_layers else []
+
+    def _stage_problems(self) -> list[str]:
+        given = f"--pp-layers {self.pp_layers:.200}"
+        try:
+            counts = self.stage_layers
+        except ValueError:
+            return [f"{given}: must be numbers with commas between, as in 30,26"]
+        if counts and len(counts) != self.pp_size:
+            return [
+                f"{given}: {len(counts)} numbers for --pp-size {self.pp_size}; give one per stage"
+            ]
+        return [f"{given}: each stage needs 1 layer or more"] if min(counts, default=1) < 1 else []
+
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
         wrong = [
@@ -264,7 +301,8 @@ class EngineConfig:
         if self.nnodes > 1 and self.num_ranks % self.nnodes:
             wrong.append(
                 f"--nnodes {self.nnodes}: {self.num_ranks} processes cannot be spread evenly over "
-                f"{self.nnodes} machines; choose sizes (--tp-size) whose product it divides"
+                f"{self.nnodes} machines; choose --tp-size and --pp-size so that it divides their "
+                "product"
             )
         if self.max_journals < -1:
             wrong.append(
@@ -292,6 +330,7 @@ class EngineConfig:
                 f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
                 "--quantization fp8, or leave the flag out"
             )
+        wrong += self._stage_problems()
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()
@@ -319,11 +358,6 @@ class EngineConfig:
                 f"--speculative-num-steps {self.tree_shape.depth} can gain per step; or 0 for off"
             ]
         return []
-
-    @property
-    def num_ranks(self) -> int:
-        """The runner processes, on all nodes together."""
-        return self.tp_size
 
     @property
     def ranks_per_node(self) -> int:

@@ -44,12 +44,13 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     if device.type == "cpu" or config.num_ranks == 1:
         return device
     if (count := torch.cuda.device_count()) < needed:
-        nodes = f" on each of --nnodes {config.nnodes}" if config.nnodes > 1 else ""
+        asked = f"--tp-size {config.tp_size}"
+        if config.pp_size > 1:
+            asked += f" --pp-size {config.pp_size}"
+        if config.nnodes > 1:
+            asked += f" --nnodes {config.nnodes}"
         raise ConfigError(
-            [
-                f"--tp-size {config.tp_size} needs {needed} GPUs{nodes}: torch sees {count}; "
-                "set it to less"
-            ]
+            [f"{asked}: each machine needs {needed} GPUs, and torch sees {count}; set it to less"]
         )
     return torch.device("cuda", rank % needed)
 

@@ -73,11 +73,7 @@ class ShardedChooser(Chooser):
 
     def agree(self, tree: Tree) -> Tree:
         """Rank 0's trees. Scores stay each rank's own: only rank 0 reports them."""
-        parts = [tree.tokens[..., None], tree.parents[..., None], tree.depths[..., None]]
-        packed = torch.cat([*parts, tree.ancestors.long()], dim=2)
-        packed = self.group.from_first(packed.contiguous())
-        tokens, parents, depths = (packed[..., i].contiguous() for i in range(3))
-        return Tree(tokens, parents, depths, packed[..., 3:].bool(), tree.scores)
+        return Tree.unpacked(self.group.from_first(tree.packed()), tree.scores)
 
     def sample(
         self,

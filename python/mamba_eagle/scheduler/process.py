@@ -81,7 +81,7 @@ class SchedulerProcess:
             answer = self.results.receive()
             assert isinstance(answer, RunnerReady)
             found[answer.rank] = answer
-        ready = found[0]
+        ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
         events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
         if events is not None and isinstance(cache, RadixCache):

@@ -1,5 +1,5 @@
-"""A server whose model is split over processes, on one node or on two: the same texts, and all end
-together."""
+"""A server whose model is split over processes, two parts in each of two pipeline stages, or one
+stage on each of two nodes: the same texts, and all end together."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.e2e
 PROMPTS, LENGTH, TOKENS = 6, 40, 32
 ENDLESS = {"text": "Hello", "sampling_params": {"max_new_tokens": 8000, "ignore_eos": True}}
 WAIT_SECONDS = 20
+RUNNERS = ("runner", "runner1", "runner2", "runner3")
 
 
 class Expected(NamedTuple):
@@ -36,15 +37,16 @@ class Expected(NamedTuple):
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     need_weights(EMBEDDED_MODEL, EMBEDDED_DRAFTERS["EAGLE"])
-    started = RunningServer("--device", "cpu", "--tp-size", "2", "--check-ranks", "3")
+    sizes = ("--tp-size", "2", "--pp-size", "2")
+    started = RunningServer("--device", "cpu", *sizes, "--check-ranks", "3")
     yield started.wait_until_ready()
     started.stop()
 
 
 def start_nodes() -> tuple[RunningServer, RunningServer]:
     """Two machines, as far as they can tell: node 0 listens on an address of its own, and they
-    share no folder."""
-    flags = ("--device", "cpu", "--tp-size", "2", "--check-ranks", "3", "--nnodes", "2")
+    share no folder. The rank that answers is on the second."""
+    flags = ("--device", "cpu", "--pp-size", "2", "--check-ranks", "3", "--nnodes", "2")
     flags += ("--dist-init-addr", f"127.0.0.2:{free_port()}", "--cluster-key", "k" * 16)
     first, other = (RunningServer(*flags, "--node-rank", rank) for rank in "01")
     return first, other
@@ -89,16 +91,17 @@ def assert_answers(server: RunningServer, expected: Expected) -> None:
     assert all(reply["meta_info"]["cached_tokens"] > 0 for reply in replies)
 
 
-def test_two_ranks_answer_as_one(server: RunningServer, expected: Expected) -> None:
+def test_several_ranks_answer_as_one(server: RunningServer, expected: Expected) -> None:
     """Drafts, batches and the cache included; their tables are compared every third step."""
     assert_answers(server, expected)
-    assert httpx.get(f"{server.base_url}/server_info").json()["tp_size"] == 2
+    info = httpx.get(f"{server.base_url}/server_info").json()
+    assert (info["tp_size"], info["pp_size"]) == (2, 2)
 
 
 def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
     """The last test of this server: an open request gets an error, and no process is left."""
     pids = server.pids()
-    assert set(pids) == {"server", "scheduler", "runner", "runner1"}
+    assert set(pids) == {"server", "scheduler", *RUNNERS}
     with ThreadPoolExecutor() as pool:
         url = f"{server.base_url}/generate"
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=WAIT_SECONDS)
@@ -121,7 +124,7 @@ def test_two_nodes_answer_as_one(
     first, other = nodes
     assert_answers(first, expected)
     info = httpx.get(f"{first.base_url}/server_info").json()
-    assert (info["tp_size"], info["nnodes"], info["cluster_key"]) == (2, 2, "***")
+    assert (info["pp_size"], info["nnodes"], info["cluster_key"]) == (2, 2, "***")
     assert set(first.pids()) == {"server", "scheduler", "runner"}
     assert set(other.pids()) == {"agent", "runner1"}
 
