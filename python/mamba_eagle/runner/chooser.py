@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.vocabulary import LOW_BITS, Columns, score_of
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
@@ -29,6 +29,7 @@ class Chooser:
     """One rank, which has all logits."""
 
     has_all_logits = True  # so that a captured step may sample itself
+    stages: Group = ALONE  # the pipeline stages that learn what is chosen
 
     def __init__(self, state: SamplingState) -> None:
         self.state, self.place = state, state.backend.place

@@ -63,6 +63,7 @@ from mamba_eagle.runner.stages import (
     DrafterElsewhere,
     EarlierStageChooser,
     LastStageChooser,
+    agree_on_drafting,
     stage_weights,
 )
 from mamba_eagle.runner.steps.decode_step import (
@@ -141,6 +142,7 @@ class ModelRunner:
                     load=self._load,
                 )
             )
+        agree_on_drafting(self.drafter, stages)
         self.step = self._make_step()
         self.prompts = PromptRunner(
             self.step, self.pool, self.journals, self.model_config.eos_token_ids

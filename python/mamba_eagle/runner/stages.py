@@ -7,15 +7,14 @@ each works out for its own layers, as a single runner does. Docs: docs/design/pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting.base import (
+    Drafter,
     DraftSource,
     FolderSource,
     KeyedNoise,
@@ -32,7 +31,7 @@ from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
 from mamba_eagle.runner.sampler import SamplingState, TokenLogprobs
-from mamba_eagle.tree.tree import Tree
+from mamba_eagle.tree.tree import Tree, empty_trees
 
 
 class LastStageChooser(Chooser):
@@ -81,7 +80,7 @@ class EarlierStageChooser(Chooser):
         tree: Tree | None,
         allowed: TokenMasks | None = None,
     ) -> Tensor:
-        return self.stages.from_last(torch.empty_like(positions))
+        return self.stages.from_last(torch.zeros_like(positions))
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """Nobody reads them: the last stage answers."""
@@ -99,15 +98,18 @@ class DrafterElsewhere(NoDrafter):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
-        return StepPart(shape, idle=True)
-
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         """Room for the trees."""
-        b, nodes = len(slots), part.shape.nodes
-        none = torch.zeros(b, nodes, dtype=torch.int64, device=self.device)
-        ancestors = torch.zeros(b, nodes, nodes, dtype=torch.bool, device=self.device)
-        return Tree(none, none, none, ancestors, none.float())
+        return empty_trees(len(slots), part.shape.nodes, self.device)
+
+
+def agree_on_drafting(drafter: Drafter, stages: Group) -> None:
+    """All stages get trees within their captured steps, or all of them before."""
+    if isinstance(drafter, DrafterElsewhere):
+        drafter.on_device = True
+    on_device = bool(stages.smallest([drafter.on_device])[0])
+    if isinstance(drafter, DrafterElsewhere):
+        drafter.on_device = on_device
 
 
 class ConstraintsElsewhere(Constraints):

@@ -86,3 +86,13 @@ def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
         reach = reach @ reach
         climbed *= 2
     return reach > 0
+
+
+def empty_trees(b: int, nodes: int, device: torch.device) -> Tree:
+    """b trees in which all other nodes are children of the root."""
+    zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
+    own = torch.eye(nodes, dtype=torch.bool, device=device).repeat(b, 1, 1)
+    own[:, :, 0] = True
+    depths = zeros.clone()
+    depths[:, 1:] = 1
+    return Tree(zeros, zeros.clone(), depths, own, zeros.float())

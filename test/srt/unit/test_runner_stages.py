@@ -16,17 +16,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from grammar_rig import EOS, text_of, under, vocabulary
+from runner_harness import Settings, random_prompt
+from test_runner_graphs import LikeGpu, without_graphs
 from test_runner_ranks import Case, case_of, serve
 from thread_ranks import RunnerRanks, comparable
 from tiny_drafters import DRAFTERS
 from tiny_model import VOCAB, write_folder, write_model
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.backend import CpuBackend
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.message import Plan, StepResult
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.message import Generate, Plan, StepResult
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.registry import model_class, parse_config
+from mamba_eagle.runner import model_runner
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.steps.graphs import GraphedSteps
 
 torch.set_num_threads(1)
 CASES = int(os.environ.get("MAMBA_EAGLE_CASES", "4"))
@@ -172,6 +179,50 @@ def test_plans_of_one_stage_give_its_results_on_several(folders, first: Recorded
         replay(run.steps, staged(run.case, engine_of(number).stages))
         total += run.seen
     assert min(total[name] for name in ("hits", "retracted", "drafts", "logprobs")) > 0, total
+
+
+def test_grammars_are_followed_where_tokens_are_sampled(folders) -> None:
+    """On a CPU they also steer the drafts: other stages must verify the trees that come of it."""
+    model, head = folders("hybrid", "eagle3")
+    config = Settings("EAGLE3").config(model, head, check_ranks=1)
+    matchers = Matchers(vocabulary, VOCAB, (EOS,))
+    asked = [under("schema", 20), under("open", 20, seed=3)]
+    requests = [
+        Generate(rid=str(i), token_ids=random_prompt(9, i), sampling=sampling)
+        for i, sampling in enumerate(asked)
+    ]
+    runner = ModelRunner(config)
+    runner.constraints.matchers = matchers
+    recorder = Recorder(runner)
+    texts, seen = serve(Case(config, requests, [0, 1], {}), recorder)
+    assert text_of(texts["0"]).startswith("{") and seen["drafts"] > 0
+    stages = RunnerRanks(replace(config, pp_size=3), 1, 3)
+    stages.constraints.matchers = matchers
+    replay(recorder.steps, stages)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
+def test_captured_steps_exchange_when_they_are_repeated(
+    folders, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Stages have graphs of different kinds, since one alone drafts, so making one exchanges
+    nothing. NGRAM drafts on the host, before the graph."""
+    backend = CpuBackend(LikeGpu())
+    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    without_graphs(monkeypatch)
+    run_again = GraphedSteps.record
+
+    def quietly(self: GraphedSteps, work: Callable[[], None]) -> Any:
+        with self.step.chooser.stages.quiet():
+            return run_again(self, work)
+
+    monkeypatch.setattr(GraphedSteps, "record", quietly)
+    model, head = folders("hybrid", drafter)
+    case = case_of(random.Random(5), drafter, (model, head), tight=False, count=REQUESTS)
+    recorder = Recorder(ModelRunner(case.config))
+    _, seen = serve(case, recorder)
+    assert isinstance(recorder.runner.steps, GraphedSteps) and seen["drafts"] > 0
+    replay(recorder.steps[:30], staged(case, 2))
 
 
 def test_messages_may_take_any_time(first: Recorded) -> None:
