@@ -1,7 +1,7 @@
 """A model-runner process: receives plans, executes them in order, sends results.
 
-With --tp-size there are several, the ranks. All get the same plans and execute them together;
-rank 0 alone sends the results.
+With --tp-size and --pp-size there are several, the ranks. All get the same plans and execute them
+together; one alone sends the results.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.ranks import join_ranks
 
-    torch.set_num_threads(config.cpu_threads or default_threads(config.tp_size))
+    torch.set_num_threads(config.cpu_threads or default_threads(config.ranks_per_node))
     context = zmq.Context()
     plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
     results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
     try:
-        group = join_ranks(config, rank, socket_dir)
-        runner = ModelRunner(config, group)
+        ranks = join_ranks(config, rank, socket_dir)
+        runner = ModelRunner(config, *ranks)
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     results.send(runner.ready)
@@ -60,7 +60,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
 
     def send_result() -> None:
         result = launched.popleft().result()
-        if rank == 0:
+        if rank == config.answering_rank:
             results.send(result)
         pulse.step_ended()
 
@@ -74,7 +74,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
-            group.close()
+            ranks.close()
             return
         if isinstance(plan, SimulateAcceptance):
             runner.simulate_accept_length(plan.length)
@@ -98,8 +98,8 @@ def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunn
 
 
 def default_threads(ranks: int = 1) -> int:
-    """All cores but one, which is left to the server process and the scheduler; each rank takes its
-    part of them."""
+    """All cores but one, which is left to the server process and the scheduler; each of the ranks
+    on this machine takes its part of them."""
     return max(1, ((os.cpu_count() or 1) - 1) // ranks)
 
 

@@ -31,7 +31,7 @@ class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
     constraints = types.SimpleNamespace(prepare=lambda: None)
 
-    def __init__(self, config, group):
+    def __init__(self, config, group, stages):
         self.ready = RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
             vocab_size=1, eos_token_ids=[], pid=os.getpid(), details={},
