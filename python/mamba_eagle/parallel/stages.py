@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from mamba_eagle.model_config import ModelConfig, Span, StagePart
@@ -58,6 +59,7 @@ def balanced(config: ModelConfig, weights: Weights, stages: int) -> list[Span]:
     squares is the smallest. Each stage has a layer, and a Mamba2 layer if the model has one at all:
     states and journals count on all of them."""
     total = len(config.blocks)
+    until = [0, *accumulate(weights.layers)]  # bytes of the layers before each
 
     @cache
     def best(stage: int, begin: int) -> tuple[int, tuple[Span, ...]] | None:
@@ -68,7 +70,7 @@ def balanced(config: ModelConfig, weights: Weights, stages: int) -> list[Span]:
             span = Span(begin, end)
             if not _is_whole(config.blocks, span):
                 continue
-            size = sum(weights.layers[begin:end])
+            size = until[end] - until[begin]
             size += weights.first if stage == 0 else 0
             size += weights.last if is_last else 0
             rest = (0, ()) if is_last else best(stage + 1, end)

@@ -51,13 +51,19 @@ from mamba_eagle.models.split import Split, split_model
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
-from mamba_eagle.parallel.stages import balanced, given_problems, size_problems, spans_of, staged
+from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints
-from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
+from mamba_eagle.runner.memory import (
+    DraftSize,
+    MemoryPlan,
+    memory_table,
+    plan_memory,
+    size_text,
+)
 from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.stages import (
     ConstraintsElsewhere,
@@ -65,7 +71,7 @@ from mamba_eagle.runner.stages import (
     EarlierStageChooser,
     LastStageChooser,
     agree_on_drafting,
-    stage_weights,
+    layers_by_stage,
 )
 from mamba_eagle.runner.steps.decode_step import (
     DecodeStep,
@@ -105,7 +111,12 @@ class ModelRunner:
         self.backend = _choose_backend(config, whole.dtype, rank)
         source = self._draft_source(whole)
         split = self._split(whole)
-        self.model_config = self._own_config(whole, split, source)
+        self.model_config = local(whole, group.shard)
+        if split is not None and stages.size > 1:
+            spans = layers_by_stage(config, whole, split, source, self.backend)
+            self.model_config = staged(
+                self.model_config, spans[stages.rank], drafts=source is not None
+            )
         self.backend.prepare_builds(f"{config} {self.model_config}")
         self.context_length = self._context_length()
         self.shape = config.tree_shape
@@ -115,34 +126,11 @@ class ModelRunner:
             self.model.tap(source.tap_layers)
         if not self.model_config.is_last_stage:
             source = None  # the last stage drafts
-        self.memory = plan_memory(
-            config,
-            self.model_config,
-            self.model.feature_size,
-            DraftSize(source.config, source.rows) if source and source.config else None,
-            self.backend,
-        )
-        own = self.memory
-        kv_slots, states, journals = self._smallest([own.kv_slots, own.state_slots, own.journals])
-        self.memory = own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
+        self.memory = self._plan_memory(source)
         weights = f"weights {size_text(weight_bytes(self.model))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
-        self.drafter: Drafter = NoDrafter()
-        if not self.model_config.is_last_stage:
-            self.drafter = DrafterElsewhere(self.backend.device)
-        if source is not None:
-            self.drafter = source.make(
-                DraftParts(
-                    config=config,
-                    backend=self.backend,
-                    target=self.model,
-                    table=self.table,
-                    kv_slots=self.memory.kv_slots,
-                    state_slots=self.pool.feature.shape[0],
-                    load=self._load,
-                )
-            )
+        self.drafter = self._make_drafter(source)
         agree_on_drafting(self.drafter, stages)
         self.step = self._make_step()
         self.prompts = PromptRunner(
@@ -158,6 +146,34 @@ class ModelRunner:
         self.compilations = Compilations()
         self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
+
+    def _plan_memory(self, source: DraftSource | None) -> MemoryPlan:
+        """With as many slots as fit on every rank of every stage."""
+        own = plan_memory(
+            self.config,
+            self.model_config,
+            self.model.feature_size,
+            DraftSize(source.config, source.rows) if source and source.config else None,
+            self.backend,
+        )
+        kv_slots, states, journals = self._smallest([own.kv_slots, own.state_slots, own.journals])
+        return own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
+
+    def _make_drafter(self, source: DraftSource | None) -> Drafter:
+        if not self.model_config.is_last_stage:
+            return DrafterElsewhere(self.backend.device)
+        if source is None:
+            return NoDrafter()
+        parts = DraftParts(
+            config=self.config,
+            backend=self.backend,
+            target=self.model,
+            table=self.table,
+            kv_slots=self.memory.kv_slots,
+            state_slots=self.pool.feature.shape[0],
+            load=self._load,
+        )
+        return source.make(parts)
 
     def _make_step(self) -> DecodeStep:
         step = DecodeStep(
@@ -370,26 +386,6 @@ class ModelRunner:
     def _split(self, whole: ModelConfig) -> Split | None:
         with created_as(self.backend.dtype, torch.device("meta")):
             return split_model(model_class(whole), whole, self.group.shard, self.stages.size)
-
-    def _own_config(
-        self, whole: ModelConfig, split: Split | None, source: DraftSource | None
-    ) -> ModelConfig:
-        """The config of this rank's model. Raises: ConfigError for a wrong --pp-layers."""
-        own = local(whole, self.group.shard)
-        if self.stages.size == 1:
-            return own
-        assert split is not None
-        counts = self.config.stage_layers
-        if counts:
-            if wrong := given_problems(whole, counts):
-                raise ConfigError(wrong)
-            spans = spans_of(counts)
-        else:
-            held = stage_weights(self.config, whole, split, source, self.backend)
-            spans = balanced(whole, held, self.stages.size)
-        shown = ", ".join(f"{span.begin}-{span.end - 1}" for span in spans)
-        log.info("layers by stage: %s", shown)
-        return staged(own, spans[self.stages.rank], source is not None)
 
     def _load_target(self, whole: ModelConfig, split: Split | None) -> CausalLM:
         make = model_class(whole)

@@ -7,11 +7,13 @@ each works out for its own layers, as a single runner does. Docs: docs/design/pa
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting.base import (
     Drafter,
@@ -21,17 +23,19 @@ from mamba_eagle.drafting.base import (
     NoDrafter,
     StepPart,
 )
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import ModelConfig, Span
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.groups import Group
-from mamba_eagle.parallel.stages import Weights
+from mamba_eagle.parallel.stages import Weights, balanced, given_problems, spans_of
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
 from mamba_eagle.runner.sampler import SamplingState, TokenLogprobs
 from mamba_eagle.tree.tree import Tree, empty_trees
+
+log = logging.getLogger("mamba_eagle.runner")
 
 
 class LastStageChooser(Chooser):
@@ -118,6 +122,28 @@ class ConstraintsElsewhere(Constraints):
     def admit(self, slot: int, params: SamplingParams, output_start: int) -> None: ...
 
     def prepare(self) -> None: ...
+
+
+def layers_by_stage(
+    config: EngineConfig,
+    model: ModelConfig,
+    split: Split,
+    source: DraftSource | None,
+    backend: Backend,
+) -> list[Span]:
+    """As --pp-layers says, or balanced by bytes; the same on all ranks. model: the whole one.
+
+    Raises: ConfigError for numbers that do not fit the model.
+    """
+    if counts := config.stage_layers:
+        if wrong := given_problems(model, counts):
+            raise ConfigError(wrong)
+        spans = spans_of(counts)
+    else:
+        weights = stage_weights(config, model, split, source, backend)
+        spans = balanced(model, weights, config.pp_size)
+    log.info("layers by stage: %s", ", ".join(f"{begin}-{end - 1}" for begin, end in spans))
+    return spans
 
 
 def stage_weights(

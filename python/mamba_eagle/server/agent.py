@@ -49,7 +49,12 @@ from mamba_eagle.server.checkpoints import fingerprint
 from mamba_eagle.server.children import Child, end_children, engine_command
 from mamba_eagle.server.first_node import FAILED
 from mamba_eagle.server.launch import Ending
-from mamba_eagle.server.node_settings import ClusterKeys, cluster_key, init_address, node_problems
+from mamba_eagle.server.node_settings import (
+    ClusterKeys,
+    cluster_key,
+    init_address_in_numbers,
+    node_problems,
+)
 from mamba_eagle.server.socket_dir import new_socket_dir
 
 GOODBYE_SECONDS = 0.5  # for what node 0 sent before its connection was lost
@@ -79,7 +84,7 @@ class Agent:
 
     def __init__(self, config: ServerConfig, socket_dir: str) -> None:
         self.config, self.socket_dir = config, socket_dir
-        self.address = init_address(config)
+        self.address = init_address_in_numbers(config)
         self.keys = ClusterKeys.derive(cluster_key(config))
         self.children: list[Child] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -105,6 +110,7 @@ class Agent:
         keep_watch(self.socket)
         monitor = self.socket.get_monitor_socket(FAILED | zmq.Event.DISCONNECTED)
         call(self.socket, *self.address, self.keys.others, self.keys.first.public)
+        print(f"agent process: pid {os.getpid()}", flush=True)
         self._join()
         for work in (self._listen(), self._watch(), self._watch_connection(monitor)):
             self._start(work)
@@ -124,7 +130,14 @@ class Agent:
             context.term()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self.tasks.append(asyncio.get_running_loop().create_task(work))
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._task_ended)
+        self.tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the agent failed", exc_info=error)
+            self._end(1, f"the agent of node {self.config.node_rank} failed: {error!r}")
 
     def _send(self, message: Message) -> None:
         self.socket.send(encode(message))
@@ -146,7 +159,6 @@ class Agent:
     # ── node 0 ───────────────────────────────────────────────────────────────────────────────
 
     def _join(self) -> None:
-        print(f"agent process: pid {os.getpid()}", flush=True)
         self._send(
             Join(
                 version=__version__,
@@ -214,6 +226,8 @@ class Agent:
             elif self.joined:
                 await asyncio.sleep(GOODBYE_SECONDS)
                 self._end(1, f"the connection to {self.place} was lost")
+            else:
+                self._join()  # it may have gone with the question
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────
 

@@ -39,7 +39,12 @@ from mamba_eagle.message.nodes import (
     encode,
 )
 from mamba_eagle.server.checkpoints import fingerprint
-from mamba_eagle.server.node_settings import ClusterKeys, cluster_key, own_address
+from mamba_eagle.server.node_settings import (
+    ClusterKeys,
+    cluster_key,
+    init_address_in_numbers,
+    loopback_warning,
+)
 from mamba_eagle.server.nodes import ENDED, LOST_NODE, Fault, Nodes, OnFault, fault
 
 # When a process ends by itself, others may be to blame: those it exchanged tensors with. For so
@@ -93,7 +98,7 @@ class OtherNodes(Nodes):
         """
         super().__init__(on_fault)
         self.config, self.given, self.on_stop = config, given, on_stop
-        self.address = own_address(config)
+        self.address = init_address_in_numbers(config)
         self.keys = ClusterKeys.derive(cluster_key(config))
         self.fingerprint = fingerprint(config)
         self.session, self.ranks_pair = CurvePair.new(), CurvePair.new()
@@ -131,11 +136,20 @@ class OtherNodes(Nodes):
                 f"cannot listen on {self.address.host} port {self.address.port}: {error.strerror}; "
                 "--dist-init-addr must be a free port of an address of node 0",
             ) from None
+        if warning := loopback_warning(self.config):
+            log.warning(warning)
         for work in (self._listen(), self._watch(), self._watch_handshakes()):
             self._run(work)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        self.tasks.append(asyncio.get_running_loop().create_task(work))
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._task_ended)
+        self.tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what connects the nodes failed", exc_info=error)
+            self.on_fault(Fault(LOST_NODE, f"what connects the nodes failed: {error!r}", 1))
 
     @property
     def missing(self) -> list[int]:
@@ -172,6 +186,8 @@ class OtherNodes(Nodes):
                 self.on_stop(f"{member} was told to stop")
 
     def _join(self, identity: bytes, join: Join) -> None:
+        if any(member.identity == identity for member in self.members.values()):
+            return  # it was not sure whether the first one had come
         if reason := self._refusal(join):
             log.warning("%s may not join: %s", shown(join.name), reason)
             self._send(identity, Refused(reason=reason))

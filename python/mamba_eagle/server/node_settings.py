@@ -107,23 +107,33 @@ def _names_no_interface(host: str) -> bool:
         return False  # a name
 
 
-def own_address(config: ServerConfig) -> Address:
-    """Node 0's address as numbers, to listen on.
+def init_address_in_numbers(config: ServerConfig) -> Address:
+    """Of node 0, as this machine knows its name; of IPv4, if there is one.
 
     Raises: ConfigError if the name is not known.
     """
     host, port = init_address(config)
+    flag = f"--dist-init-addr {shown(config.dist_init_addr)}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(
-            [f"--dist-init-addr {shown(config.dist_init_addr)}: {error.strerror or error}"]
-        ) from None
+        raise ConfigError([f"{flag}: {error.strerror or error}"]) from None
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
     numbers = str(found[0][4][0])
     if _names_no_interface(numbers):
-        flag = f"--dist-init-addr {shown(config.dist_init_addr)}"
         raise ConfigError([f"{flag}: {numbers} is not the address of one interface"])
     return Address(numbers, port)
+
+
+def loopback_warning(config: ServerConfig) -> str | None:
+    """Whether node 0 knows its own name, but by an address that others cannot reach."""
+    host, numbers = init_address(config).host, init_address_in_numbers(config).host
+    if host == numbers or not ipaddress.ip_address(numbers.partition("%")[0]).is_loopback:
+        return None
+    return (
+        f"--dist-init-addr {shown(config.dist_init_addr)} is {numbers} on this machine (see "
+        "/etc/hosts), which others cannot reach: give an address in numbers"
+    )
 
 
 def cluster_key(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> str:

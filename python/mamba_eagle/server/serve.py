@@ -28,7 +28,7 @@ from mamba_eagle.server.http import make_app
 from mamba_eagle.server.launch import SHUTTING_DOWN, Ending, Launch
 from mamba_eagle.server.lifetime import Gate
 from mamba_eagle.server.listener import HttpServer
-from mamba_eagle.server.node_settings import node_problems, own_address
+from mamba_eagle.server.node_settings import init_address_in_numbers, node_problems
 from mamba_eagle.server.origins import exposure_warning, origin_problems
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
@@ -92,7 +92,7 @@ def _resolve(config: ServerConfig) -> ServerConfig:
     problems += chat_problems(config) + node_problems(config)
     if config.nnodes > 1 and not problems:
         try:
-            own_address(config)
+            init_address_in_numbers(config)
         except ConfigError as error:
             problems += error.problems
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
@@ -17,7 +18,15 @@ from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_link
 from mamba_eagle.parallel.meeting import interface_of, own_address_towards
 from mamba_eagle.runner.make import make_runner
-from mamba_eagle.server.node_settings import ClusterKeys, cluster_key, init_address, node_problems
+from mamba_eagle.server.checkpoints import fingerprint
+from mamba_eagle.server.node_settings import (
+    ClusterKeys,
+    cluster_key,
+    init_address,
+    init_address_in_numbers,
+    loopback_warning,
+    node_problems,
+)
 from mamba_eagle.server.watchdog import Watchdog
 
 KEY = "a key that is long enough"
@@ -30,6 +39,21 @@ def test_good_settings_are_no_problem() -> None:
     config = ServerConfig(**GOOD, node_rank=1)
     assert node_problems(config) == [] and config.ranks_per_node == 2
     assert init_address(ServerConfig(**{**GOOD, "dist_init_addr": "[fd00::1]:5"})) == ("fd00::1", 5)
+
+
+def test_names_that_mean_something_else_on_node_zero(monkeypatch) -> None:
+    def found(host: str, *_: object, **__: object) -> list:
+        numbers = {"box": "127.0.1.1", "any": "0.0.0.0"}.get(host, host)
+        v6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 5000, 0, 0))
+        return [v6, (socket.AF_INET, socket.SOCK_STREAM, 6, "", (numbers, 5000))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    config = ServerConfig(**{**GOOD, "dist_init_addr": "box:5000"})
+    assert init_address_in_numbers(config) == ("127.0.1.1", 5000)
+    assert "is 127.0.1.1 on this machine" in (loopback_warning(config) or "")
+    assert loopback_warning(ServerConfig(**{**GOOD, "dist_init_addr": "127.0.0.1:5000"})) is None
+    with pytest.raises(ConfigError, match="0.0.0.0 is not the address of one interface"):
+        init_address_in_numbers(ServerConfig(**{**GOOD, "dist_init_addr": "any:5000"}))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +161,26 @@ def test_plans_and_results_cross_and_leftovers_get_none(tmp_path: Path) -> None:
         guard.stop()
         context.destroy(linger=0)
         far.destroy(linger=0)
+
+
+def test_checkpoints_are_told_apart_without_reading_weights(tmp_path: Path) -> None:
+    def found(name: str, settings: str, weights: int, **fields) -> str:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(settings)
+        (folder / "model.safetensors").write_bytes(b"x" * weights)
+        return fingerprint(EngineConfig(model_path=str(folder), **fields))
+
+    same = found("a", "{}", 10)
+    assert found("b", "{}", 10) == same
+    assert len({same, found("b", "{ }", 10), found("b", "{}", 11)}) == 3
+    dummy = {"load_format": "dummy"}
+    assert found("a", "{}", 10, **dummy) == found("b", "{}", 11, **dummy)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    one = fingerprint(EngineConfig(model_path=str(file)))
+    file.write_bytes(b"xx")
+    assert fingerprint(EngineConfig(model_path=str(file))) != one
 
 
 def test_the_interface_of_an_address() -> None:

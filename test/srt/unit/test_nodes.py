@@ -23,7 +23,7 @@ from mamba_eagle.bench.server import free_port
 from mamba_eagle.config import EngineConfig, ServerConfig, engine_part
 from mamba_eagle.message import Heartbeat, Message
 from mamba_eagle.message.link import call, read_link
-from mamba_eagle.message.nodes import Join, NodeBeat, NodeFailed, decode_to_agent, encode
+from mamba_eagle.message.nodes import Join, NodeBeat, NodeFailed, Refused, decode_to_agent, encode
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server import agent, first_node
 from mamba_eagle.server.agent import Agent
@@ -121,7 +121,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_agent_runs_its_share_with_node_zeros_settings(tmp_path, caplog, capfd) -> None:
     async def test() -> None:
-        changes = {"speculative_num_steps": 3, "context_length": 99, "dist_timeout": 1}
+        changes = {"speculative_num_steps": 3, "tp_size": 1, "dist_timeout": 1}
         async with first_node_in(tmp_path) as node, agent_of(node, **changes) as (other, task):
             await until(lambda: len(other.children) == 2)
             found = msgspec.json.decode(
@@ -143,7 +143,7 @@ def test_an_agent_runs_its_share_with_node_zeros_settings(tmp_path, caplog, capf
 
     asyncio.run(test())
     assert "--speculative-num-steps 5 instead of 3" in caplog.text
-    assert "--context-length null instead of 99" in caplog.text
+    assert "--tp-size 4 instead of 1" in caplog.text
     assert "dist-timeout" not in caplog.text
     assert capfd.readouterr().out.startswith("agent process: pid ")
 
@@ -245,12 +245,16 @@ def test_a_rank_that_ends_by_itself_is_named_if_nothing_else_was_wrong(tmp_path)
     asyncio.run(test())
 
 
+def join(node_rank: int) -> Join:
+    return Join(version=first_node.__version__, node_rank=node_rank, nnodes=2, name="box")
+
+
 def member(node: FirstNode, context: zmq.Context) -> zmq.Socket:
     """An agent's socket that has joined as node 1, and does nothing by itself."""
     keys = ClusterKeys.derive(KEY)
     made = context.socket(zmq.DEALER)
     call(made, *node.nodes.address, keys.others, keys.first.public)
-    made.send(encode(Join(version=first_node.__version__, node_rank=1, nnodes=2, name="box")))
+    made.send(encode(join(node_rank=1)))
     return made
 
 
@@ -291,11 +295,13 @@ def test_beats_of_ranks_are_passed_on_and_only_of_its_own(tmp_path) -> None:
         async with first_node_in(tmp_path) as node:
             made = member(node, context)
             await until(lambda: said_to(made))
+            made.send(encode(join(node_rank=1)))  # again, which changes nothing
             beats = [Heartbeat(role="runner", rank=rank) for rank in range(5)]
             made.send(encode(NodeBeat(beats=beats)))
             await until(lambda: node.nodes.beats)
             assert [beat.rank for beat in node.nodes.take_beats()] == [2, 3]
             assert node.nodes.take_beats() == []
+            assert not isinstance(said_to(made), Refused)
             made.send(b"\x93 not a message")
             await until(lambda: getattr(said_to(made), "reason", "").startswith("sends what"))
             made.send(encode(NodeFailed(text="x" * 5000, code=-9)))

@@ -237,9 +237,10 @@ def paths(result: StepResult) -> Any:
 
 
 def comparable(result: StepResult) -> Any:
-    """Without times, which differ, and without the scores in traces, which rank 0 alone reports."""
+    """Without what differs from run to run, times and kernels that were compiled, and without the
+    scores in traces, which rank 0 alone reports."""
     plain = msgspec.to_builtins(result)
-    for name in ("seconds", "decode_seconds", "idle_seconds"):
+    for name in ("seconds", "decode_seconds", "idle_seconds", "num_compiled"):
         plain.pop(name, None)
     for decoded in plain.get("decode", []):
         if decoded.get("trace"):
