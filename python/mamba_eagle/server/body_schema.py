@@ -18,6 +18,7 @@ from mamba_eagle.limits import (
     MAX_PENALTY,
     MAX_PIN_SECONDS,
     MAX_PRIORITY,
+    MAX_PROFILED_STEPS,
     MAX_REPETITION_PENALTY,
     MAX_RID_LENGTH,
     MAX_SAMPLES,
@@ -404,6 +405,10 @@ DETOKENIZE = fields_of(
     needs=("tokens",),
     tokens=one_of("token ids, or a list of such", IDS, {**IDS, "items": IDS}),
     skip_special_tokens=flag("leave special tokens out of the text", True),
+)
+START_PROFILE = fields_of(
+    "how much is recorded",
+    num_steps=integer("steps of the runner", minimum=1, maximum=MAX_PROFILED_STEPS, default=20),
 )
 ABORT = fields_of(
     "rid or abort_all",

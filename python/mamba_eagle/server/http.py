@@ -29,6 +29,7 @@ from mamba_eagle.server import (
     generate,
     openai,
     openapi,
+    profile_route,
     responses,
     score,
     tokens,
@@ -96,7 +97,10 @@ class SimulationMark:
 def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
-    rooms = (generate, openai, responses, anthropic, score, tokens, cache_route, openapi)
+    rooms = (
+        *(generate, openai, responses, anthropic, score),
+        *(tokens, cache_route, profile_route, openapi),
+    )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
         app.include_router(part)

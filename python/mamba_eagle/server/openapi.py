@@ -30,6 +30,7 @@ BODIES: Mapping[str, Schema] = {
     "/detokenize": bodies.DETOKENIZE,
     "/v1/detokenize": bodies.DETOKENIZE,
     "/abort_request": bodies.ABORT,
+    "/start_profile": bodies.START_PROFILE,
 }
 QUERIES: Mapping[str, Mapping[str, str]] = {
     "/cache": {
