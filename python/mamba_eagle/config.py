@@ -70,11 +70,13 @@ class EngineConfig:
     """What the scheduler and the runner need to know."""
 
     model_path: str = setting(
-        "", "checkpoint folder or Hugging Face name (default: the embedded model)", group="model"
+        "",
+        "checkpoint folder, GGUF file or Hugging Face name (default: the embedded model)",
+        group="model",
     )
     revision: str = setting("", "branch, tag or commit, if --model-path is a Hugging Face name")
     tokenizer_path: str = setting(
-        "", "tokenizer folder or Hugging Face name (default: --model-path)"
+        "", "tokenizer folder, GGUF file or Hugging Face name (default: --model-path)"
     )
     load_format: str = setting(
         "auto",

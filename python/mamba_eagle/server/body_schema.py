@@ -181,6 +181,7 @@ OPENAI: Schema = {
         continuous_usage_stats=flag("each chunk has its choice's usage so far"),
     ),
     "return_meta_info": flag("each choice has /generate's meta_info"),
+    "return_spec_trace": flag("the tree of each step"),
     "min_tokens": integer("no end before", minimum=0),
     "response_format": RESPONSE_FORMAT,
     **SAMPLING,

@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +28,7 @@ from mamba_eagle.server import (
     generate,
     openai,
     openapi,
+    page_files,
     profile_route,
     responses,
     score,
@@ -48,7 +48,7 @@ from mamba_eagle.tokenizer.sample import PromptRequest
 HEALTH_TIMEOUT = 20.0
 SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
 # Without a key: the page asks for it, and what there is to ask is no secret.
-OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready", "/ping")
+OPEN_PATHS = (*page_files.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -99,7 +99,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.server = state
     rooms = (
         *(generate, openai, responses, anthropic, score),
-        *(tokens, cache_route, profile_route, openapi),
+        *(tokens, cache_route, profile_route, openapi, page_files),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
@@ -137,11 +137,6 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 # ── health and facts ─────────────────────────────────────────────────────────────────────────
-
-
-@get("/")
-async def playground() -> Response:
-    return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
 @get("/health")

@@ -102,6 +102,7 @@ def make_job(
                 return_logprob=logprobs is not None,
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
+                return_spec_trace=fields.flag("return_spec_trace"),
                 cache=read_cache_hints(fields, len(ids)),
                 **read_schedule(fields, state.config),
             )

@@ -15,8 +15,10 @@ from starlette.requests import Request
 from mamba_eagle.chat.format import ChatFormat
 from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
+from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.models.config_json import read_values
 from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.body import Bodies
 from mamba_eagle.server.errors import RequestError
@@ -74,8 +76,11 @@ class ServerState:
         return Infill.of(tokenizer) if tokenizer is not None else None
 
     def model_config(self) -> dict[str, Any]:
-        """The checkpoint's config.json; {} if it cannot be read."""
+        """The checkpoint's config.json, or what a GGUF file has in its place; {} if it cannot be
+        read."""
         try:
+            if is_gguf(self.config.model_path):
+                return read_values(self.config.model_path)
             values = json.loads((Path(self.config.model_path) / "config.json").read_text())
         except (OSError, ValueError):
             return {}

@@ -203,6 +203,7 @@ def test_the_page_asks_this_server_alone() -> None:
         async with chatting(ends("x"), api_key="secret") as server:
             page = await server.client.get("/docs")
             assert page.headers["content-type"].startswith("text/html")
+            assert "default-src 'none'" in page.headers["content-security-policy"]
             assert "http:" not in page.text and "https:" not in page.text
             assert "innerHTML" not in page.text and "/openapi.json" in page.text
 
