@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import FromRunner, Shutdown, SimulateAcceptance, ToRunner
+from mamba_eagle.message import (
+    FromRunner,
+    Profile,
+    ProfileReply,
+    Shutdown,
+    SimulateAcceptance,
+    ToRunner,
+)
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.runner.pulse import Pulse
@@ -42,6 +49,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
 
     from mamba_eagle.runner.agreement import RanksDiffer
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
+    from mamba_eagle.runner.profiler import StepProfiler
     from mamba_eagle.runner.ranks import join_ranks
 
     torch.set_num_threads(config.cpu_threads or default_threads(config.ranks_per_node))
@@ -57,6 +65,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
+    profiler = StepProfiler()
 
     def send_result() -> None:
         result = launched.popleft().result()
@@ -68,6 +77,21 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         while launched:
             send_result()
 
+    def record(asked: Profile) -> None:
+        """Rank 0 alone: the others' steps are the same."""
+        if rank > 0:
+            return
+        if asked.steps:
+            problem = profiler.start(asked.path, asked.steps)
+        else:
+            send_all()
+            problem = profiler.stop()
+        results.send(
+            ProfileReply(
+                call_id=asked.call_id, path=profiler.path, steps=profiler.steps, problem=problem
+            )
+        )
+
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
@@ -78,12 +102,18 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             return
         if isinstance(plan, SimulateAcceptance):
             runner.simulate_accept_length(plan.length)
+        elif isinstance(plan, Profile):
+            record(plan)
         elif plan is not None:
             try:
                 with pulse.launching():
                     launched.append(runner.launch(plan))
             except RanksDiffer as error:
                 sys.exit(f"error: {error}")
+            profiler.launched()
+            if profiler.is_full:
+                send_all()
+                profiler.stop()
         while launched and launched[0].done:
             send_result()
 

@@ -28,6 +28,8 @@ from mamba_eagle.message import (
     GetState,
     Heartbeat,
     Outputs,
+    Profile,
+    ProfileReply,
     Ready,
     RequestOutput,
     RunnerReady,
@@ -164,6 +166,8 @@ class SchedulerProcess:
                             ),
                         )
                     )
+                case Profile():
+                    self.plans.send(message)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -174,7 +178,9 @@ class SchedulerProcess:
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
-        if result is not None:
+        if isinstance(result, ProfileReply):
+            self.outputs.send(result)
+        elif result is not None:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))
 
