@@ -150,6 +150,26 @@ def explained(tree: Tree) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("tab", ["chat", "completion"])
+def test_the_models_own_alternatives_stand_beside_the_tree(
+    page: Browser, server: RunningServer, shots: Shots, tab: str
+) -> None:
+    page.open(server.base_url, KEY)
+    page.set(alternatives=True, max_tokens="30", temperature="0", thinking="false")
+    page.send(tab)
+    found = page.js(
+        "return [...document.querySelectorAll('.token')].map((token) => { token.focus();"
+        " return [...document.querySelectorAll('#step .best li')].map((row) =>"
+        "  [row.className, row.lastChild.textContent]); })"
+    )
+    assert len(found) > 5
+    for rows in found:  # what is written without luck is what the model finds likeliest
+        assert len(rows) == 5 and [kind for kind, _ in rows] == ["taken", "", "", "", ""]
+        chances = [float(text.strip("<>%")) for _, text in rows]
+        assert sum(chances) <= 105  # each is rounded
+    shots("alternatives")
+
+
 def test_the_arrow_keys_go_from_token_to_token(page: Browser, server: RunningServer) -> None:
     from selenium.webdriver.common.keys import Keys
 
