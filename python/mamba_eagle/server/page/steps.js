@@ -28,7 +28,7 @@ function best(output, token) {
   const rows = output.bestAt(token);
   if (!rows.length) return "";
   const list = make("ul", "best");
-  list.setAttribute("aria-label", "What the model found likeliest here");
+  list.append(make("li", "caption", "What the model found likeliest here"));
   for (const {text, logprob} of rows) {
     const chance = Math.exp(logprob ?? -Infinity);
     const row = make("li", text === token.text ? "taken" : "");
