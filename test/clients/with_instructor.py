@@ -1,4 +1,4 @@
-"""``instructor``: pydantic objects by tools, by JSON schema and by responses, whole and in parts."""
+"""``instructor``: pydantic objects by tools, JSON schemas and responses, whole and in parts."""
 
 from __future__ import annotations
 
