@@ -108,6 +108,7 @@ def run_client(name: str, client: Client, base_url: str) -> list[Outcome]:
             "MAMBA_EAGLE_PYTHON": sys.executable,
             "MAMBA_EAGLE_CLIENT_RESULTS": str(results),
             "HF_HOME": str(folder / "hf"),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it asks the network for prices otherwise
         }
         problem = ""
         try:
