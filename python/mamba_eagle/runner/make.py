@@ -16,6 +16,8 @@ def make_runner(config: EngineConfig) -> ModelRunner | LeadingRunner:
 
     Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
     """
+    if config.nnodes > 1:
+        raise ConfigError(["--nnodes: is for a server; this command runs on one machine"])
     if config.cpu_threads:
         torch.set_num_threads(config.cpu_threads)
     try:
