@@ -37,6 +37,7 @@ def setting(
     minimum: int | None = None,
     group: str = "",
     may_be_empty: bool = True,
+    repeats: bool = False,
 ) -> Any:
     """A field that becomes a flag.
 
@@ -46,6 +47,7 @@ def setting(
         minimum: the smallest value that works.
         group: the heading in ``--help`` that begins with this setting.
         may_be_empty: whether a text on the command line may be "", as an unset variable gives.
+        repeats: whether the flag may be given several times; the value is a tuple then.
     """
     metadata = {
         "help": help,
@@ -53,6 +55,7 @@ def setting(
         "minimum": minimum,
         "group": group,
         "may_be_empty": may_be_empty,
+        "repeats": repeats,
     }
     return field(default=default, metadata=metadata)
 
@@ -67,11 +70,13 @@ class EngineConfig:
     """What the scheduler and the runner need to know."""
 
     model_path: str = setting(
-        "", "checkpoint folder or Hugging Face name (default: the embedded model)", group="model"
+        "",
+        "checkpoint folder, GGUF file or Hugging Face name (default: the embedded model)",
+        group="model",
     )
     revision: str = setting("", "branch, tag or commit, if --model-path is a Hugging Face name")
     tokenizer_path: str = setting(
-        "", "tokenizer folder or Hugging Face name (default: --model-path)"
+        "", "tokenizer folder, GGUF file or Hugging Face name (default: --model-path)"
     )
     load_format: str = setting(
         "auto",
@@ -354,20 +359,22 @@ class ServerConfig(EngineConfig):
         "", "private key in PEM, if it is not in --ssl-certfile", may_be_empty=False
     )
     served_model_name: str = setting("", "model name in replies (default: --model-path)")
-    api_key: str = setting(
-        "",
+    api_key: str | tuple[str, ...] = setting(
+        (),
         "key that clients must send, as 'Authorization: Bearer KEY' or 'x-api-key: KEY' (default: "
-        "none); the list of processes shows it: prefer --api-key-file, or the variable "
-        "MAMBA_EAGLE_API_KEY",
+        "none); may be given several times; the list of processes shows it: prefer "
+        "--api-key-file, or the variable MAMBA_EAGLE_API_KEY",
         may_be_empty=False,
+        repeats=True,
     )
     api_key_file: str = setting(
         "", "file of keys, one per line; clients must send any of them", may_be_empty=False
     )
     admin_api_key: str = setting(
         "",
-        "key of an operator, who may also see the text in GET /cache?text=1 (default: none, and "
-        "nobody may)",
+        "key of an operator, which is then needed for what changes the server for all: "
+        "/flush_cache and abort_all; and in any case to see texts in GET /cache?text=1 (default: "
+        "none)",
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
@@ -496,6 +503,16 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             place.add_argument(flag, action=pair, default=True, help=help_text)
         elif kind is bool:
             place.add_argument(flag, action="store_true", help=help_text)
+        elif spec.metadata["repeats"]:
+            name = _metavar(spec.name, str)
+            place.add_argument(
+                flag,
+                action="append",
+                type=_reader(str, spec.metadata["may_be_empty"]),
+                default=argparse.SUPPRESS,
+                metavar=name,
+                help=help_text,
+            )
         else:
             default = "auto" if spec.default is None else spec.default
             may_be_empty = spec.metadata["may_be_empty"]
@@ -544,4 +561,10 @@ def _metavar(name: str, kind: Any) -> str:
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
     """The dataclass from parsed flags; other flags of the parser are ignored."""
     names = {spec.name for spec in dataclasses.fields(config)}
-    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return config(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
+    )

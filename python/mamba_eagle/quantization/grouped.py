@@ -1,0 +1,139 @@
+"""Matrices of four or eight bits with one scale per group of neighbouring columns, and perhaps a
+minimum: what a CPU multiplies, what ``--quantization int8`` and ``int4`` make, and what GGUF's
+Q8_0, Q4_0 and Q4_K hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.quantization.four_bit import pack
+from mamba_eagle.quantization.matrix import Matrix
+
+MIDDLE = 8  # the code of zero in four bits, where there is no minimum
+
+
+@dataclass(frozen=True)
+class GroupedMatrix(Matrix):
+    """``scale * number``, or ``scale * code + minimum`` where there is a minimum.
+
+    Eight bits: the number, and the code, is an int8. Four bits: a code is 0 to 15 and its number is
+    ``code - 8``; byte j of a row holds column 2j in its low bits and 2j + 1 in its high ones.
+    """
+
+    codes: Tensor  # [..., out, in] int8; or [..., out, in / 2] uint8, two of four bits each
+    scale: Tensor  # [..., out, in / group] float16 or float32
+    minimum: Tensor | None = None  # as scale
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if the parts do not fit each other."""
+        if self.codes.dtype not in (torch.int8, torch.uint8):
+            raise ValueError(f"codes are {self.codes.dtype}, and must be int8 or packed uint8")
+        rows = self.codes.shape[:-1]
+        for name, part in (("scale", self.scale), ("minimum", self.minimum)):
+            if part is None:
+                continue
+            if part.dtype not in (torch.float16, torch.float32):
+                raise ValueError(f"{name} is {part.dtype}, and must be float16 or float32")
+            fits = part.shape[:-1] == rows and part.shape == self.scale.shape
+            if not fits or self.shape[-1] % part.shape[-1]:
+                raise ValueError(
+                    f"{name} {list(part.shape)} does not fit a weight {list(self.shape)}"
+                )
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.codes.dtype == torch.int8 else 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+
+    @property
+    def group(self) -> int:
+        """Columns per scale."""
+        return self.shape[-1] // self.scale.shape[-1]
+
+    def dequantize(self) -> Tensor:
+        numbers = self.codes
+        if self.bits == 4:
+            numbers = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+        values = numbers.float().unflatten(-1, (-1, self.group))
+        if self.bits == 4 and self.minimum is None:
+            values -= MIDDLE
+        values *= self.scale.float()[..., None]
+        if self.minimum is not None:
+            values += self.minimum.float()[..., None]
+        return values.flatten(-2)
+
+    def times(self, factor: float | Tensor) -> GroupedMatrix:
+        """Scales become float32, so that nothing is rounded twice."""
+        if isinstance(factor, Tensor):
+            factor = factor.to(self.scale.device)
+        minimum = None if self.minimum is None else self.minimum.float() * factor
+        return replace(self, scale=self.scale.float() * factor, minimum=minimum)
+
+    def narrow(self, axis: int, start: int, length: int) -> GroupedMatrix:
+        if axis == -2:
+            parts = {name: part.narrow(-2, start, length) for name, part in self.tensors().items()}
+            return replace(self, **parts)
+        group = self.group
+        if start % group or length % group:
+            raise ValueError(
+                f"[{start}, {start + length}) of {self.shape[-1]} cuts a group of {group} columns "
+                "that share a scale"
+            )
+        parts = {}
+        for name, part in self.tensors().items():
+            size = self.shape[-1] // part.shape[-1]  # columns per number of this tensor
+            parts[name] = part.narrow(-1, start // size, length // size)
+        return replace(self, **parts)
+
+    @classmethod
+    def join(cls, parts: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
+        first = parts[0]
+        alike = all(
+            part.bits == first.bits
+            and part.group == first.group
+            and (part.minimum is None) == (first.minimum is None)
+            for part in parts
+        )
+        if not alike:
+            return None
+        minima = [part.minimum for part in parts if part.minimum is not None]
+        return cls(
+            torch.cat([part.codes for part in parts], dim=-2),
+            torch.cat([part.scale for part in parts], dim=-2),  # promotes mixed dtypes to float32
+            torch.cat(minima, dim=-2) if minima else None,
+        )
+
+
+def int8_groups(weight: Tensor, group: int = 32) -> GroupedMatrix:
+    """A weight [..., out, in] as eight bits: the largest number of a group becomes ±127."""
+    values = weight.float().unflatten(-1, (-1, group))
+    scale = (values.abs().amax(-1) / 127).half()
+    numbers = (values / _divisor(scale)).round().clamp_(-127, 127)
+    return GroupedMatrix(numbers.to(torch.int8).flatten(-2), scale)
+
+
+def int4_groups(weight: Tensor, group: int = 32) -> GroupedMatrix:
+    """A weight [..., out, in] as four bits with a minimum: a group's range in 15 steps."""
+    values = weight.float().unflatten(-1, (-1, group))
+    minimum = values.amin(-1).half()
+    scale = ((values.amax(-1) - minimum.float()) / 15).half()
+    codes = ((values - minimum.float()[..., None]) / _divisor(scale)).round().clamp_(0, 15)
+    return GroupedMatrix(pack_codes(codes.flatten(-2)), scale, minimum)
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """codes [..., out, in] of 0 to 15 -> [..., out, in / 2] uint8."""
+    return pack(codes.flatten(0, -2)).unflatten(0, codes.shape[:-1])
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """[..., groups] -> [..., groups, 1], nowhere zero."""
+    wide = scale.float()[..., None]
+    return torch.where(wide == 0, torch.ones_like(wide), wide)
