@@ -117,6 +117,22 @@ class EngineConfig:
         minimum=1,
         group="several processes",
     )
+    pp_size: int = setting(
+        1,
+        "pipeline parallelism: number of stages that each hold some of the layers; each stage has "
+        "--tp-size processes",
+        minimum=1,
+    )
+    pp_layers: str = setting(
+        "",
+        "how many layers each of these stages holds, as in 30,26; default: equal bytes",
+    )
+    nnodes: int = setting(
+        1,
+        "number of machines that these processes are spread over, as many on each; run the same "
+        "command on all of them, with --node-rank",
+        minimum=1,
+    )
     check_ranks: int = setting(
         0,
         "compare the state of these processes every so many steps, and end at the first "
@@ -249,6 +265,33 @@ class EngineConfig:
     )
     log_format: str = setting("text", "text, or one JSON object per line", ("text", "json"))
 
+    @property
+    def num_ranks(self) -> int:
+        """Runner processes, on all nodes together."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def answering_rank(self) -> int:
+        """The one that sends results: the first of the last stage, where tokens are sampled."""
+        return (self.pp_size - 1) * self.tp_size
+
+    @property
+    def stage_layers(self) -> list[int]:
+        """The numbers in --pp-layers; []: none are given. Raises: ValueError."""
+        return [int(part) for part in self.pp_layers.split(",")] if self.pp_layers else []
+
+    def _stage_problems(self) -> list[str]:
+        given = f"--pp-layers {self.pp_layers:.200}"
+        try:
+            counts = self.stage_layers
+        except ValueError:
+            return [f"{given}: must be numbers with commas between, as in 30,26"]
+        if counts and len(counts) != self.pp_size:
+            return [
+                f"{given}: {len(counts)} numbers for --pp-size {self.pp_size}; give one per stage"
+            ]
+        return [f"{given}: each stage needs 1 layer or more"] if min(counts, default=1) < 1 else []
+
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
         wrong = [
@@ -263,6 +306,12 @@ class EngineConfig:
             read_events_config(self.kv_events_config)
         except ValueError as error:
             wrong += str(error).splitlines()
+        if self.nnodes > 1 and self.num_ranks % self.nnodes:
+            wrong.append(
+                f"--nnodes {self.nnodes}: {self.num_ranks} processes cannot be spread evenly over "
+                f"{self.nnodes} machines; choose --tp-size and --pp-size so that it divides their "
+                "product"
+            )
         if self.max_journals < -1:
             wrong.append(
                 f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "
@@ -289,6 +338,7 @@ class EngineConfig:
                 f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
                 "--quantization fp8, or leave the flag out"
             )
+        wrong += self._stage_problems()
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()
@@ -318,6 +368,11 @@ class EngineConfig:
         return []
 
     @property
+    def ranks_per_node(self) -> int:
+        """Node k has the ranks from k times this number on."""
+        return self.num_ranks // self.nnodes
+
+    @property
     def num_journals(self) -> int | None:
         """None: to be derived from the number of state slots."""
         if self.disable_radix_cache:
@@ -345,7 +400,27 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig(EngineConfig):
-    """The engine's settings and those of the HTTP side."""
+    """The engine's settings, those of the HTTP side, and how nodes find each other."""
+
+    node_rank: int = setting(
+        0, "which of --nnodes machines this is; 0 has the HTTP side", minimum=0, group="nodes"
+    )
+    dist_init_addr: str = setting(
+        "",
+        "with --nnodes: HOST:PORT of node 0, the same on all nodes; it listens there, at the next "
+        "two ports, and at one more for each process of another node",
+        may_be_empty=False,
+    )
+    dist_timeout: int = setting(
+        300, "seconds in which all nodes must have joined node 0", minimum=1
+    )
+    cluster_key: str = setting(
+        "",
+        "secret that all nodes share, 16 characters or more; the list of processes shows it: "
+        "prefer --cluster-key-file, or the variable MAMBA_EAGLE_CLUSTER_KEY",
+        may_be_empty=False,
+    )
+    cluster_key_file: str = setting("", "file with that secret", may_be_empty=False)
 
     host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
@@ -484,6 +559,13 @@ class ServerConfig(EngineConfig):
         if self.max_body_size > MAX_BODY_SIZE:
             wrong.append(f"--max-body-size {self.max_body_size}: must be {MAX_BODY_SIZE} or less")
         return wrong
+
+
+def engine_part(config: EngineConfig) -> EngineConfig:
+    """The settings that scheduler and runner need, and no others."""
+    return EngineConfig(
+        **{spec.name: getattr(config, spec.name) for spec in dataclasses.fields(EngineConfig)}
+    )
 
 
 # ── the command line ──

@@ -7,9 +7,10 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "google-chrome-stable")
@@ -49,10 +50,18 @@ def browser() -> Iterator[Browser]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(programs[1]))
+    folder = driver.capabilities["chrome"]["userDataDir"]  # no other browser has it
     try:
         yield Browser(driver)
     finally:
         driver.quit()
+        # Debian's chromium-headless-shell is a script: its driver ends the shell that runs it, and
+        # the browser would stay.
+        for process in psutil.process_iter(["cmdline"]):
+            if f"--user-data-dir={folder}" in (process.info["cmdline"] or []):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Browser:

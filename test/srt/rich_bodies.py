@@ -265,6 +265,7 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/tokenize", {"prompt": ["a", "b"], "add_special_tokens": True}),
     ("/detokenize", {"tokens": [[5, 6], [7]], "skip_special_tokens": True}),
+    ("/start_profile", {"num_steps": 3}),
     ("/abort_request", {"rid": "nobody", "abort_all": False}),
 ]
 # What stands in these is a template's business, or a schema's, which has tests of its own.

@@ -75,9 +75,12 @@ def load_weights(
     wrong = []
     contents = checkpoint.contents
     parts: dict[str, Part] = {}
+    places = None if split is None else split.places(model)
     for name in contents:
         if (target := place_of(described, name)) is not None:
             part = part_of(target, {} if split is None else split.cuts)
+            if part is not None and places is not None:
+                part = part.held_as(places)
             if part is not None:
                 parts[name] = part._replace(packed=name in checkpoint.packed)
     total = sum(contents[name].nbytes for name in parts)
@@ -230,6 +233,11 @@ class Part(NamedTuple):
     cut: Cut | None  # None: all of it
     packed: bool = False  # a matrix of few bits: cut once it is read, with its scales
 
+    def held_as(self, places: dict[str, str]) -> Part | None:
+        """Under the name that its place has in a pipeline stage's model; None if it has none."""
+        name = places.get(self.target.name)
+        return None if name is None else self._replace(target=replace(self.target, name=name))
+
 
 def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
     """None if the rank needs nothing of it: an expert that another one holds."""
@@ -367,17 +375,22 @@ def random_weights(
     the weights that the whole model would get."""
     rooms = rooms or Rooms(model)
     cuts = {} if split is None else split.cuts
-    whole = dict((model if split is None else split.whole).named_parameters())
+    own = dict(model.named_parameters())
+    whole = own if split is None else dict(split.whole.named_parameters())
+    places = {name: name for name in own} if split is None else split.places(model)
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            device = rooms.device_of(parameter)
+        for name, like in whole.items():
+            held = places.get(name)  # None: another stage's, drawn all the same
+            device = rooms.device if held is None else rooms.device_of(own[held])
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            value = random_weight(name, whole[name], generators[device])
+            value = random_weight(name, like, generators[device])
+            if held is None:
+                continue
             if name in cuts and value.dim():
                 value = cuts[name].of(value)
-            rooms.put(Target(name), value)
+            rooms.put(Target(held), value)
     rooms.finish()
 
 

@@ -18,6 +18,7 @@ from mamba_eagle.limits import (
     MAX_PENALTY,
     MAX_PIN_SECONDS,
     MAX_PRIORITY,
+    MAX_PROFILED_STEPS,
     MAX_REPETITION_PENALTY,
     MAX_RID_LENGTH,
     MAX_SAMPLES,
@@ -180,6 +181,7 @@ OPENAI: Schema = {
         continuous_usage_stats=flag("each chunk has its choice's usage so far"),
     ),
     "return_meta_info": flag("each choice has /generate's meta_info"),
+    "return_spec_trace": flag("the tree of each step"),
     "min_tokens": integer("no end before", minimum=0),
     "response_format": RESPONSE_FORMAT,
     **SAMPLING,
@@ -404,6 +406,10 @@ DETOKENIZE = fields_of(
     needs=("tokens",),
     tokens=one_of("token ids, or a list of such", IDS, {**IDS, "items": IDS}),
     skip_special_tokens=flag("leave special tokens out of the text", True),
+)
+START_PROFILE = fields_of(
+    "how much is recorded",
+    num_steps=integer("steps of the runner", minimum=1, maximum=MAX_PROFILED_STEPS, default=20),
 )
 ABORT = fields_of(
     "rid or abort_all",

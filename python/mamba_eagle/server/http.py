@@ -29,6 +29,7 @@ from mamba_eagle.server import (
     openai,
     openapi,
     page_files,
+    profile_route,
     responses,
     score,
     tokens,
@@ -97,15 +98,8 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
     rooms = (
-        generate,
-        openai,
-        responses,
-        anthropic,
-        score,
-        tokens,
-        cache_route,
-        openapi,
-        page_files,
+        *(generate, openai, responses, anthropic, score),
+        *(tokens, cache_route, profile_route, openapi, page_files),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
@@ -226,6 +220,7 @@ async def server_info(request: Request) -> Response:
     engine = state.manager.engine
     arguments = dataclasses.asdict(state.config)
     arguments["api_key"] = "***" if state.api_keys else ""
+    arguments["cluster_key"] = "***" if state.config.cluster_key else ""
     arguments["admin_api_key"] = "***" if state.config.admin_api_key else ""
     scheduler = await _scheduler_state(state)
     averages = {

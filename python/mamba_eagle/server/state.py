@@ -47,6 +47,9 @@ class ServerState:
         self.api_keys = api_keys(self.config)
         self.recorder.tokenizer = self.manager.tokenizer
         self.recorder.simulates(self.config.simulate_acc_len)
+        config = self.config
+        pp_size = config.num_ranks // config.tp_size
+        self.recorder.split({"tp": config.tp_size, "pp": pp_size, "nodes": config.nnodes})
         self.bodies = Bodies(self.config.max_body_size * 2**20)
 
     @property

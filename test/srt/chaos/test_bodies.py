@@ -199,7 +199,8 @@ def test_one_wrong_value_is_refused_by_name(server: RunningServer) -> None:
 
 def test_random_bodies_never_fail(server: RunningServer) -> None:
     rng = random.Random(SEED)
-    paths = sorted({path for path, _ in RIGHT} | set(QUERIES))
+    # A profile that begins leaves a file.
+    paths = sorted({path for path, _ in RIGHT} - {"/start_profile"} | set(QUERIES))
     cases = [random_case(rng, path) for path in paths for _ in range(PER_ROUTE)]
     problems = send_all(server, cases)
     assert not problems, "\n".join(problems[:10])

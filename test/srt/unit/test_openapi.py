@@ -36,6 +36,7 @@ IDLE = {
     ("/generate", "sampling_params.response_format.type"),
     ("/v1/completions", "max_completion_tokens"),
 }
+ALIASES = {"/v1/tokenize", "/v1/detokenize"}
 Reads = dict[str, set[str]]  # paths, and the kinds as which they were read
 
 
@@ -132,11 +133,16 @@ async def refused(server: Harness, path: str, body: dict[str, Any], name: str) -
 
 def test_the_fields_of_each_route_are_those_that_its_parser_reads() -> None:
     async def test() -> None:
-        settings = {"schedule_policy": "priority", "max_running_requests": 8}
+        settings = {
+            "admin_api_key": "operator",
+            "schedule_policy": "priority",
+            "max_running_requests": 8,
+        }
         async with chatting(ends(HERMES), **settings) as server:
+            server.client.headers["x-api-key"] = "operator"
             models = (await document(server))["components"]["schemas"]
             bodies = [(path, right) for path, right in RIGHT if path in BODIES]
-            assert {path for path, _ in bodies} == set(BODIES) - {"/v1/tokenize", "/v1/detokenize"}
+            assert {path for path, _ in bodies} == set(BODIES) - ALIASES
             reads: dict[str, Reads] = defaultdict(lambda: defaultdict(set))
             for path, right in bodies:
                 right = {name: value for name, value in right.items() if name != "thinking_budget"}
@@ -182,7 +188,7 @@ def test_the_description_is_whole_and_right_bodies_fit_it() -> None:
                 for route in server.app.state.routes
                 if "POST" in route.methods
             }
-            assert served - set(BODIES) == {"/flush_cache"}  # which takes no body
+            assert served - set(BODIES) == {"/flush_cache", "/stop_profile"}  # no bodies
             for path, right in RIGHT:
                 body = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]
                 schema = {**body["schema"], "components": made["components"]}
@@ -197,6 +203,7 @@ def test_the_page_asks_this_server_alone() -> None:
         async with chatting(ends("x"), api_key="secret") as server:
             page = await server.client.get("/docs")
             assert page.headers["content-type"].startswith("text/html")
+            assert "default-src 'none'" in page.headers["content-security-policy"]
             assert "http:" not in page.text and "https:" not in page.text
             assert "innerHTML" not in page.text and "/openapi.json" in page.text
 

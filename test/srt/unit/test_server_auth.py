@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from server_harness import run, says, serving
 from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.config_file import with_config_file
 from mamba_eagle.launch_server import main
+from mamba_eagle.message import Profile
 from mamba_eagle.server.auth import KEY_VARIABLE, api_keys
 
 KEY = "schlüssel-1"
@@ -81,7 +83,10 @@ ADMIN: list[tuple[str, str, Any]] = [
     ("GET", "/flush_cache", None),
     ("POST", "/abort_request", {"abort_all": True}),
     ("GET", "/cache?text=1", None),
+    ("POST", "/start_profile", {"num_steps": 5}),
+    ("POST", "/stop_profile", None),
 ]
+ALWAYS = ("/cache?text=1", "/start_profile", "/stop_profile")  # by no other key
 
 
 def test_what_changes_the_server_for_all_takes_the_admin_key() -> None:
@@ -106,7 +111,7 @@ def test_what_changes_the_server_for_all_takes_the_admin_key() -> None:
         async with serving(says("x")) as server:  # nobody was set apart
             for method, path, body in ADMIN:
                 reply = await server.client.request(method, path, json=body)
-                assert reply.status_code == (403 if "text=1" in path else 200), reply.text
+                assert reply.status_code == (403 if path in ALWAYS else 200), reply.text
 
     run(test())
 
@@ -142,5 +147,30 @@ def test_no_key_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
                 reply = await server.client.get("/server_info", headers={"x-api-key": key})
                 assert reply.status_code == 200 and "hidden-in" not in reply.text
                 assert reply.json()["api_key"] == "***"
+
+    run(test())
+
+
+def test_a_profile_is_asked_for_by_the_operator() -> None:
+    async def test() -> None:
+        async with serving(says("x"), admin_api_key="operator") as server:
+            server.client.headers["x-api-key"] = "operator"
+            reply = await server.post("/stop_profile")
+            assert reply.status_code == 400 and "nothing is being recorded" in reply.text
+            for body, part in (
+                ({"num_steps": 0}, "num_steps = 0"),
+                ({"num_steps": 201}, "200"),
+                ({"num_steps": "x"}, "integer"),
+                ({"output_dir": "/etc"}, "output_dir"),
+            ):
+                reply = await server.post("/start_profile", **body)
+                assert reply.status_code == 400 and part in reply.text
+            assert server.engine.of(Profile)[1:] == []
+            started = (await server.post("/start_profile", num_steps=5)).json()
+            (asked,) = server.engine.of(Profile)[1:]
+            assert asked.steps == 5 and started["path"] == asked.path
+            assert asked.path.startswith(tempfile.gettempdir())
+            ended = (await server.post("/stop_profile")).json()
+            assert ended["path"] == asked.path
 
     run(test())

@@ -10,6 +10,7 @@ along, and no object remembers which step it is in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -85,14 +86,20 @@ class DecodeStep:
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
     def draft(
-        self, slots: Tensor, kv_slots: Tensor, part: StepPart, noise: KeyedNoise | None
+        self,
+        slots: Tensor,
+        kv_slots: Tensor,
+        part: StepPart,
+        noise: KeyedNoise | None,
+        reshaped: Callable[[Tree], Tree] = lambda tree: tree,
     ) -> Tree:
-        """A tree of ``part.shape`` per request. noise: what else the target will sample with."""
+        """A tree of ``part.shape`` per request. noise: what else the target will sample with.
+        reshaped: what becomes of the drafter's trees before other ranks see them."""
         table = self.table
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
-        return self.chooser.agree(self.drafter.propose(slots, part, noise))
+        return self.chooser.agree(reshaped(self.drafter.propose(slots, part, noise)))
 
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
@@ -196,9 +203,14 @@ class EagerRun:
         steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
         if steers:
             noise = GrammarGuide(constraints, slots, noise, self.step.backend)
-        self.tree = self.step.draft(self.slots, self.kv_slots, self.part, noise)
+        inputs = (self.slots, self.kv_slots, self.part, noise)
+        depth = self.part.shape.depth
         if steers:
-            self.tree = constraints.reshape(slots, self.tree, self.part.shape.depth)
+            self.tree = self.step.draft(
+                *inputs, lambda tree: constraints.reshape(slots, tree, depth)
+            )
+        else:
+            self.tree = self.step.draft(*inputs)
         return self.tree
 
     def verify(self) -> Verified:

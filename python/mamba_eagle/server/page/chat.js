@@ -2,7 +2,7 @@
 
 import {Stream} from "./api.js";
 import {Output, facts} from "./output.js";
-import {chatOnly, sampling, systemMessage, wantsTrees} from "./settings.js";
+import {chatOnly, sampling, systemMessage, wantsAlternatives, wantsTrees} from "./settings.js";
 import {make} from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -40,6 +40,7 @@ export function start() {
     ...sampling(),
     ...chatOnly(),
     return_spec_trace: wantsTrees(),
+    ...(wantsAlternatives() && {logprobs: true, top_logprobs: 5}),
     stream_options: {include_usage: true},
   });
   for (const message of said) add(message, bubble(message.role, message.content || "(empty)"));
@@ -104,6 +105,7 @@ class Reply {
     const [choice] = chunk.choices;
     if (!choice) return;
     this.output.addSteps(choice.spec_trace ?? []);
+    this.output.addBest((choice.logprobs?.content ?? []).map((at) => at.top_logprobs.map(({token, logprob}) => ({text: token, logprob}))));
     for (const field of ["reasoning_content", "content"]) {
       if (choice.delta[field]) this.output.addText(this.#place(field), choice.delta[field]);
     }

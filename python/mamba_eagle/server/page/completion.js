@@ -2,7 +2,7 @@
 
 import {Stream} from "./api.js";
 import {Output, facts} from "./output.js";
-import {sampling, wantsTrees} from "./settings.js";
+import {sampling, wantsAlternatives, wantsTrees} from "./settings.js";
 import {make} from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
@@ -13,6 +13,9 @@ export function start() {
     text: $("prompt").value,
     sampling_params: {...params, max_new_tokens: max_tokens, sampling_seed: seed},
     return_spec_trace: wantsTrees(),
+    return_logprob: wantsAlternatives(),
+    top_logprobs_num: wantsAlternatives() ? 5 : 0,
+    return_text_in_logprobs: true,
     incremental: true,
   });
 }
@@ -29,6 +32,7 @@ export async function run(stream, clock) {
       meta = reply.meta_info;
       clock.take(meta.completion_tokens);
       output.addSteps(meta.spec_trace ?? []);
+      output.addBest((meta.output_top_logprobs ?? []).map((best) => best.map(([logprob, , name]) => ({text: name, logprob}))));
       output.addText(text, reply.text);
       note.textContent = told("running");
     }

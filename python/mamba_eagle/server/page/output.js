@@ -7,6 +7,8 @@ import {make, rootOf, tokensOf, visible} from "./tree.js";
 
 export class Output {
   steps = [];
+  #best = []; // by token, in the order of the output: its likeliest alternatives, itself included
+  #count = 0; // tokens so far
   #spans = [];
   #tokens = new Map(); // by span
   #last = null; // id of the last token
@@ -30,12 +32,25 @@ export class Output {
     for (const step of steps) {
       // Before the first step, and where a request was sent back to the queue, the prompt's own
       // pass makes a token.
-      if (this.#last !== step.tokens[0]) this.aligner.addTokens([rootOf(step)]);
+      if (this.#last !== step.tokens[0]) this.#add([rootOf(step)]);
       this.#last = step.bonus;
       this.steps.push(step);
       const number = this.steps.length;
-      this.aligner.addTokens(tokensOf(step).map((token) => ({...token, number})));
+      this.#add(tokensOf(step).map((token) => ({...token, number})));
     }
+  }
+
+  #add(tokens) {
+    this.aligner.addTokens(tokens.map((token) => ({...token, index: this.#count++})));
+  }
+
+  // What the model found likeliest at each of the next tokens: lists of {text, logprob}.
+  addBest(lists) {
+    this.#best.push(...lists);
+  }
+
+  bestAt(token) {
+    return this.#best[token.index] ?? [];
   }
 
   addText(place, text) {

@@ -29,6 +29,7 @@ export function sampling() {
 }
 
 export const wantsTrees = () => field("trees").checked;
+export const wantsAlternatives = () => wantsTrees() && field("alternatives").checked;
 export const systemMessage = () => field("system").value.trim();
 
 export function chatOnly() {

@@ -1,7 +1,7 @@
 // The panel beside the text: the step of the token that is pointed at.
 
 import {server} from "./live.js";
-import {alternatives, drawTree, make} from "./tree.js";
+import {alternatives, drawTree, make, percent, visible} from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const walk = document.querySelector("#steps .walk");
@@ -23,12 +23,30 @@ function plainly() {
   return "The server measures which tree is the fastest; here it was none. With --no-speculative-adaptive it drafts one in each step.";
 }
 
+// What the model itself found likeliest at a token.
+function best(output, token) {
+  const rows = output.bestAt(token);
+  if (!rows.length) return "";
+  const list = make("ul", "best");
+  list.append(make("li", "caption", "What the model found likeliest here"));
+  for (const {text, logprob} of rows) {
+    const chance = Math.exp(logprob ?? -Infinity);
+    const row = make("li", text === token.text ? "taken" : "");
+    const bar = make("span", "bar");
+    bar.style.width = `${Math.round(100 * chance)}%`;
+    row.append(make("span", "text", visible(text)), make("span", "track"), make("span", "chance", percent(chance)));
+    row.children[1].append(bar);
+    list.append(row);
+  }
+  return list;
+}
+
 // held: the token was chosen, and is not only the newest.
 export function showToken(output, token, held) {
   $("steps").classList.toggle("held", held);
   if (!token.step) {
     shown = {output, step: null};
-    $("step").replaceChildren(make("p", "", "This token was made with the prompt, before the first step."));
+    $("step").replaceChildren(make("p", "", "This token was made with the prompt, before the first step."), best(output, token));
     walk.hidden = !output.steps.length;
     legend.hidden = true;
     return;
@@ -44,6 +62,7 @@ export function showToken(output, token, held) {
   tree.scrollLeft = chosen.offsetLeft - tree.clientWidth / 2;
   const also = step.tokens.length > 1 ? alternatives(step, node) : plainly();
   if (also) $("step").append(make("p", "also", also));
+  $("step").append(best(output, token));
   $("step").dataset.step = number;
   walk.hidden = legend.hidden = false;
   legend.querySelector(".refused").hidden = !step.refused?.length;

@@ -164,7 +164,7 @@ export function alternatives(step, selected) {
   others.sort((a, b) => b.chance - a.chance);
   const parts = [];
   if (own.chance !== null) parts.push(`The drafter was ${percent(own.chance)} sure of “${visible(own.text)}”.`);
-  else if (others.length) parts.push(`The drafter did not think of “${visible(own.text)}”.`);
+  else if (others.length) parts.push(`The drafter did not draft “${visible(own.text)}”.`);
   else parts.push(`Nothing was drafted here: “${visible(own.text)}” is what the model adds to every step.`);
   if (others.length) parts.push(`It drafted ${own.chance === null ? "" : "also "}${others.map(quoted).join(", ")}.`);
   return parts.join(" ");
