@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,19 +19,21 @@ from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
+from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
 from mamba_eagle.kernels.token_mask import cpu as token_mask
-from mamba_eagle.kernels.top_log_probs.cpu import best
+from mamba_eagle.kernels.top_log_probs import cpu as cpu_top
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
@@ -41,8 +43,8 @@ from mamba_eagle.tree.tree import Tree
 
 
 class CpuBackend(TorchBackend):
-    """torch processes prompts, the recurrence if states are not float32, and attention if the KV
-    cache is not."""
+    """torch processes the attention of prompts, the recurrence if states are not float32, and all
+    attention if the KV cache is not."""
 
     name = "cpu"
 
@@ -94,17 +96,26 @@ class CpuBackend(TorchBackend):
         kind = CpuJournals if mixers and pool.ssm.dtype == torch.float32 else SavedJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
 
+    def prefill_context(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        kv: KVPool,
+        slot_table: Tensor,
+        mamba: Mamba2Config | None,
+    ) -> PrefillContext:
+        if mamba is None or pool.ssm.dtype != torch.float32:
+            return super().prefill_context(parts, pool, kv, slot_table, mamba)
+        return CpuPrefillContext(parts, pool, self.prompt_attention(kv, slot_table, parts))
+
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)
 
     def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
-        return self.top_of(logits.log_softmax(-1), k)
+        return _top(cpu_top.top_log_probs, logits.float(), k)
 
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
-        shape = (log_probs.shape[0], k)
-        top = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
-        best(log_probs.contiguous().numpy(), *(part.numpy() for part in top))
-        return top
+        return _top(cpu_top.best, log_probs, k)
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
@@ -127,3 +138,10 @@ class CpuBackend(TorchBackend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return CpuPendingEntries(table, size)
+
+
+def _top(kernel: Callable[..., None], rows: Tensor, k: int) -> TopTokens:
+    shape = (rows.shape[0], k)
+    top = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+    kernel(rows.contiguous().numpy(), *(part.numpy() for part in top))
+    return top

@@ -6,8 +6,8 @@ The buffers are torch tensors; numpy views of them are created once, since kerne
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,8 +29,6 @@ class CpuScheme(StateScheme):
     """The common part of both schemes: the buffers as arrays, and the kernel call per layer.
     Layouts are TreeLayouts of arrays."""
 
-    kernel: Callable[..., None]
-
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
@@ -49,8 +47,12 @@ class CpuScheme(StateScheme):
             cached = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
         y = torch.empty(xbc.shape[0], self.config.inner_size)
         inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
-        self.kernel(*inputs, layout, *cached, y.numpy())
+        self._run(*inputs, layout, *cached, y.numpy())
         return y
+
+    @abstractmethod
+    def _run(self, *arguments: Any) -> None:
+        """The layer's pass, with the arguments that its kernel takes."""
 
     @abstractmethod
     def _buffers(self, layer: int) -> Any:
@@ -61,7 +63,6 @@ class CpuDeferred(CpuScheme):
     """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone."""
 
     has_journal = True
-    kernel = staticmethod(cpu.deferred_verify)
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -161,6 +162,12 @@ class CpuDeferred(CpuScheme):
         )
         return layout
 
+    def _run(self, *arguments: Any) -> None:
+        xbc, _, nodes = arguments[:3]
+        c, length = self.config, int(nodes.journal_len.max(initial=0))
+        work = len(xbc) * c.inner_size * (c.state_size + length + nodes.rows.shape[1])
+        cpu.deferred_verify(work, *arguments)
+
     def _buffers(self, layer: int) -> cpu.Buffers:
         parts = (self.rows.conv_in[layer], *layer_rows(self.recurrence, layer))
         return cpu.Buffers(*(part.numpy() for part in (*parts, self.pool.ssm[layer])))
@@ -169,9 +176,10 @@ class CpuDeferred(CpuScheme):
         """Write the states after the first ``lengths`` [f] tokens of the journals to the state
         slots of the requests in ``slots`` [f], and empty the journals."""
         history, state_slots = self.rows.history, self._state_slot[slots]
+        work = int(lengths.sum()) * self.config.inner_size * self.config.state_size
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)
-            cpu.fold(slots, lengths, self._path, state_slots, history, buffers)
+            cpu.fold(work, slots, lengths, self._path, state_slots, history, buffers)
         last = self._path[slots, history + lengths - 1] - history
         self.pool.feature.numpy()[state_slots] = self.rows.feature.numpy()[slots, last]
         cpu.move_history(slots, lengths, self._path, history, self.rows.conv_in.numpy())
@@ -184,8 +192,6 @@ class CpuDeferred(CpuScheme):
 
 class CpuSnapshot(CpuScheme):
     """One full state per node. Node i uses row i, and between steps the journal is empty."""
-
-    kernel = staticmethod(cpu.snapshot_verify)
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -230,6 +236,9 @@ class CpuSnapshot(CpuScheme):
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.processed[slots]
 
+    def _run(self, *arguments: Any) -> None:
+        cpu.snapshot_verify(*arguments)
+
     def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
         own = (self.rows.conv_in, self.node_states, self.pool.ssm)
         return cpu.SnapshotBuffers(*(part[layer].numpy() for part in own))
@@ -239,8 +248,18 @@ class CpuSnapshot(CpuScheme):
         return self.rows.conv_in.nbytes + self.node_states.nbytes
 
 
+_weights: WeakKeyDictionary[Mamba2Mixer, cpu.LayerWeights] = WeakKeyDictionary()
+
+
 def layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
-    """A layer's weights in the form that the kernels take."""
+    """A layer's weights in the form that the kernels take; they must not change afterwards."""
+    found = _weights.get(layer)
+    if found is None:
+        found = _weights[layer] = _layer_weights(layer)
+    return found
+
+
+def _layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
     taps = layer.conv1d.weight.detach()[:, 0].t()  # [K, C]
     bias = layer.conv1d.bias
     last = taps.new_zeros(taps.shape[1]) if bias is None else bias.detach()
