@@ -339,7 +339,7 @@ def wrong_for(value: Any, rng: random.Random) -> Any:
     numbers: list[Any] = [a_number(rng), True]
     objects: list[Any] = [{a_text(rng)[:9]: a_value(rng)}, {"a": 1}]
     if isinstance(value, str):
-        return rng.choice([*numbers, False, *objects, [5], "\ud800" + a_text(rng)])
+        return rng.choice([*numbers, False, *objects, [5], "\ud800 " + a_text(rng)])
     if isinstance(value, bool):
         return rng.choice([a_number(rng), a_text(rng), *objects, [[True]]])
     if isinstance(value, (int, float)):

@@ -172,11 +172,13 @@ def _attention(file: GgufFile) -> dict[str, Any]:
     if not heads and _has(file, "attn_q.weight"):
         raise UnsupportedModel(f"{file.path}: {file.architecture}.attention.head_count is 0")
     count = heads.pop() if heads else 1
+    head_dim = file.get("attention.key_length", 0) or _size(file, "embedding_length") // count
+    if head_dim < 1:
+        raise UnsupportedModel(f"{file.path}: {count} attention heads are more than its channels")
     return {
         "num_attention_heads": count,
         "num_key_value_heads": kv_heads.pop() if kv_heads else count,
-        "head_dim": int(file.get("attention.key_length", 0))
-        or _size(file, "embedding_length") // count,
+        "head_dim": head_dim,
         "attention_bias": _has(file, "attn_q.bias"),
     }
 

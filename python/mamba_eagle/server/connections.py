@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.heads import protocol
 
 log = logging.getLogger("mamba_eagle.server")
 
@@ -56,7 +56,7 @@ class RareWarning:
             log.warning(message)
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+class Connection(protocol()):  # type: ignore[misc]
     """One client's connection. Subclassed by ``connection_class``."""
 
     limits: Limits

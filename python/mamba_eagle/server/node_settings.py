@@ -59,11 +59,7 @@ def node_problems(config: ServerConfig) -> list[str]:
             f"--node-rank {config.node_rank}: must be 0 to {config.nnodes - 1} with --nnodes "
             f"{config.nnodes}"
         )
-    for name in ("dist_init_addr", "cluster_key", "cluster_key_file"):
-        if config.nnodes == 1 and getattr(config, name):
-            flag = "--" + name.replace("_", "-")
-            problems.append(f"{flag}: is for several machines; add --nnodes, or leave it out")
-    if config.nnodes <= 1:
+    if config.nnodes <= 1:  # the others are of no use then, but scripts for any number give them
         return problems
     for check in (init_address, cluster_key):
         try:

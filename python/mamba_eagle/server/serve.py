@@ -24,6 +24,7 @@ from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.children import end_children
 from mamba_eagle.server.connections import LOG_SECONDS, Limits
+from mamba_eagle.server.event_loop import run
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.launch import SHUTTING_DOWN, Ending, Launch
 from mamba_eagle.server.lifetime import Gate
@@ -58,7 +59,7 @@ def launch(config: ServerConfig) -> int:
         return _report(_port_taken(config, error))
     socket_dir = new_socket_dir()
     try:
-        ending = asyncio.run(HttpLaunch(config, http_socket, socket_dir, given).run())
+        ending = run(HttpLaunch(config, http_socket, socket_dir, given).run())
     finally:
         http_socket.close()
         remove_socket_dir(socket_dir)

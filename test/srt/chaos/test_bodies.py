@@ -39,7 +39,7 @@ from rich_bodies import (
 from running_server import RunningServer
 
 CLIENTS = 8
-PER_ROUTE = 500 * SCALE if SCALE > 1 else 180  # random bodies
+PER_ROUTE = 500 * SCALE if SCALE > 1 else 120  # random bodies
 KEY = {"x-api-key": "operator"}
 FLAGS = ("--admin-api-key", KEY["x-api-key"], "--schedule-policy", "priority")
 SHORT = ("--context-length", "256")  # random bodies may ask for all that fits
@@ -171,7 +171,7 @@ def assert_unharmed(server: RunningServer) -> None:
     """It serves, nothing runs, every slot is free or cached, and nothing was logged in anger."""
     assert_serves(server)
     eventually(lambda: not running_requests(server), "all requests have ended")
-    with httpx.Client(base_url=server.base_url, timeout=PATIENCE) as client:
+    with httpx.Client(base_url=server.base_url, timeout=PATIENCE, headers=KEY) as client:
         assert client.post("/flush_cache?timeout=60").status_code == 200
         state = client.get("/server_info").json()["internal_states"][0]
     assert state["num_free_kv_slots"] == state["max_total_num_tokens"]

@@ -36,6 +36,7 @@ WAIT_MS = 20_000
 
 def test_good_settings_are_no_problem() -> None:
     assert node_problems(ServerConfig()) == node_problems(ServerConfig(**GOOD)) == []
+    assert node_problems(ServerConfig(**{**GOOD, "nnodes": 1})) == []
     config = ServerConfig(**GOOD, node_rank=1)
     assert node_problems(config) == [] and config.ranks_per_node == 2
     assert init_address(ServerConfig(**{**GOOD, "dist_init_addr": "[fd00::1]:5"})) == ("fd00::1", 5)
@@ -70,7 +71,7 @@ def test_names_that_mean_something_else_on_node_zero(monkeypatch) -> None:
         ({"cluster_key": ""}, "needs a secret that all nodes share: give --cluster-key-file"),
         ({"cluster_key": "short"}, "--cluster-key: the key has fewer than 16 characters"),
         ({"cluster_key": "", "cluster_key_file": "/none"}, "--cluster-key-file /none: No such"),
-        ({"nnodes": 1}, "--dist-init-addr: is for several machines; add --nnodes"),
+        ({"nnodes": 1, "node_rank": 1}, "--node-rank 1: must be 0 to 0 with --nnodes 1"),
     ],
 )
 def test_what_cannot_work_is_named(changes, problem, monkeypatch) -> None:

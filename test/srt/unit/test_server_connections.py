@@ -185,3 +185,47 @@ def test_running_out_of_descriptors_is_one_line() -> None:
         log = process.communicate()[1]
     assert len(log.splitlines()) == 1
     assert "no connection can be accepted" in log and "ulimit -n" in log
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
+ENDLESS = {
+    "a header": (HEAD + b"x: ", b"y" * 32_768),
+    "headers": (HEAD, b"x: y\r\n" * 5000),
+    "an address": (b"GET /", b"y" * 32_768),
+    "trailers": (
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
+        b"x: y\r\n" * 5000,
+    ),
+    "the head of the next request": (
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + HEAD,
+        b"x: y\r\n" * 5000,
+    ),
+}
+
+
+@pytest.mark.parametrize("beginning, more", ENDLESS.values(), ids=ENDLESS)
+def test_a_head_without_end_ends_its_connection(beginning: bytes, more: bytes) -> None:
+    """Whichever parser there is; no timer would end it so soon."""
+
+    async def test() -> None:
+        async with serving(LIMITS._replace(header_timeout=600, body_timeout=600)) as server:
+            reader, writer = await asyncio.open_connection(*server.listener.getsockname())
+            writer.write(beginning)
+            reading = asyncio.ensure_future(reader.read())
+            sent = 0
+            with contextlib.suppress(ConnectionError):
+                while sent < 64 * 2**20 and not reading.done():
+                    writer.write(more)
+                    sent += len(more)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            assert sent < 64 * 2**20
+            with contextlib.suppress(ConnectionError):
+                await reading
+            writer.close()
+            async with httpx.AsyncClient() as client:  # others are served
+                long = {"x": "y" * 10_000}
+                assert (await client.get(url(server), headers=long)).content == BODY
+                assert (await client.post(url(server), content=b"z" * 300_000)).content == BODY
+
+    asyncio.run(test())
