@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import statistics
@@ -52,7 +53,9 @@ class Replica(NamedTuple):
 def replicas(command: psutil.Process) -> list[Replica]:
     found = []
     for process in command.children(recursive=True):
-        words = process.cmdline()
+        words: list[str] = []
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            words = process.cmdline()
         if words and words[0].startswith(ACTOR):
             lines = [child.cmdline() for child in process.children(recursive=True)]
             ports = [line[line.index("--port") + 1] for line in lines if "--port" in line]
@@ -101,7 +104,7 @@ async def kill_under_load(url: str, command: psutil.Process) -> dict[str, Any]:
         "requests": len(served),
         "sent_after_the_kill": sum(one.begin > killed for one in failed),
         "open_at_the_kill": sum(one.begin <= killed < one.end for one in served),
-        "load_of_the_replica": load,
+        "on_the_replica": sum(rank["num_reqs"] for rank in load),
         "problems": sorted({one.problem for one in failed}),
     }
 
