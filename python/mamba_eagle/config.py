@@ -101,7 +101,10 @@ class EngineConfig:
         "keeps --dtype with fp8 and has 8 bits with int4",
     )
     cpu_threads: int | None = setting(
-        None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
+        None,
+        "threads that run the model on a CPU; auto: all cores but one of eight, at least one, and "
+        "32 at most",
+        minimum=1,
     )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1

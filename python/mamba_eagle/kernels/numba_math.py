@@ -1,8 +1,8 @@
 """What the fused CPU kernels share: compiler options, and float32 functions that vectorise.
 
-Numba compiles the ``cpu.py`` of each folder to machine code for a single thread and caches it on
-disk next to the source (``cache=True``). The kernels take float32 on a CPU; backend/choose.py
-decides where they are used.
+Numba compiles the ``cpu.py`` of each folder to machine code and caches it on disk next to the
+source (``cache=True``). Kernels run on one thread, unless they are ``threaded`` (threads.py). They
+take float32 on a CPU; backend/choose.py decides where they are used.
 
 Sums may be reordered so that they run in vector registers. NaN and infinity keep their meaning:
 ``nnan`` and ``ninf`` are not among the fast-math flags.
@@ -19,17 +19,20 @@ import numpy as np
 
 try:
     import numba
+    from numba import prange
 except ImportError:  # an optional accelerator: the torch path does the same work
-    numba = None
+    numba, prange = None, range
 
 _OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile; sums may be evaluated in any order."""
+def kernel(function: Callable[..., Any], parallel: bool = False) -> Callable[..., Any]:
+    """Compile; sums may be evaluated in any order. parallel: loops over ``prange`` use threads."""
     if numba is None:
         return function
-    return numba.njit(fastmath={"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS)(function)
+    return numba.njit(
+        fastmath={"reassoc", "contract", "arcp", "nsz"}, parallel=parallel, **_OPTIONS
+    )(function)
 
 
 def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
