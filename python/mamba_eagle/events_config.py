@@ -6,6 +6,7 @@ import msgspec
 
 from mamba_eagle.core import shown
 
+BLOCK = 16  # tokens of a block
 SCHEMES = ("tcp://", "ipc://", "inproc://")
 
 

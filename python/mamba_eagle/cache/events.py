@@ -24,8 +24,8 @@ import numpy as np
 
 from mamba_eagle.cache.base import CacheWatcher, Journal, Node
 from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.events_config import BLOCK
 
-BLOCK = 16  # tokens
 MEDIUM = "GPU"  # what routers expect of the fastest tier
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
+from mamba_eagle.limits import MAX_MESSAGES, MAX_MODEL_LENGTH, MAX_TOOLS
 from mamba_eagle.server.chat_body import ChatJob, render_chat
 from mamba_eagle.server.chat_translation import ChatBody, kind_of, parts_of, text_of, text_only
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
-from mamba_eagle.server.nested import Body, read
+from mamba_eagle.server.nested import Body, Text, read
 from mamba_eagle.server.openai_body import refuse_fields
 from mamba_eagle.server.state import ServerState
 
@@ -22,8 +22,8 @@ THINKING = ("enabled", "disabled", "adaptive")
 
 
 class ClientTool(Body):
-    name: str
-    description: str | None = None
+    name: Text
+    description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
 
@@ -43,6 +43,7 @@ def count_tokens(fields: Fields, state: ServerState) -> int:
     Raises: RequestError 400
     """
     state.prompts.need_tokenizer("/v1/messages/count_tokens")
+    fields.short_text("model", MAX_MODEL_LENGTH)
     body = _translated(fields, state)
     try:
         _, _, text = render_chat(Fields(body.values), state)
@@ -107,6 +108,8 @@ def _add_user(body: ChatBody, message: Fields, own: str) -> None:
     if not isinstance(message.raw("content"), list):
         body.add_message({"role": "user", "content": message.text("content")}, own)
         return
+    if not message.raw("content"):
+        raise message.wrong("content", "must be a string or a list of blocks, at least one")
     for block in parts_of(message, "content"):
         if kind_of(block, USER_BLOCKS) == "text":
             texts.append(text_of(block, TEXT))

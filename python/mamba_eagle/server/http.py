@@ -19,7 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mamba_eagle import __version__
+from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
+from mamba_eagle.events_config import BLOCK, read_events_config
 from mamba_eagle.message import StateReply
 from mamba_eagle.server import anthropic, cache_route, generate, openai, responses, tokens
 from mamba_eagle.server.auth import KeyAuth
@@ -230,8 +232,18 @@ async def server_info(request: Request) -> Response:
             "vocab_size": engine.vocab_size,
             "max_req_input_len": state.prompts.max_prompt,
             "dp_size": 1,
+            "kv_events": _kv_events(state.config),
         }
     )
+
+
+def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
+    """What a router needs to subscribe; None if nothing is published."""
+    events = read_events_config(config.kv_events_config)
+    if events is None:
+        return None
+    names = ("publisher", "endpoint", "replay_endpoint", "topic")
+    return {name: getattr(events, name) for name in names} | {"block_size": BLOCK}
 
 
 async def _scheduler_state(state: ServerState) -> StateReply:

@@ -9,17 +9,17 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_MESSAGES
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields, all_of, as_text
-from mamba_eagle.server.nested import Body, read
+from mamba_eagle.server.nested import Body, Text, read
 
 
 class CalledFunction(Body):
-    name: str
+    name: Text
     arguments: str | dict[str, Any] | None = None
 
 
 class Call(Body):
     type: Literal["function"] = "function"
-    id: str | None = None
+    id: Text | None = None
     function: CalledFunction
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from mamba_eagle.core import shown
 from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.fields import as_text
 
 REMEDIES = {
     "bool_type": "must be true or false",
@@ -20,6 +22,15 @@ REMEDIES = {
     "string_type": "must be a string",
     "string_unicode": "must be a string of valid Unicode",
 }
+
+
+def _whole(value: str) -> str:
+    if as_text(value) is None:
+        raise PydanticCustomError("string_unicode", "half of a surrogate pair")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_whole)]  # what tokenizers and replies can take
 
 
 class Body(BaseModel):

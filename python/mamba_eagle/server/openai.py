@@ -109,7 +109,9 @@ async def _stream(
         for piece in choice.pieces():
             begun = True
             chunk = {**head, "choices": [piece]}
-            if job.include_usage:
+            if job.continuous_usage:
+                chunk["usage"] = sample_usage(sample)
+            elif job.include_usage:
                 chunk["usage"] = None
             yield event(chunk)
     if job.include_usage:
@@ -132,9 +134,19 @@ def usage(live: LiveRequest) -> dict[str, Any]:
     cached = {id(sample.prompt): sample.last.cached_tokens for sample in reversed(live.samples)}
     prompt_tokens = sum(prompts.values())
     completion_tokens = sum(len(sample.output_ids) for sample in live.samples)
+    return _usage(prompt_tokens, completion_tokens, sum(cached.values()))
+
+
+def sample_usage(sample: Sample) -> dict[str, Any]:
+    """So far, of one choice: what the chunk that carries it is about, as vLLM and SGLang count."""
+    prompt_tokens = len(sample.prompt.token_ids)
+    return _usage(prompt_tokens, len(sample.output_ids), sample.last.cached_tokens)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

@@ -39,7 +39,8 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
     model: str
     prompts: list[PromptRequest]
     stream: bool
-    include_usage: bool
+    include_usage: bool  # a last chunk of a stream has the usage
+    continuous_usage: bool  # every chunk has the usage so far
     meta_info: bool  # each choice has /generate's meta_info; sglang's evaluations ask for it
     logprobs: int | None = None  # how many best ones beside the token's own; None: none at all
     echoes: list[str] = []  # completions with echo: the prompts' text, which comes first
@@ -113,6 +114,7 @@ def make_job(
         prompts=requests,
         stream=fields.flag("stream"),
         include_usage=options.flag("include_usage"),
+        continuous_usage=options.flag("continuous_usage_stats"),
         meta_info=fields.flag("return_meta_info"),
         logprobs=logprobs,
         echoes=echoes,

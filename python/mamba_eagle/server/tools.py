@@ -12,15 +12,15 @@ from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_TOOL_NAME, MAX_TOOLS
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
-from mamba_eagle.server.nested import Body, read
+from mamba_eagle.server.nested import Body, Text, read
 
 NAME = re.compile(rf"[\w.:/-]{{1,{MAX_TOOL_NAME}}}", re.ASCII)
 CHOICES = ("auto", "none", "required")
 
 
 class Function(Body):
-    name: str
-    description: str | None = None
+    name: Text
+    description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 

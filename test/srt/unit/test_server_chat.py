@@ -431,6 +431,18 @@ def test_an_old_transformers_refuses_only_tools(monkeypatch: pytest.MonkeyPatch)
     run(test())
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/responses", "/v1/messages", "/tokenize"])
+def test_what_a_template_raises_is_told_by_every_route(path: str) -> None:
+    async def test() -> None:
+        template = "{{ raise_exception('no ' ~ messages[0].role) }}"
+        async with chatting(ends("x"), chat_template=template) as server:
+            name = "input" if "responses" in path else "messages"
+            reply = await server.post(path, **{name: [USER], "max_tokens": 2})
+            assert reply.status_code == 400 and "no user" in reply.text
+
+    run(test())
+
+
 def test_a_looping_template_delays_nobody() -> None:
     loop = (
         "{% if loops %}{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}"

@@ -326,6 +326,19 @@ def test_engine_death_is_an_error_for_everyone() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("publisher", ["zmq", "null"])
+def test_routers_are_told_where_kv_events_are(publisher: str) -> None:
+    events = {"publisher": publisher, "endpoint": "tcp://127.0.0.1:5600", "topic": "kv"}
+
+    async def test() -> None:
+        async with serving(says("a"), kv_events_config=json.dumps(events)) as server:
+            told = (await server.client.get("/server_info")).json()["kv_events"]
+            replay = {"replay_endpoint": "tcp://127.0.0.1:5558", "block_size": 16}
+            assert told == (events | replay if publisher == "zmq" else None)
+
+    run(test())
+
+
 def test_engine_death_mid_stream_is_an_event() -> None:
     async def test() -> None:
         async with serving(says("x" * 60)) as server:
@@ -645,6 +658,35 @@ def test_completions() -> None:
                 mine = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == index]
                 assert "".join(choice["text"] for choice in mine) == "abc "
                 assert [c["finish_reason"] for c in mine if c["finish_reason"]] == ["stop"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_may_come_with_every_chunk(path: str) -> None:
+    async def test() -> None:
+        async with serving(says("abc")) as server:
+            body: dict[str, Any] = {"max_tokens": 3, "n": 2, "prompt": "hi"}
+            if "chat" in path:
+                body = {**body, "messages": [{"role": "user", "content": "hi"}]}
+            whole = (await server.post(path, **body)).json()["usage"]
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            *chunks, last = await server.events(path, **body, stream_options=options)
+            assert last["usage"] == whole and last["choices"] == []
+            ended = 0
+            for index in (0, 1):  # each chunk's is that of its choice
+                own = [c for c in chunks if c["choices"][0]["index"] == index]
+                counts = [chunk["usage"]["completion_tokens"] for chunk in own]
+                assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == 3
+                usage = own[-1]["usage"]
+                assert usage["total_tokens"] == usage["prompt_tokens"] + counts[-1]
+                assert usage["prompt_tokens"] == whole["prompt_tokens"]
+                ended += counts[-1]
+            assert ended == whole["completion_tokens"]
+            alone = await server.events(
+                path, **body, stream_options={"continuous_usage_stats": True}
+            )
+            assert alone[-1]["choices"] and all(chunk["usage"] for chunk in alone)
 
     run(test())
 
