@@ -41,7 +41,7 @@ class GroupedProduct(PackedProduct):
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)
         self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
-        grouped.product_of(self.weight).prepare()
+        grouped.prepare(self.weight)
 
     @property
     def nbytes(self) -> int:

@@ -326,18 +326,30 @@ PRODUCTS = {
 }
 
 
+def prepare(weight: Blocks) -> None:
+    """Compile what multiplies this weight, or load it from Numba's cache."""
+    product_of(weight).prepare()
+    rounded(torch.zeros(1, GROUP))
+
+
 def product_of(weight: Blocks) -> SpanKernel:
     wide = weight.scale.dtype == torch.float32
     return PRODUCTS[Form(weight.bits, wide, weight.minimum is not None)]
 
 
+def rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [n, in] -> numbers [n, in] int8, their scales and sums [n, in / 32], float32 and int32."""
+    n, groups = len(x), x.shape[1] // GROUP
+    numbers = torch.empty(n, x.shape[1], dtype=torch.int8)
+    scale, total = torch.empty(n, groups), torch.empty(n, groups, dtype=torch.int32)
+    round_rows(x.contiguous().numpy(), numbers.numpy(), scale.numpy(), total.numpy())
+    return numbers, scale, total
+
+
 def product(x: Tensor, weight: Blocks, outputs: int) -> Tensor:
     """y = x Wᵀ for x rounded to int8: x [n, in] float32 -> [n, outputs]."""
-    x = x.contiguous()
     n, groups, width = len(x), weight.inputs // GROUP, len(weight.codes) * LANES
-    numbers = torch.empty(n, weight.inputs, dtype=torch.int8)
-    scale, total = torch.empty(n, groups), torch.empty(n, groups, dtype=torch.int32)
-    round_rows(x.numpy(), numbers.numpy(), scale.numpy(), total.numpy())
+    numbers, scale, total = rounded(x)
     y = torch.empty(n, width)
     minimum = 0 if weight.minimum is None else weight.minimum.data_ptr()
     product_of(weight)(
