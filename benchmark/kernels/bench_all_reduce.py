@@ -19,8 +19,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
-from mamba_eagle.parallel.distributed import ProcessGroup
+from mamba_eagle.parallel.distributed import ProcessGroup, meet
 from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.meeting import FileMeeting
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.parallel.vocabulary import Columns
 
@@ -63,7 +64,8 @@ def measure(rank: int, args: argparse.Namespace, file: str) -> None:
     on_gpu = args.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     torch.set_num_threads(1)
-    group = ProcessGroup(Shard(rank, args.ranks), device, file)
+    meet(Shard(rank, args.ranks), device, FileMeeting(file))
+    group = ProcessGroup(Shard(rank, args.ranks), device)
     timed = graphed if on_gpu else called
     for rows in ROWS:
         microseconds, whole = timed(sums(group, rows, args.hidden))

@@ -38,6 +38,7 @@ def setting(
     minimum: int | None = None,
     group: str = "",
     may_be_empty: bool = True,
+    repeats: bool = False,
 ) -> Any:
     """A field that becomes a flag.
 
@@ -47,6 +48,7 @@ def setting(
         minimum: the smallest value that works.
         group: the heading in ``--help`` that begins with this setting.
         may_be_empty: whether a text on the command line may be "", as an unset variable gives.
+        repeats: whether the flag may be given several times; the value is a tuple then.
     """
     metadata = {
         "help": help,
@@ -54,6 +56,7 @@ def setting(
         "minimum": minimum,
         "group": group,
         "may_be_empty": may_be_empty,
+        "repeats": repeats,
     }
     return field(default=default, metadata=metadata)
 
@@ -68,11 +71,13 @@ class EngineConfig:
     """What the scheduler and the runner need to know."""
 
     model_path: str = setting(
-        "", "checkpoint folder or Hugging Face name (default: the embedded model)", group="model"
+        "",
+        "checkpoint folder, GGUF file or Hugging Face name (default: the embedded model)",
+        group="model",
     )
     revision: str = setting("", "branch, tag or commit, if --model-path is a Hugging Face name")
     tokenizer_path: str = setting(
-        "", "tokenizer folder or Hugging Face name (default: --model-path)"
+        "", "tokenizer folder, GGUF file or Hugging Face name (default: --model-path)"
     )
     load_format: str = setting(
         "auto",
@@ -115,6 +120,22 @@ class EngineConfig:
         "tensor parallelism: number of processes that each hold a part of the model, on a GPU each",
         minimum=1,
         group="several processes",
+    )
+    pp_size: int = setting(
+        1,
+        "pipeline parallelism: number of stages that each hold some of the layers; each stage has "
+        "--tp-size processes",
+        minimum=1,
+    )
+    pp_layers: str = setting(
+        "",
+        "how many layers each of these stages holds, as in 30,26; default: equal bytes",
+    )
+    nnodes: int = setting(
+        1,
+        "number of machines that these processes are spread over, as many on each; run the same "
+        "command on all of them, with --node-rank",
+        minimum=1,
     )
     check_ranks: int = setting(
         0,
@@ -248,6 +269,33 @@ class EngineConfig:
     )
     log_format: str = setting("text", "text, or one JSON object per line", ("text", "json"))
 
+    @property
+    def num_ranks(self) -> int:
+        """Runner processes, on all nodes together."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def answering_rank(self) -> int:
+        """The one that sends results: the first of the last stage, where tokens are sampled."""
+        return (self.pp_size - 1) * self.tp_size
+
+    @property
+    def stage_layers(self) -> list[int]:
+        """The numbers in --pp-layers; []: none are given. Raises: ValueError."""
+        return [int(part) for part in self.pp_layers.split(",")] if self.pp_layers else []
+
+    def _stage_problems(self) -> list[str]:
+        given = f"--pp-layers {self.pp_layers:.200}"
+        try:
+            counts = self.stage_layers
+        except ValueError:
+            return [f"{given}: must be numbers with commas between, as in 30,26"]
+        if counts and len(counts) != self.pp_size:
+            return [
+                f"{given}: {len(counts)} numbers for --pp-size {self.pp_size}; give one per stage"
+            ]
+        return [f"{given}: each stage needs 1 layer or more"] if min(counts, default=1) < 1 else []
+
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
         wrong = [
@@ -262,6 +310,12 @@ class EngineConfig:
             read_events_config(self.kv_events_config)
         except ValueError as error:
             wrong += str(error).splitlines()
+        if self.nnodes > 1 and self.num_ranks % self.nnodes:
+            wrong.append(
+                f"--nnodes {self.nnodes}: {self.num_ranks} processes cannot be spread evenly over "
+                f"{self.nnodes} machines; choose --tp-size and --pp-size so that it divides their "
+                "product"
+            )
         if self.max_journals < -1:
             wrong.append(
                 f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "
@@ -303,6 +357,7 @@ class EngineConfig:
                 )
                 if value not in wanted
             ]
+        wrong += self._stage_problems()
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()
@@ -332,6 +387,11 @@ class EngineConfig:
         return []
 
     @property
+    def ranks_per_node(self) -> int:
+        """Node k has the ranks from k times this number on."""
+        return self.num_ranks // self.nnodes
+
+    @property
     def num_journals(self) -> int | None:
         """None: to be derived from the number of state slots."""
         if self.disable_radix_cache:
@@ -359,7 +419,27 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig(EngineConfig):
-    """The engine's settings and those of the HTTP side."""
+    """The engine's settings, those of the HTTP side, and how nodes find each other."""
+
+    node_rank: int = setting(
+        0, "which of --nnodes machines this is; 0 has the HTTP side", minimum=0, group="nodes"
+    )
+    dist_init_addr: str = setting(
+        "",
+        "with --nnodes: HOST:PORT of node 0, the same on all nodes; it listens there, at the next "
+        "two ports, and at one more for each process of another node",
+        may_be_empty=False,
+    )
+    dist_timeout: int = setting(
+        300, "seconds in which all nodes must have joined node 0", minimum=1
+    )
+    cluster_key: str = setting(
+        "",
+        "secret that all nodes share, 16 characters or more; the list of processes shows it: "
+        "prefer --cluster-key-file, or the variable MAMBA_EAGLE_CLUSTER_KEY",
+        may_be_empty=False,
+    )
+    cluster_key_file: str = setting("", "file with that secret", may_be_empty=False)
 
     host: str = setting("127.0.0.1", "address to listen on", group="HTTP")
     port: int = setting(30000, "port to listen on")
@@ -373,20 +453,22 @@ class ServerConfig(EngineConfig):
         "", "private key in PEM, if it is not in --ssl-certfile", may_be_empty=False
     )
     served_model_name: str = setting("", "model name in replies (default: --model-path)")
-    api_key: str = setting(
-        "",
+    api_key: str | tuple[str, ...] = setting(
+        (),
         "key that clients must send, as 'Authorization: Bearer KEY' or 'x-api-key: KEY' (default: "
-        "none); the list of processes shows it: prefer --api-key-file, or the variable "
-        "MAMBA_EAGLE_API_KEY",
+        "none); may be given several times; the list of processes shows it: prefer "
+        "--api-key-file, or the variable MAMBA_EAGLE_API_KEY",
         may_be_empty=False,
+        repeats=True,
     )
     api_key_file: str = setting(
         "", "file of keys, one per line; clients must send any of them", may_be_empty=False
     )
     admin_api_key: str = setting(
         "",
-        "key of an operator, who may also see the text in GET /cache?text=1 (default: none, and "
-        "nobody may)",
+        "key of an operator, which is then needed for what changes the server for all: "
+        "/flush_cache and abort_all; and in any case to see texts in GET /cache?text=1 (default: "
+        "none)",
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
@@ -498,6 +580,13 @@ class ServerConfig(EngineConfig):
         return wrong
 
 
+def engine_part(config: EngineConfig) -> EngineConfig:
+    """The settings that scheduler and runner need, and no others."""
+    return EngineConfig(
+        **{spec.name: getattr(config, spec.name) for spec in dataclasses.fields(EngineConfig)}
+    )
+
+
 # ── the command line ──
 
 
@@ -515,6 +604,16 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             place.add_argument(flag, action=pair, default=True, help=help_text)
         elif kind is bool:
             place.add_argument(flag, action="store_true", help=help_text)
+        elif spec.metadata["repeats"]:
+            name = _metavar(spec.name, str)
+            place.add_argument(
+                flag,
+                action="append",
+                type=_reader(str, spec.metadata["may_be_empty"]),
+                default=argparse.SUPPRESS,
+                metavar=name,
+                help=help_text,
+            )
         else:
             default = "auto" if spec.default is None else spec.default
             may_be_empty = spec.metadata["may_be_empty"]
@@ -563,4 +662,10 @@ def _metavar(name: str, kind: Any) -> str:
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
     """The dataclass from parsed flags; other flags of the parser are ignored."""
     names = {spec.name for spec in dataclasses.fields(config)}
-    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return config(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
+    )

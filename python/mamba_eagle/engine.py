@@ -71,7 +71,10 @@ class Engine:
             config = ServerConfig(model_path=model_path, **known)
         except TypeError as error:
             raise ConfigError([str(error).replace("ServerConfig.__init__()", "Engine")]) from None
-        if problems := chat_problems(config):
+        problems = chat_problems(config)
+        if config.nnodes > 1:
+            problems.append("nnodes: is for a server; an Engine runs on one machine")
+        if problems:
             raise ConfigError(problems)
         self.config = resolve(config)
         self._ready: Future[_EngineLaunch] = Future()

@@ -1,12 +1,15 @@
-"""Checkpoint folders by their Hugging Face name."""
+"""Checkpoint folders and GGUF files, and both by their Hugging Face name."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
+GGUF = ".gguf"
+FILE_OF_NAME = re.compile(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 WEIGHTS = ["*.safetensors"]
 OTHER_LAYOUTS = ["consolidated*", "original/*"]  # second copies of the weights
@@ -16,9 +19,15 @@ class NotFound(ValueError):
     """There is no such folder and no such name; the text says what was tried."""
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether it is a GGUF file that is meant, by its name."""
+    return str(path).endswith(GGUF)
+
+
 def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Path:
-    """``path`` itself if it is a folder; else the folder of a ``user/name`` in the local cache,
-    where it is downloaded if need be.
+    """``path`` itself if it is a folder or a GGUF file; else the folder of a ``user/name`` in the
+    local cache, where it is downloaded if need be, as is the file of a ``user/name/FILE.gguf``. Of
+    a folder without config.json, its GGUF file.
 
     Args:
         revision: branch, tag or commit; empty: the default branch.
@@ -28,11 +37,20 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        described = ("config.json",) if weights else ("config.json", "tokenizer.json")
+        is_checkpoint = any((folder / name).is_file() for name in described)
+        return folder if is_checkpoint else _only_gguf(folder) or folder
+    if is_gguf(path) and folder.is_file():
         return folder
-    if path.startswith((".", "/", "~")) or not NAME.fullmatch(path):
-        raise NotFound("no such folder; give a checkpoint's folder or a Hugging Face name")
+    form = FILE_OF_NAME if is_gguf(path) else NAME
+    if path.startswith((".", "/", "~")) or not form.fullmatch(path):
+        missing = "file" if is_gguf(path) else "folder"
+        raise NotFound(
+            f"no such {missing}; give a checkpoint's folder, a GGUF file or a Hugging Face name"
+        )
+    if found := FILE_OF_NAME.fullmatch(path):
+        return _fetched(path, revision, lambda local: _gguf_of(found, revision, local))
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     def snapshot(local_files_only: bool) -> Path:
         return Path(
@@ -45,14 +63,34 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
             )
         )
 
+    def whole(local_files_only: bool) -> Path | None:
+        found = snapshot(local_files_only)
+        return found if not local_files_only or complete(found, weights) else None
+
+    got = _fetched(path, revision, whole)
+    if weights and not (got / "config.json").is_file():
+        raise NotFound(f"{path} has no config.json{_named_files(path, revision)}")
+    return got
+
+
+def _fetched(path: str, revision: str, get: Callable[[bool], Path | None]) -> Path:
+    """What ``get`` finds in the local cache, else what it fetches.
+
+    get: takes whether only local files may be used; None: it is not all there.
+
+    Raises: NotFound
+    """
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     try:
-        cached = snapshot(local_files_only=True)
-        if complete(cached, weights):
+        if cached := get(True):
             return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass  # not in the cache, or not all of it
     try:
-        return snapshot(local_files_only=False)
+        fetched = get(False)
+        assert fetched is not None
+        return fetched
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         where = path + (f", revision {revision}" if revision else "")
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -61,6 +99,42 @@ def checkpoint_folder(path: str, revision: str = "", weights: bool = True) -> Pa
             f"({reason}); download it where there is a network (hf download {path}) "
             "and give the folder, or set HF_TOKEN if it is gated"
         ) from None
+
+
+def _gguf_of(found: re.Match[str], revision: str, local_files_only: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    repository, name = found.groups()
+    return Path(
+        hf_hub_download(
+            repository, name, revision=revision or None, local_files_only=local_files_only
+        )
+    )
+
+
+def _named_files(path: str, revision: str) -> str:
+    """What to name instead, for a message: the GGUF files of a repository."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        files = HfApi().list_repo_files(path, revision=revision or None)
+    except (HfHubHTTPError, OSError, ValueError):
+        files = []
+    names = [f"{path}/{name}" for name in files if is_gguf(name)]
+    return f"; name one of its GGUF files: {', '.join(names)}" if names else ""
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder; None if there is none.
+
+    Raises: NotFound if there are several.
+    """
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise NotFound(f"there are several GGUF files in this folder; name one of them: {names}")
+    return files[0] if files else None
 
 
 def complete(folder: Path, weights: bool) -> bool:

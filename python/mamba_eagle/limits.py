@@ -38,6 +38,7 @@ MAX_MESSAGES = 4096
 MAX_SAMPLES = 1024  # n
 MAX_CACHE_SALT = 256  # characters of cache_salt
 MAX_PIN_SECONDS = 3600  # pin_seconds
+MAX_PROFILED_STEPS = 200  # num_steps of /start_profile
 MAX_CHECKPOINTS = 16  # positions of checkpoint
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 128  # characters

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+HYBRID = ("mamba", "attention")  # the mixers of a hybrid layer
+
 
 class UnsupportedModel(ValueError):
     """The checkpoint needs something that is not implemented; the text says what."""
@@ -20,6 +22,13 @@ class Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.end - self.begin
+
+
+class StagePart(NamedTuple):
+    """What one of several pipeline stages has of a model."""
+
+    layers: Span
+    embeds: bool  # whether it has the embedding
 
 
 class NormGroups(NamedTuple):
@@ -147,12 +156,35 @@ class ModelConfig:
     mlp_bias: bool = False
     moe: MoEConfig | None = None
     head_tokens: Span | None = None  # the rows of lm_head of this rank; None: all
+    stage: StagePart | None = None  # None: all layers. blocks are the whole model's in any case
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def held_layers(self) -> Span:
+        """The layers of this pipeline stage."""
+        return Span(0, len(self.blocks)) if self.stage is None else self.stage.layers
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether tokens are embedded here."""
+        return self.held_layers.begin == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether final norm and lm_head are here."""
+        return self.held_layers.end == len(self.blocks)
+
+    @property
     def num_mamba_layers(self) -> int:
-        return self.blocks.count("mamba") + self.blocks.count("hybrid")
+        """Of this stage, as all that pools are made for."""
+        return self.places_before(self.held_layers.end, "mamba")
 
     @property
     def num_attention_layers(self) -> int:
-        return self.blocks.count("attention") + self.blocks.count("hybrid")
+        return self.places_before(self.held_layers.end, "attention")
+
+    def places_before(self, layer: int, kind: str) -> int:
+        """How many of this stage's layers before ``layer`` have a mixer of this kind, which is
+        mamba, attention, mlp or moe: the place of that layer in the stage's pool."""
+        before = self.blocks[self.held_layers.begin : layer]
+        return before.count(kind) + (before.count("hybrid") if kind in HYBRID else 0)

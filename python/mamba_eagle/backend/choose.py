@@ -35,16 +35,24 @@ def resolve_device(name: str) -> torch.device:
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of a rank: on GPUs each has its own.
+    """The device of a rank on its node: on GPUs each has its own.
 
     Raises: ConfigError as ``resolve_device``, and if there are fewer GPUs than ranks.
     """
     device = resolve_device(config.device)
-    if device.type == "cpu" or config.tp_size == 1:
+    needed = config.ranks_per_node
+    if device.type == "cpu" or config.num_ranks == 1:
         return device
-    if (count := torch.cuda.device_count()) < config.tp_size:
-        raise ConfigError([f"--tp-size {config.tp_size}: torch sees {count} GPUs; set it to less"])
-    return torch.device("cuda", rank)
+    if (count := torch.cuda.device_count()) < needed:
+        asked = f"--tp-size {config.tp_size}"
+        if config.pp_size > 1:
+            asked += f" --pp-size {config.pp_size}"
+        if config.nnodes > 1:
+            asked += f" --nnodes {config.nnodes}"
+        raise ConfigError(
+            [f"{asked}: each machine needs {needed} GPUs, and torch sees {count}; set it to less"]
+        )
+    return torch.device("cuda", rank % needed)
 
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:

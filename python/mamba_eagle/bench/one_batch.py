@@ -25,6 +25,7 @@ from mamba_eagle.bench.report import (
     speed_of,
 )
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.runner.leader import LeadingRunner
@@ -212,7 +213,7 @@ def correctness_test(config: EngineConfig, texts: Sequence[str], max_new_tokens:
 
     Raises: ConfigError if the model cannot be loaded.
     """
-    tokenizer = Tokenizer.from_file(f"{config.tokenizer_path}/tokenizer.json")
+    tokenizer = Tokenizer.from_str(read_tokenizer(config.tokenizer_path))
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def generate(config: EngineConfig) -> Generation:

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mamba_eagle.constrain.grammar import Grammar
 from mamba_eagle.constrain.schema import blamed
+from mamba_eagle.hub import is_gguf
 
 # A grammar of reasonable size needs far less. Lexer fuel is spent at about 50,000 per millisecond
 # when a grammar is built, and 14,000 per millisecond when a mask is computed.
@@ -114,10 +115,20 @@ def _special_tokens(tokenizer: str) -> dict[str, int]:
 
 
 def read_tokenizer(folder: str) -> str:
-    """The tokenizer.json of a folder, with the tokens that tokenizer_config.json adds.
+    """The tokenizer.json of a folder, with the tokens that tokenizer_config.json adds; or what a
+    GGUF file has in its place.
 
     Raises: NoVocabulary
     """
+    if is_gguf(folder):
+        # Imported here: few checkpoints need its packages.
+        from mamba_eagle.gguf_files.file import open_gguf
+        from mamba_eagle.gguf_files.tokenizer import tokenizer_json as of_gguf
+
+        try:
+            return of_gguf(open_gguf(folder))
+        except (OSError, ValueError) as error:
+            raise NoVocabulary(str(error)) from None
     path = Path(folder, "tokenizer.json")
     if path.exists():
         try:

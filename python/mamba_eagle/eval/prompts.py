@@ -9,12 +9,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.eval import gsm8k
+from mamba_eagle.hub import is_gguf
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Of a resolved ``config``."""
-    return Tokenizer.from_file(str(Path(config.tokenizer_path) / "tokenizer.json"))
+    return Tokenizer.from_str(read_tokenizer(config.tokenizer_path))
 
 
 def problem_texts(count: int) -> list[str]:
@@ -31,8 +33,9 @@ def synthetic_prompts(
     Where there is a tokenizer: solved problems, then one that asks for a long answer, cut at the
     front. What the model writes next is an answer, the kind of text that drafters are trained for.
     """
-    tokenizer_file = Path(config.tokenizer_path) / "tokenizer.json"
-    if config.load_format == "dummy" or not tokenizer_file.is_file():
+    path = config.tokenizer_path
+    has_tokenizer = is_gguf(path) or Path(path, "tokenizer.json").is_file()
+    if config.load_format == "dummy" or not has_tokenizer:
         rng = random.Random(0)
         return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(batch_size)]
     tokenizer = load_tokenizer(config)

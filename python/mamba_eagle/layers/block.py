@@ -45,14 +45,11 @@ class Block(Layer):
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The layers of ``config.blocks``, each with its index among the layers of its kind."""
-    seen: dict[str, int] = {}
-    blocks = []
-    for kind in config.blocks:
-        index = seen.get(kind, 0)
-        seen[kind] = index + 1
-        blocks.append(Block(kind, config, index))
-    return nn.ModuleList(blocks)
+    """The layers of ``config.blocks``, each with its place among the layers of its kind."""
+    return nn.ModuleList(
+        Block(kind, config, config.places_before(layer, kind))
+        for layer, kind in enumerate(config.blocks)
+    )
 
 
 def prepare_for_inference(model: nn.Module, ops: LayerOps) -> None:

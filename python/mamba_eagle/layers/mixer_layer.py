@@ -19,7 +19,7 @@ class MixerLayer(Layer):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         kind = config.blocks[layer]
-        index = config.blocks[:layer].count(kind)
+        index = config.places_before(layer, kind)
         self.input_layernorm = RMSNorm(size, eps)
         self.is_mamba = kind == "mamba"
         if self.is_mamba:

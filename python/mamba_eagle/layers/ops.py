@@ -46,11 +46,13 @@ class LayerOps:
 
     name = "torch"
     group: Group = ALONE  # the ranks that hold a model's parts
+    stages: Group = ALONE  # those that hold its layers, one after the other
 
-    def over(self, group: Group) -> LayerOps:
-        """The same operations for the layers of a model that is split over ``group``."""
+    def over(self, group: Group, stages: Group = ALONE) -> LayerOps:
+        """The same operations for the layers of a model that is split over ``group``, and whose
+        layers are split over ``stages``."""
         ops = copy.copy(self)
-        ops.group = group
+        ops.group, ops.stages = group, stages
         return ops
 
     def total(self, partial: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """The whole protocol between the three processes.
 
     server    ── Generate, Abort, StopAt ────────────────────────▶ scheduler
-    server    ── FlushCache, GetState, GetCache ─────────────────▶ scheduler
+    server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
-    scheduler ── Plan, Shutdown ─────────────────────────────────▶ runner
-    scheduler ◀── RunnerReady, StepResult ──────────────────────── runner
+    server    ◀── ProfileReply ─────────────────────────────────── scheduler
+    scheduler ── Plan, Profile, Shutdown ────────────────────────▶ runner
+    scheduler ◀── RunnerReady, StepResult, ProfileReply ────────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
 
 Two rules make slots safe without locks. Plans are executed in the order in which they are sent, so
@@ -86,6 +87,15 @@ class GetCache(Message):
     call_id: int
     max_nodes: int
     max_tokens: int = 0
+
+
+class Profile(Message):
+    """Record the next ``steps`` steps in a file at ``path``, or, with 0 steps, end what is being
+    recorded; goes on to the runner, which answers with a ProfileReply of the same call_id."""
+
+    call_id: int
+    path: str = ""
+    steps: int = 0
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -197,6 +207,15 @@ class StateReply(Message):
     state: dict[str, float]
     speculation: SpeculationState
     cache: CacheUse = msgspec.field(default_factory=CacheUse)
+
+
+class ProfileReply(Message):
+    """Answers a Profile; the runner's, which the scheduler passes on."""
+
+    call_id: int
+    path: str = ""  # of the trace, which is whole once a Profile of 0 steps was answered
+    steps: int = 0  # that it holds so far
+    problem: str = ""  # why nothing happened
 
 
 class CacheNode(msgspec.Struct, kw_only=True):
@@ -397,8 +416,8 @@ class Heartbeat(Message):
 
 BEAT_SECONDS = 0.5
 
-ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache
-ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply
-ToRunner = Plan | Shutdown | SimulateAcceptance
-FromRunner = RunnerReady | StepResult
+ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache | Profile
+ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply | ProfileReply
+ToRunner = Plan | Shutdown | SimulateAcceptance | Profile
+FromRunner = RunnerReady | StepResult | ProfileReply
 ToWatchdog = Heartbeat

@@ -1,10 +1,12 @@
-"""Typed ZMQ pipes between the processes, in a folder that only the current user can access."""
+"""Typed ZMQ pipes between the processes, in a folder that only the current user can access. If it
+holds a link (link.py), pipes of ranks on other machines lead there."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +15,7 @@ import zmq
 
 from mamba_eagle import message
 from mamba_eagle.message.indices import from_wire, to_wire
+from mamba_eagle.message.link import read_link
 
 T = TypeVar("T")
 
@@ -51,15 +54,23 @@ class Sender(Generic[T]):
         self.socket = context.socket(zmq.PUSH)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.connect(address(socket_dir, pipe, rank))
+        link = read_link(socket_dir)
+        port = link.port_of(pipe, rank) if link else None
+        # Node 0 also has senders of results: the runners beside the scheduler.
+        if link is None or port is None or (link.is_first and pipe == "from_runner"):
+            self.socket.connect(address(socket_dir, pipe, rank))
+        else:
+            link.open(self.socket, port)
         self._encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
 
     def send(self, item: T) -> None:
         self.socket.send(self._encode(item))
 
     def linger(self, milliseconds: int) -> None:
-        """How long what was sent may still be delivered after ``close``."""
+        """How long what was sent may still be delivered after ``close``; and how long ``send`` may
+        wait from now on for a receiver on another machine, before it raises zmq.Again."""
         self.socket.setsockopt(zmq.LINGER, milliseconds)
+        self.socket.setsockopt(zmq.SNDTIMEO, milliseconds)
 
     def close(self) -> None:
         self.socket.close()
@@ -97,13 +108,29 @@ class Receiver(Generic[T]):
         """rank: of the runner that receives."""
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.bind(address(socket_dir, pipe, rank))
+        link = read_link(socket_dir)
+        port = link.port_of(pipe, rank) if link else None
+        if link is None or port is None or link.is_first:
+            self.socket.bind(address(socket_dir, pipe, rank))
+        if link is not None and port is not None:
+            link.open(self.socket, port)  # what was bound before stays a plain Unix socket
         self._decode = msgspec.msgpack.Decoder(PIPES[pipe], dec_hook=from_wire).decode
 
     def receive(self, timeout_ms: int = -1) -> T | None:
         """The next message; None if none arrives within ``timeout_ms`` (-1: wait forever)."""
-        if timeout_ms != 0 and not self.socket.poll(timeout_ms):
-            return None
+        if timeout_ms == 0:
+            return self._take()
+        deadline, left = time.monotonic() + timeout_ms / 1000, timeout_ms
+        while self.socket.poll(left):
+            if (item := self._take()) is not None:
+                return item
+            # A peer on another machine has proved who it is: that is readable, but no message.
+            if timeout_ms > 0:
+                left = max(0, int(1000 * (deadline - time.monotonic())))
+        return None
+
+    def _take(self) -> T | None:
+        """A message that is there; None if there is none."""
         try:
             return self._decode(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:

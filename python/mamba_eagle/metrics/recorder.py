@@ -7,7 +7,7 @@ scheduler's, which is asked for them when /metrics is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -195,11 +195,21 @@ class Recorder:
             "simulated_accept_length",
             "length that --simulate-acc-len forces, texts mean nothing; 0: texts are the model's",
         )
+        self._sizes = gauge(
+            "parallel_size",
+            "parts that the model is split into: tp, of layers; pp, stages; nodes, machines",
+            "kind",
+        )
         gauge("build_info", "1", "version").labels(self._model, __version__).set(1)
 
     def simulates(self, accept_length: float) -> None:
         """Every step accepts so many tokens on average, whatever the target says."""
         self._simulated.labels(self._model).set(accept_length)
+
+    def split(self, sizes: Mapping[str, int]) -> None:
+        """How the model is split: into so many parts of each kind."""
+        for kind, size in sizes.items():
+            self._sizes.labels(self._model, kind).set(size)
 
     def reset_averages(self) -> None:
         """Starts the averages anew, as benchmarks ask for with /flush_cache."""

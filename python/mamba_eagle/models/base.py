@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,32 @@ class Target:
     scale: float | Tensor = 1.0  # factor, applied in float32
 
 
-class Parts(NamedTuple):
-    """A model's modules, independent of the names they have in checkpoints."""
+class Elsewhere(Layer):
+    """Takes the place of a module that another pipeline stage has."""
 
-    embedding: Embedding
+
+def numbered(layers: Sequence[nn.Module], first: int) -> nn.Module:
+    """The layers from number ``first`` on, under the names that they have in the whole model."""
+    if first == 0:
+        return nn.ModuleList(layers)
+    return nn.ModuleDict({str(number): layer for number, layer in enumerate(layers, first)})
+
+
+class Parts(NamedTuple):
+    """A model's modules, independent of the names they have in checkpoints; of a pipeline stage,
+    its own ones."""
+
+    embedding: Any  # an Embedding, or Elsewhere
     layers: tuple[nn.Module, ...]
-    norm: RMSNorm
+    norm: Any  # an RMSNorm, or Elsewhere
+
+
+class Handed(NamedTuple):
+    """What a pipeline stage hands to the next one, side by side in one tensor."""
+
+    hidden: Tensor  # [n, hidden_size]
+    embedded: Tensor  # [n, hidden_size], or [n, 0] where layers do not read it
+    tapped: Tensor  # [n, hidden_size * taps of earlier stages]
 
 
 class Names(NamedTuple):
@@ -53,27 +73,37 @@ class CausalLM(Layer):
 
     A family gives its layers, ``names``, and ``target`` where its checkpoints lay out tensors
     differently. It may set ``embedding_scale`` and ``logits_scale``, and override ``run_layers``.
+
+    If ``config.stage`` says so it has only some layers, and hands what they make to the next stage.
     """
 
     names = Names()
+    reads_embeddings: ClassVar[bool] = False  # whether layers after the first one do
 
     def __init__(self, config: ModelConfig, layers: list[nn.Module]) -> None:
+        """layers: all of the model's, each with its place in this stage's pools."""
         super().__init__()
-        self.config = config
-        embedding = Embedding(config.vocab_size, config.hidden_size)
-        norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.config, self.held = config, config.held_layers
+        layers = layers[self.held.begin : self.held.end]
+        is_last = config.is_last_stage
+        embeds = config.stage is None or config.stage.embeds
+        embedding = Embedding(config.vocab_size, config.hidden_size) if embeds else Elsewhere()
+        norm = RMSNorm(config.hidden_size, config.norm_eps) if is_last else Elsewhere()
         self.parts = Parts(embedding, tuple(layers), norm)
         # registered in this order: dummy weights are drawn parameter by parameter
         backbone = Layer()
         backbone.add_module(self.names.embedding, embedding)
-        backbone.add_module("layers", nn.ModuleList(layers))
+        backbone.add_module("layers", numbered(layers, self.held.begin))
         backbone.add_module(self.names.norm, norm)
         self.add_module(self.names.backbone, backbone)
-        self.head_tokens = config.head_tokens or Span(0, config.vocab_size)
-        self.lm_head = Linear(config.hidden_size, self.head_tokens.size)
+        self.head_tokens = Span(0, 0)
+        if is_last:
+            self.head_tokens = config.head_tokens or Span(0, config.vocab_size)
+            self.lm_head = Linear(config.hidden_size, self.head_tokens.size)
         self._ops = TORCH
-        if config.tie_word_embeddings:
-            self.lm_head.weight = embedding.weight
+        self.dtype = torch.get_default_dtype()  # of hidden states
+        if config.tie_word_embeddings and is_last:
+            self.lm_head.weight = self.parts.embedding.weight
         rope = config.attention.rope if config.attention else None
         self.rotary = Rotary(rope) if rope else None
         self.embedding_scale = 1.0
@@ -87,29 +117,53 @@ class CausalLM(Layer):
 
     def tap(self, layers: tuple[int, ...]) -> None:
         """From now on ``forward`` also returns the input of these layers; the number of layers
-        stands for the input of the final norm. layers: ascending."""
+        stands for the input of the final norm. layers: ascending, of the whole model."""
         self.tap_layers = layers
 
     @property
     def feature_size(self) -> int:
         """Columns of what ``forward`` returns."""
+        if not self.config.is_last_stage:
+            return 0
         return self.config.hidden_size * (1 + len(self.tap_layers))
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """input_ids [n] int64 -> features [n, feature_size]: hidden states after the final norm,
-        then the tapped ones in the order of the layers."""
-        embedded = self.embed(input_ids)
+        then the tapped ones in the order of the layers. A stage before the last one hands on what
+        it has made, and returns no columns."""
+        hidden, embedded, before = self._begin(input_ids)
         if self.rotary is not None:
-            ctx.rotation = self.rotary(ctx.positions, embedded.device)
-        hidden, begin = embedded, 0
-        tapped = []
-        for end in self.tap_layers:
-            hidden = self.run_layers(self.parts.layers[begin:end], hidden, embedded, ctx)
-            tapped.append(hidden.clone())  # layers may write over their input
-            begin = end
-        hidden = self.run_layers(self.parts.layers[begin:], hidden, embedded, ctx)
+            ctx.rotation = self.rotary(ctx.positions, hidden.device)
+        tapped = [before] if before.shape[1] else []
+        first, end = self.held
+        begin = first
+        for tap in self.tap_layers:
+            if first <= tap < end or tap == end == len(self.config.blocks):
+                layers = self.parts.layers[begin - first : tap - first]
+                hidden = self.run_layers(layers, hidden, embedded, ctx)
+                tapped.append(hidden.clone())  # layers may write over their input
+                begin = tap
+        hidden = self.run_layers(self.parts.layers[begin - first :], hidden, embedded, ctx)
+        if not self.config.is_last_stage:
+            words = [embedded] if self.reads_embeddings else []
+            self._ops.stages.hand_on(torch.cat([hidden, *words, *tapped], dim=-1))
+            return hidden[:, :0]
         normed = self.parts.norm(hidden)
         return torch.cat([normed, *tapped], dim=-1) if tapped else normed
+
+    def _begin(self, input_ids: Tensor) -> Handed:
+        """What the first of this stage's layers reads."""
+        size = self.config.hidden_size
+        if self.config.is_first_stage:
+            embedded = self.embed(input_ids)
+            return Handed(embedded, embedded, embedded[:, :0])
+        words = size if self.reads_embeddings else 0
+        taps = sum(tap < self.held.begin for tap in self.tap_layers) * size
+        columns = [size, words, taps]
+        rows = len(input_ids)
+        room = torch.empty(rows, sum(columns), dtype=self.dtype, device=input_ids.device)
+        arrived = self._ops.stages.take(room)
+        return Handed(*(part.contiguous() for part in arrived.split(columns, dim=1)))
 
     def run_layers(
         self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
@@ -131,6 +185,8 @@ class CausalLM(Layer):
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
+        if not self.config.is_last_stage:
+            return
         if self.config.tie_word_embeddings and self.config.head_tokens is not None:
             begin, end = self.head_tokens  # a view: the embedding is there as a whole
             own = self.parts.embedding.weight.detach()[begin:end]
@@ -147,7 +203,10 @@ class CausalLM(Layer):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is
-        given; of a model that is split only the logits of ``head_tokens``."""
+        given; of a model that is split only the logits of ``head_tokens``, of which a pipeline
+        stage before the last one has none."""
+        if not self.config.is_last_stage:
+            return hidden.new_empty(len(hidden), 0, dtype=torch.float32) if out is None else out
         logits = self.lm_head(hidden[..., : self.config.hidden_size])
         logits = logits.float() if out is None else out.copy_(logits)
         scale = self.logits_scale

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mamba_eagle.hub import is_gguf
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.parse import eos_tokens
 
@@ -23,11 +24,18 @@ def naming(folder: str | Path) -> Iterator[None]:
 
 def read_values(folder: str | Path) -> dict[str, Any]:
     """config.json with the stop tokens of generation_config.json and, if it describes no
-    quantization itself, that of ModelOpt's hf_quant_config.json.
+    quantization itself, that of ModelOpt's hf_quant_config.json; or what a GGUF file has in its
+    place.
 
     Raises: FileNotFoundError if there is no config.json; UnsupportedModel for broken files.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        # Imported here: few checkpoints need its packages.
+        from mamba_eagle.gguf_files.config import config_values
+        from mamba_eagle.gguf_files.file import open_gguf
+
+        return config_values(open_gguf(folder))
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give the folder of a checkpoint")

@@ -25,8 +25,9 @@ from mamba_eagle.models.rope import rope_config
 
 
 class FalconH1Layer(Layer):
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        index = config.places_before(layer, "mamba")  # among the attention layers too
         size, eps = config.hidden_size, config.norm_eps
         assert config.mamba is not None and config.attention is not None
         self.input_layernorm = RMSNorm(size, eps)

@@ -8,21 +8,26 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mamba_eagle.hub import is_gguf
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.config_json import read_json, read_values
 from mamba_eagle.models.rooms import Rooms
 from mamba_eagle.models.split import Split
+from mamba_eagle.models.stored import Opened, Stored
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.layout import UNUSED, Packed
 from mamba_eagle.quantization.layouts import layout_of
 from mamba_eagle.quantization.matrix import Matrix
+
+if TYPE_CHECKING:
+    from mamba_eagle.models.gguf_checkpoint import GgufCheckpoint
 
 log = logging.getLogger("mamba_eagle.models")
 
@@ -61,7 +66,7 @@ def load_weights(
     Raises: CheckpointError listing all names that are missing, unexpected or of another shape.
     """
     rooms = rooms or Rooms(model)
-    checkpoint = Checkpoint(Path(folder))
+    checkpoint = open_checkpoint(folder)
     described = model if split is None else split.whole
     refuse(checkpoint.folder, misfits(described, checkpoint.contents))
     checkpoint.log_quantization()
@@ -70,9 +75,12 @@ def load_weights(
     wrong = []
     contents = checkpoint.contents
     parts: dict[str, Part] = {}
+    places = None if split is None else split.places(model)
     for name in contents:
         if (target := place_of(described, name)) is not None:
             part = part_of(target, {} if split is None else split.cuts)
+            if part is not None and places is not None:
+                part = part.held_as(places)
             if part is not None:
                 parts[name] = part._replace(packed=name in checkpoint.packed)
     total = sum(contents[name].nbytes for name in parts)
@@ -83,7 +91,7 @@ def load_weights(
         desc=f"loading {checkpoint.folder.name}",
         disable=total < PROGRESS_FROM_BYTES,
     ) as progress:
-        for name, stored in checkpoint_tensors(contents, parts, total // 20):
+        for name, stored in checkpoint.tensors(parts, total // 20):
             progress.update(contents[name].nbytes)
             try:
                 value = checkpoint.value(name, stored)
@@ -107,20 +115,6 @@ def shortened(wrong: list[str]) -> list[str]:
     """The beginning of a long list; a layer of experts has a thousand names."""
     rest = len(wrong) - MAX_SHOWN
     return wrong if rest <= 0 else [*wrong[:MAX_SHOWN], f"… {rest} more"]
-
-
-class Stored(NamedTuple):
-    """A tensor as described in a file's header."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors names it: BF16, I64, …
-    nbytes: int
-    key: str = ""  # name in the file, where that is another
-
-    @property
-    def is_floating_point(self) -> bool:
-        return self.dtype.startswith(("F", "BF"))
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -196,7 +190,7 @@ def weight_problems(make: Callable[[], nn.Module], folder: str | Path) -> list[s
     try:
         with torch.device("meta"):
             model = make()
-        wrong = shortened(misfits(model, Checkpoint(Path(folder)).contents))
+        wrong = shortened(misfits(model, open_checkpoint(folder).contents))
         return [f"{folder}: {one}" for one in wrong]
     except CheckpointError as error:
         return [str(error)]
@@ -238,6 +232,11 @@ class Part(NamedTuple):
     target: Target
     cut: Cut | None  # None: all of it
     packed: bool = False  # a matrix of few bits: cut once it is read, with its scales
+
+    def held_as(self, places: dict[str, str]) -> Part | None:
+        """Under the name that its place has in a pipeline stage's model; None if it has none."""
+        name = places.get(self.target.name)
+        return None if name is None else self._replace(target=replace(self.target, name=name))
 
 
 def part_of(target: Target, cuts: dict[str, Cut]) -> Part | None:
@@ -296,6 +295,9 @@ class Checkpoint:
         matrix = self.packed.get(name)
         return stored if matrix is None else matrix.read(stored, self._read)
 
+    def tensors(self, parts: dict[str, Part], mapped_bytes: int) -> Iterator[Opened]:
+        return checkpoint_tensors(self.contents, parts, mapped_bytes)
+
     def _read(self, name: str) -> Tensor:
         if name not in self.stored:
             raise ValueError(f"there is no {name}")
@@ -306,11 +308,17 @@ class Checkpoint:
         return tensor
 
 
-class Opened(NamedTuple):
-    """A tensor of a file, with its name."""
+def open_checkpoint(path: str | Path) -> Checkpoint | GgufCheckpoint:
+    """Of a folder, or of a GGUF file.
 
-    name: str
-    value: Tensor
+    Raises: CheckpointError, UnsupportedModel, OSError
+    """
+    if not is_gguf(path):
+        return Checkpoint(Path(path))
+    # Imported here: few checkpoints need its packages.
+    from mamba_eagle.models.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(Path(path))
 
 
 def checkpoint_tensors(
@@ -367,17 +375,22 @@ def random_weights(
     the weights that the whole model would get."""
     rooms = rooms or Rooms(model)
     cuts = {} if split is None else split.cuts
-    whole = dict((model if split is None else split.whole).named_parameters())
+    own = dict(model.named_parameters())
+    whole = own if split is None else dict(split.whole.named_parameters())
+    places = {name: name for name in own} if split is None else split.places(model)
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            device = rooms.device_of(parameter)
+        for name, like in whole.items():
+            held = places.get(name)  # None: another stage's, drawn all the same
+            device = rooms.device if held is None else rooms.device_of(own[held])
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(seed)
-            value = random_weight(name, whole[name], generators[device])
+            value = random_weight(name, like, generators[device])
+            if held is None:
+                continue
             if name in cuts and value.dim():
                 value = cuts[name].of(value)
-            rooms.put(Target(name), value)
+            rooms.put(Target(held), value)
     rooms.finish()
 
 

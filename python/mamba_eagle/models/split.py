@@ -1,4 +1,4 @@
-"""The part of a model that a rank holds, as loading needs it."""
+"""The part of a model that a rank or a pipeline stage holds, as loading needs it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,34 @@ class Split:
     whole: nn.Module
     cuts: dict[str, Cut]
 
+    def places(self, model: nn.Module) -> dict[str, str]:
+        """The names in ``whole`` of what ``model``, a part of it, has -> the names in ``model``.
+        They differ where layers share weights and the first one is in another stage."""
+        every = {
+            name: id(tensor)
+            for find in (self.whole.named_parameters, self.whole.named_buffers)
+            for name, tensor in find(remove_duplicate=False)
+        }
+        first: dict[int, str] = {}
+        for name, tensor in every.items():
+            first.setdefault(tensor, name)
+        own = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        return {first[every[name]]: name for name in own}
+
 
 def split_model(
-    make: Callable[[ModelConfig], nn.Module], config: ModelConfig, shard: Shard
+    make: Callable[[ModelConfig], nn.Module], config: ModelConfig, shard: Shard, stages: int = 1
 ) -> Split | None:
-    """How rank ``shard`` gets its part of the model of this whole ``config``; None: all of it."""
-    if shard.size == 1:
+    """How rank ``shard`` of each of so many pipeline stages gets its part of the model of this
+    whole ``config``; None: all of it."""
+    if shard.size == 1 and stages == 1:
         return None
     with torch.device("meta"):
         whole = make(config)
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     cuts = {}
     for module in whole.modules():
-        if not isinstance(module, Layer):
+        if not isinstance(module, Layer) or shard.size == 1:
             continue
         for name, cut in module.cuts(shard).items():
             if (parameter := _tensor(module, name)) is not None and id(parameter) in names:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,16 @@ SHARED = re.compile(r"model\.layers\.(\d+)\.(shared_transformer\..*)")
 MIXER_EPS = 1e-5  # epsilon of the Mamba2 norm, whatever config.json says
 
 
+class SharedUse(NamedTuple):
+    """One use of a shared block."""
+
+    number: int  # among the hybrid layers, by which its adapters are named
+    place: int  # in the KV pool: each use has KV of its own
+
+
 @dataclass(frozen=True)
-class SharedUse:
-    """One use of a shared attention layer, as a context sees it: each use has KV of its own."""
+class UseView:
+    """A use of a shared attention layer, as a context sees it."""
 
     index: int
     scale: float
@@ -79,18 +86,18 @@ class SharedAttention(Layer):
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext, use: int) -> Tensor:
+    def forward(self, hidden: Tensor, ctx: ForwardContext, use: SharedUse) -> Tensor:
         made = []
         for name in "qkv":
             projected = getattr(self, f"{name}_proj")(hidden)
             if self.adapted:
-                own = getattr(self, f"linear_{name}_adapter_list")[str(use)]
+                own = getattr(self, f"linear_{name}_adapter_list")[str(use.number)]
                 projected = projected + own(hidden)
             made.append(projected.unflatten(-1, (-1, self.config.head_dim)))
         q, k, v = made
         if ctx.rotation is not None:
             q, k = (self._ops.rotate(x, *ctx.rotation) for x in (q, k))
-        place = SharedUse(use, self.config.scale)
+        place = UseView(use.place, self.config.scale)
         return self.total(self.o_proj(ctx.attention(place, q, k, v).flatten(1)))
 
 
@@ -133,15 +140,19 @@ class SharedTransformer(Layer):
         self.input_layernorm = RMSNorm(2 * config.hidden_size, config.norm_eps)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext, use: int) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext, use: SharedUse
+    ) -> Tensor:
         both = self.input_layernorm(torch.cat([hidden, embedded], dim=-1))
-        return self.feed_forward(self.pre_ff_layernorm(self.self_attn(both, ctx, use)), use)
+        attended = self.pre_ff_layernorm(self.self_attn(both, ctx, use))
+        return self.feed_forward(attended, use.number)
 
 
 class MambaLayer(Layer):
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         assert config.mamba is not None
+        index = config.places_before(layer, "mamba")
         self.mamba = Mamba2Mixer(config.mamba, config.hidden_size, MIXER_EPS, index)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.total = Total()
@@ -161,13 +172,13 @@ class HybridLayer(Layer):
     """A Mamba2 layer and a use of a shared block. ``use`` is its number among the hybrid layers."""
 
     def __init__(
-        self, config: ModelConfig, index: int, use: int, shared: SharedTransformer
+        self, config: ModelConfig, layer: int, use: int, shared: SharedTransformer
     ) -> None:
         super().__init__()
-        self.use = use
+        self.use = SharedUse(use, config.places_before(layer, "attention"))
         self.shared_transformer = shared
         self.linear = Linear(config.hidden_size, config.hidden_size)
-        self.mamba_decoder = MambaLayer(config, index)
+        self.mamba_decoder = MambaLayer(config, layer)
 
     def forward(self, hidden: Tensor, embedded: Tensor, ctx: ForwardContext) -> Tensor:
         shared_output = self.linear(self.shared_transformer(hidden, embedded, ctx, self.use))
@@ -176,12 +187,15 @@ class HybridLayer(Layer):
 
 class Zamba2ForCausalLM(CausalLM):
     names = Names(norm="final_layernorm")
+    reads_embeddings = True
 
     def __init__(self, config: ModelConfig) -> None:
         hybrids = [i for i, kind in enumerate(config.blocks) if kind == "hybrid"]
         count = min(config.raw.get("num_mem_blocks", 1), len(hybrids))
+        begin, end = config.held_layers
+        held = [use for use, layer in enumerate(hybrids) if begin <= layer < end]
         shared = [
-            SharedTransformer(config, list(range(block, len(hybrids), count)))
+            SharedTransformer(config, [use for use in held if use % count == block])
             for block in range(count)
         ]
         layers: list[nn.Module] = []

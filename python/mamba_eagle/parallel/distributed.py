@@ -1,10 +1,10 @@
-"""Ranks as processes: gloo between CPUs, NCCL between GPUs of one machine."""
+"""Ranks as processes: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.meeting import Meeting
 from mamba_eagle.parallel.shard import Shard
 
 # A rank that waits longer for the others ends. The watchdog of the server acts earlier, and says
@@ -23,48 +24,82 @@ TIMEOUT = datetime.timedelta(minutes=10)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class ProcessGroup(Group):
-    """torch.distributed's default group of this process. Ranks meet at a file in a folder that only
-    this user can read; gloo's own connections stay on the loopback interface."""
+def meet(shard: Shard, device: torch.device, meeting: Meeting) -> None:
+    """Join all ranks, of which ``shard`` says how many there are.
 
-    def __init__(self, shard: Shard, device: torch.device, file: str) -> None:
-        """file: a path that does not exist, the same for all ranks and for them alone."""
+    meeting: where all of them meet, and they alone.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        for name, value in RANK_ENVIRONMENT.items():
+            found = os.environ.get(name)
+            assert found == value, f"{name}={found}: it must be {value} when a rank starts"
+        torch.cuda.set_device(device)
+    meeting.name_interface()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=meeting.store(shard.rank, shard.size, TIMEOUT),
+        rank=shard.rank,
+        world_size=shard.size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+class ProcessGroup(Group):
+    """A group of torch.distributed, of all ranks or of some."""
+
+    def __init__(
+        self, shard: Shard, device: torch.device, ranks: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """ranks: those of this group and of all others that are made at the same time, each rank in
+        one of them; all ranks make them together. shard: of this rank in its own. Without them:
+        all ranks."""
         super().__init__(shard, device)
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            for name, value in RANK_ENVIRONMENT.items():
-                found = os.environ.get(name)
-                assert found == value, f"{name}={found}: it must be {value} when a rank starts"
-            torch.cuda.set_device(device)
-        elif sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=f"file://{file}",
-            rank=shard.rank,
-            world_size=shard.size,
-            timeout=TIMEOUT,
-            device_id=device if on_gpu else None,
-        )
-        # The first operation makes the connections, which no captured graph could.
+        self.ranks, self.group = list(range(shard.size)), None
+        for members in ranks:
+            made = dist.new_group(list(members))
+            if dist.get_rank() in members:
+                self.ranks, self.group = list(members), made
+        # The first operations make the connections, which no captured graph could.
         self.sum(torch.zeros(1, device=device))
 
+    def connect(self) -> None:
+        """Also make the connections between neighbours."""
+        room = torch.zeros(1, device=self.device)
+        if self.rank > 0:
+            self.take(room)
+        if self.rank + 1 < self.size:
+            self.hand_on(room)
+        self.from_last(room)
+
     def _sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, dist.ReduceOp.SUM)
+        dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
         return x
 
     def _max(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, dist.ReduceOp.MAX)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def _gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty(self.size, *x.shape)
-        all_gather(whole.view(-1), x.view(-1))
+        all_gather(whole.view(-1), x.view(-1), group=self.group)
         return whole
 
     def _from_first(self, x: Tensor) -> Tensor:
-        dist.broadcast(x, src=0)
+        dist.broadcast(x, src=self.ranks[0], group=self.group)
         return x
+
+    def _from_last(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, src=self.ranks[-1], group=self.group)
+        return x
+
+    def _hand_on(self, x: Tensor) -> None:
+        dist.send(x, dst=self.ranks[self.rank + 1], group=self.group)
+
+    def _take(self, room: Tensor) -> Tensor:
+        dist.recv(room, src=self.ranks[self.rank - 1], group=self.group)
+        return room
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -19,8 +19,8 @@ from mamba_eagle.parallel.shard import Shard
 
 
 class Group(ABC):
-    """All ranks of a model. Tensors have the same shape and dtype on all ranks and are contiguous;
-    an operation may overwrite the one it is given."""
+    """Ranks that have parts of the same layers, or the pipeline stages. Tensors have the same shape
+    and dtype on all ranks and are contiguous; an operation may overwrite the one it is given."""
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard, self.device = shard, device
@@ -60,6 +60,20 @@ class Group(ABC):
         """Rank 0's tensor."""
         return x if self._quiet else self._from_first(x)
 
+    def from_last(self, x: Tensor) -> Tensor:
+        """The last rank's tensor."""
+        return x if self._quiet else self._from_last(x)
+
+    def hand_on(self, x: Tensor) -> None:
+        """To the next rank, which must ``take`` it; the last rank has none. This may return before
+        the other has it; x must not change afterwards."""
+        if not self._quiet:
+            self._hand_on(x)
+
+    def take(self, room: Tensor) -> Tensor:
+        """What the previous rank hands on. room: of its shape and dtype; may be overwritten."""
+        return room.zero_() if self._quiet else self._take(room)
+
     @abstractmethod
     def _sum(self, x: Tensor) -> Tensor: ...
 
@@ -71,6 +85,15 @@ class Group(ABC):
 
     @abstractmethod
     def _from_first(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _from_last(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _hand_on(self, x: Tensor) -> None: ...
+
+    @abstractmethod
+    def _take(self, room: Tensor) -> Tensor: ...
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over ranks; waits for the device."""
@@ -103,6 +126,14 @@ class Alone(Group):
 
     def _from_first(self, x: Tensor) -> Tensor:
         return x
+
+    def _from_last(self, x: Tensor) -> Tensor:
+        return x
+
+    def _hand_on(self, x: Tensor) -> None: ...
+
+    def _take(self, room: Tensor) -> Tensor:
+        return room
 
     def close(self) -> None: ...
 

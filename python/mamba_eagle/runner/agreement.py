@@ -16,8 +16,11 @@ class RanksDiffer(RuntimeError):
     """Ranks that have to agree do not; the text names the first field that differs."""
 
 
-def check_agreement(step: int, table: RequestTable, scheme: StateScheme, group: Group) -> None:
-    """Compares the tables of all ranks, request slot by request slot; waits for the device.
+def check_agreement(
+    step: int, table: RequestTable, scheme: StateScheme, group: Group, member: str = "rank"
+) -> None:
+    """Compares the tables of all ranks, request slot by request slot; waits for the device. member:
+    what a rank of the group is called.
 
     Raises: RanksDiffer, on all ranks.
     """
@@ -40,8 +43,8 @@ def check_agreement(step: int, table: RequestTable, scheme: StateScheme, group: 
     values = {name: values[slot].tolist() for name, values in fields.items()}
     name = list(fields)[field]
     raise RanksDiffer(
-        f"after step {step}, rank {rank} differs from rank 0 in {name} of request slot {slot}; "
-        f"rank {group.rank} has {str(values[name])[:200]}"
+        f"after step {step}, {member} {rank} differs from {member} 0 in {name} of request slot "
+        f"{slot}; {member} {group.rank} has {str(values[name])[:200]}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.vocabulary import LOW_BITS, Columns, score_of
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
@@ -29,6 +29,7 @@ class Chooser:
     """One rank, which has all logits."""
 
     has_all_logits = True  # so that a captured step may sample itself
+    stages: Group = ALONE  # the pipeline stages that learn what is chosen
 
     def __init__(self, state: SamplingState) -> None:
         self.state, self.place = state, state.backend.place
@@ -73,11 +74,7 @@ class ShardedChooser(Chooser):
 
     def agree(self, tree: Tree) -> Tree:
         """Rank 0's trees. Scores stay each rank's own: only rank 0 reports them."""
-        parts = [tree.tokens[..., None], tree.parents[..., None], tree.depths[..., None]]
-        packed = torch.cat([*parts, tree.ancestors.long()], dim=2)
-        packed = self.group.from_first(packed.contiguous())
-        tokens, parents, depths = (packed[..., i].contiguous() for i in range(3))
-        return Tree(tokens, parents, depths, packed[..., 3:].bool(), tree.scores)
+        return Tree.unpacked(self.group.from_first(tree.packed()), tree.scores)
 
     def sample(
         self,

@@ -1,5 +1,5 @@
-"""Rank 0 in this process, the other ranks in processes of their own: for benchmarks, without a
-server and its scheduler process."""
+"""The rank that answers in this process, the other ranks in processes of their own: for benchmarks,
+without a server and its scheduler process."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ class LeadingRunner:
         self.others: list[subprocess.Popen[bytes]] = []
         self.ending = False
         atexit.register(self.close)
-        threads = config.cpu_threads or default_threads(config.tp_size)
+        threads = config.cpu_threads or default_threads(config.num_ranks)
         config = dataclasses.replace(config, cpu_threads=threads)
         os.environ.update(RANK_ENVIRONMENT)
-        for rank in range(1, config.tp_size):
+        others = [rank for rank in range(config.num_ranks) if rank != config.answering_rank]
+        for rank in others:
             self._start(config, rank)
         self.context = zmq.Context()
         self.plans: SenderToAll[ToRunner] = SenderToAll(
-            self.context, self.folder, "to_runner", range(1, config.tp_size)
+            self.context, self.folder, "to_runner", others
         )
-        self.group = join_ranks(config, 0, self.folder)
-        self.runner = ModelRunner(config, self.group)
+        self.ranks = join_ranks(config, config.answering_rank, self.folder)
+        self.runner = ModelRunner(config, *self.ranks)
         self.ready = self.runner.ready
 
     def _start(self, config: EngineConfig, rank: int) -> None:
@@ -95,7 +96,7 @@ class LeadingRunner:
         LeadingRunner.leading = None
         with contextlib.suppress(AttributeError):  # it failed before there were any
             self.plans.send(Shutdown())
-            self.group.close()
+            self.ranks.close()
         for process in self.others:
             try:
                 process.wait(END_SECONDS)
@@ -106,4 +107,4 @@ class LeadingRunner:
 
 def runner_for(config: EngineConfig) -> ModelRunner | LeadingRunner:
     """All ranks of ``config``, as one runner. Raises: as ModelRunner."""
-    return ModelRunner(config) if config.tp_size == 1 else LeadingRunner(config)
+    return ModelRunner(config) if config.num_ranks == 1 else LeadingRunner(config)

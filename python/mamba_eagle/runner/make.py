@@ -17,6 +17,8 @@ def make_runner(config: EngineConfig) -> ModelRunner | LeadingRunner:
 
     Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
     """
+    if config.nnodes > 1:
+        raise ConfigError(["--nnodes: is for a server; this command runs on one machine"])
     set_threads(config.cpu_threads or torch.get_num_threads())
     try:
         return runner_for(config)

@@ -79,11 +79,11 @@ def plan_memory(
     if not state_slots:
         cached = place.max_cached_states
         if cached is None:
-            cached = available.budget // plan.state_slot_bytes
+            cached = available.budget // max(plan.state_slot_bytes, 1)
         pair_bytes = plan.state_slot_bytes
         if journals is None:
             pair_bytes += int(plan.journal_bytes * place.journals_per_state)
-        state_slots = max(running, min(running + cached, left // 2 // pair_bytes))
+        state_slots = max(running, min(running + cached, left // 2 // max(pair_bytes, 1)))
     if journals is None:
         journals = int(state_slots * place.journals_per_state)
     left -= state_slots * plan.state_slot_bytes
@@ -121,7 +121,7 @@ def _sizes(
     graphs = 0
     if backend.captures_graphs and not config.disable_cuda_graph:
         graphs = graph_bytes(config.max_running_requests * config.tree_shape.nodes, model)
-        if backend.samples_in_kernels and config.tp_size == 1:
+        if backend.samples_in_kernels and config.num_ranks == 1:
             graphs += sampling_bytes(config.max_running_requests + 1, model)
     own_journal = journal_bytes(
         model.mamba, model.num_mamba_layers, config.journal_rows, feature_size, size
@@ -225,8 +225,8 @@ def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
 def available_memory(config: EngineConfig, backend: Backend) -> Available:
     """Memory that is free now, less the part that --mem-fraction-static reserves for others."""
     share, memory = config.mem_fraction_static, backend.place.memory()
-    if backend.place.on_host:  # which all ranks share
-        memory = memory._replace(free=memory.free // config.tp_size)
+    if backend.place.on_host:  # which all ranks of a node share
+        memory = memory._replace(free=memory.free // config.ranks_per_node)
     if memory.total is None:
         budget, of_total = int(share * memory.free), ""
     else:

@@ -57,12 +57,28 @@ from mamba_eagle.models.split import Split, split_model
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
+from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints
-from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
+from mamba_eagle.runner.memory import (
+    DraftSize,
+    MemoryPlan,
+    memory_table,
+    plan_memory,
+    size_text,
+)
 from mamba_eagle.runner.sampler import SamplingState
+from mamba_eagle.runner.stages import (
+    ConstraintsElsewhere,
+    DrafterElsewhere,
+    EarlierStageChooser,
+    LastStageChooser,
+    agree_on_drafting,
+    layers_by_stage,
+)
 from mamba_eagle.runner.steps.decode_step import (
     DecodeStep,
     EagerRun,
@@ -87,52 +103,41 @@ class ModelRunner:
     accept. Results are Python lists.
     """
 
-    def __init__(self, config: EngineConfig, group: Group = ALONE) -> None:
-        """group: the ranks that the target is split over; each has a runner of its own and executes
-        the same plans.
+    def __init__(self, config: EngineConfig, group: Group = ALONE, stages: Group = ALONE) -> None:
+        """group: the ranks that each layer is split over; stages: those that the layers are split
+        over, one after the other. Each rank has a runner of its own and executes the same plans.
 
         Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
         """
-        self.config, self.group = config, group
+        self.config, self.group, self.stages = config, group, stages
         whole = read_model_config(config.model_path)
-        if wrong := split_problems(whole, group.size):
+        if wrong := split_problems(whole, group.size) + size_problems(whole, stages.size):
             raise ConfigError(wrong)
+        rank = stages.rank * group.size + group.rank
+        self.backend = _choose_backend(config, whole.dtype, rank)
+        source = self._draft_source(whole)
+        split = self._split(whole)
         self.model_config = local(whole, group.shard)
-        self.backend = _choose_backend(config, whole.dtype, group)
+        if split is not None and stages.size > 1:
+            spans = layers_by_stage(config, whole, split, source, self.backend)
+            self.model_config = staged(
+                self.model_config, spans[stages.rank], drafts=source is not None
+            )
         self.backend.prepare_builds(f"{config} {self.model_config}")
         self.context_length = self._context_length()
         self.shape = config.tree_shape
 
-        source = self._draft_source(whole)
-        self.model = self._load_target(whole)
+        self.model = self._load_target(whole, split)
         if source is not None:
             self.model.tap(source.tap_layers)
-        self.memory = plan_memory(
-            config,
-            self.model_config,
-            self.model.feature_size,
-            DraftSize(source.config, source.rows) if source and source.config else None,
-            self.backend,
-        )
-        own = self.memory
-        kv_slots, states, journals = group.smallest([own.kv_slots, own.state_slots, own.journals])
-        self.memory = own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
+        if not self.model_config.is_last_stage:
+            source = None  # the last stage drafts
+        self.memory = self._plan_memory(source)
         weights = f"weights {size_text(weight_bytes(self.model))}"
         log.info("memory:\n%s", memory_table(self.memory, config, weights))
         self._make_pools()
-        self.drafter: Drafter = NoDrafter()
-        if source is not None:
-            self.drafter = source.make(
-                DraftParts(
-                    config=config,
-                    backend=self.backend,
-                    target=self.model,
-                    table=self.table,
-                    kv_slots=self.memory.kv_slots,
-                    state_slots=self.pool.feature.shape[0],
-                    load=self._load,
-                )
-            )
+        self.drafter = self._make_drafter(source)
+        agree_on_drafting(self.drafter, stages)
         self.step = self._make_step()
         self.prompts = PromptRunner(
             self.step, self.pool, self.journals, self.model_config.eos_token_ids
@@ -148,6 +153,34 @@ class ModelRunner:
         self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
 
+    def _plan_memory(self, source: DraftSource | None) -> MemoryPlan:
+        """With as many slots as fit on every rank of every stage."""
+        own = plan_memory(
+            self.config,
+            self.model_config,
+            self.model.feature_size,
+            DraftSize(source.config, source.rows) if source and source.config else None,
+            self.backend,
+        )
+        kv_slots, states, journals = self._smallest([own.kv_slots, own.state_slots, own.journals])
+        return own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
+
+    def _make_drafter(self, source: DraftSource | None) -> Drafter:
+        if not self.model_config.is_last_stage:
+            return DrafterElsewhere(self.backend.device)
+        if source is None:
+            return NoDrafter()
+        parts = DraftParts(
+            config=self.config,
+            backend=self.backend,
+            target=self.model,
+            table=self.table,
+            kv_slots=self.memory.kv_slots,
+            state_slots=self.pool.feature.shape[0],
+            load=self._load,
+        )
+        return source.make(parts)
+
     def _make_step(self) -> DecodeStep:
         step = DecodeStep(
             self.backend,
@@ -157,11 +190,17 @@ class ModelRunner:
             self.scheme,
             self.drafter,
             self.sampling,
-            self.constraints,
-            self.chooser,
+            self._make_choice(),
         )
         step.forced_length = self.config.simulate_acc_len or None
         return step
+
+    def _make_choice(self) -> MasksFirst:
+        """Ranks that share the vocabulary exchange what they sample, so they make all masks first
+        and do so once."""
+        if self.backend.place.on_host and self.chooser.has_all_logits:
+            return MasksOnDemand(self.constraints, self.chooser, self.sampling, self.table)
+        return MasksFirst(self.constraints, self.chooser)
 
     # ── one step ──
 
@@ -207,6 +246,7 @@ class ModelRunner:
         every = self.config.check_ranks
         if every and plan.step % every == 0:
             check_agreement(plan.step, self.table, self.scheme, self.group)
+            check_agreement(plan.step, self.table, self.scheme, self.stages, "stage")
         previous, self._ended = self._ended, now()
         times = Times(previous, began, decode_began, self._ended)
         return Launched(plan.step, prompts, trees, times, self.num_compiled)
@@ -216,14 +256,13 @@ class ModelRunner:
         if self.constraints.any(batch.slots):
             view = self.constraints.view(batch.slots, tree)
         verified = run.verify()
-        allowed, marks = None, None
+        target, marks = None, None
+        at = (batch.slots, verified.logits, verified.positions + 1, verified.tree)
         if view is not None:
             self.before_waiting()
-            allowed, marks = view.masks()
-        target = None
-        if allowed is not None or not run.samples:
-            after, tree = verified.positions + 1, verified.tree
-            target = self.chooser.sample(batch.slots, verified.logits, after, tree, allowed)
+            target, marks = self.step.choice.choose(*at, view)
+        elif not run.samples:
+            target = self.chooser.sample(*at)
         outcome = run.commit(target)
         self.constraints.observe_accepted(batch.slots, outcome.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):
@@ -272,7 +311,7 @@ class ModelRunner:
     def _rehearse(self) -> None:
         """As ``warm_up``, and captures nothing. Ranks exchange nothing either: another one may have
         found its kernels where an earlier start left them, and rehearse nothing."""
-        with self.group.quiet():
+        with self.group.quiet(), self.stages.quiet():
             self._generate()
             if self._capturable():
                 self._make_steps(RehearsedSteps)
@@ -306,6 +345,8 @@ class ModelRunner:
             self.execute(Plan(step=0, prefill=[prompt]))
             self.execute(Plan(step=0, decode=tree))
             self.execute(Plan(step=0, releases=[Release(0, fold_to=2)], moves=moves))
+        if not self.model_config.is_last_stage:
+            return
         # and mask one row of two, as for the first request that has a grammar
         vocab, device = self.model_config.vocab_size, self.backend.device
         masks = torch.full((1, self.constraints.matchers.words), -1, dtype=torch.int32)
@@ -321,7 +362,15 @@ class ModelRunner:
 
     def _capturable(self) -> bool:
         """Whether no part of a step waits for the host, on any rank: all must warm up alike."""
-        return bool(self.group.smallest([self._never_waits()])[0])
+        return bool(self._smallest([self._never_waits()])[0])
+
+    def _smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over all ranks of all stages."""
+        return self.stages.smallest(self.group.smallest(numbers))
+
+    def _total(self, numbers: Sequence[int]) -> list[int]:
+        """The sum of each number over all ranks of all stages."""
+        return self.stages.total(self.group.total(numbers))
 
     def _never_waits(self) -> bool:
         if self.config.disable_cuda_graph or not self.backend.captures_graphs:
@@ -340,11 +389,13 @@ class ModelRunner:
             )
         return requested or limit or UNLIMITED_CONTEXT
 
-    def _load_target(self, whole: ModelConfig) -> CausalLM:
-        make = model_class(whole)
+    def _split(self, whole: ModelConfig) -> Split | None:
         with created_as(self.backend.dtype, torch.device("meta")):
-            split = split_model(make, whole, self.group.shard)
-        ops = self.backend.layer_ops.over(self.group)
+            return split_model(model_class(whole), whole, self.group.shard, self.stages.size)
+
+    def _load_target(self, whole: ModelConfig, split: Split | None) -> CausalLM:
+        make = model_class(whole)
+        ops = self.backend.layer_ops.over(self.group, self.stages)
         return self._load(lambda: make(self.model_config), self.config.model_path, split, ops)
 
     def _load(
@@ -428,7 +479,13 @@ class ModelRunner:
             running, model.vocab_size, model.eos_token_ids, backend, whole=self.group.size == 1
         )
         self.chooser = make_chooser(self.sampling, self.group)
-        self.constraints = Constraints(self._matchers(), backend.place)
+        kind = Constraints
+        if not model.is_last_stage:
+            self.chooser = EarlierStageChooser(self.sampling, self.stages)
+            kind = ConstraintsElsewhere
+        elif self.stages.size > 1:
+            self.chooser = LastStageChooser(self.chooser, self.stages)
+        self.constraints = kind(self._matchers(), backend.place)
 
     def _matchers(self) -> Matchers:
         path, model = self.config.tokenizer_path, self.model_config
@@ -441,7 +498,7 @@ class ModelRunner:
     def _describe(self) -> RunnerReady:
         memory = self.memory
         # of all ranks together
-        weights, kv, states, journals, verify, draft, graphs = self.group.total(
+        weights, kv, states, journals, verify, draft, graphs = self._total(
             [
                 weight_bytes(self.model),
                 self.kv.num_bytes,
@@ -453,7 +510,7 @@ class ModelRunner:
             ]
         )
         return RunnerReady(
-            rank=self.group.rank,
+            rank=self.stages.rank * self.group.size + self.group.rank,
             max_kv_slots=memory.kv_slots,
             max_state_slots=memory.state_slots,
             max_running_requests=self.config.max_running_requests,
@@ -473,6 +530,7 @@ class ModelRunner:
                 "device": str(self.backend.device),
                 "dtype": str(self.backend.dtype).removeprefix("torch."),
                 "tp_size": self.group.size,
+                "pp_size": self.stages.size,
                 "weight_bytes": weights,
                 "kv_bytes": kv,
                 "checkpoint_bytes": states,
@@ -486,8 +544,8 @@ class ModelRunner:
         )
 
 
-def _choose_backend(config: EngineConfig, checkpoint_dtype: str, group: Group) -> Backend:
-    device = rank_device(config, group.rank)
+def _choose_backend(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backend:
+    device = rank_device(config, rank)
     backend = choose_backend(device, resolve_dtype(config.dtype, checkpoint_dtype, device))
     if problems := quantization_problems(config.quantization, backend):
         raise ConfigError(problems)

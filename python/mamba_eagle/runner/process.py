@@ -1,7 +1,7 @@
 """A model-runner process: receives plans, executes them in order, sends results.
 
-With --tp-size there are several, the ranks. All get the same plans and execute them together;
-rank 0 alone sends the results.
+With --tp-size and --pp-size there are several, the ranks. All get the same plans and execute them
+together; one alone sends the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import FromRunner, Shutdown, SimulateAcceptance, ToRunner
+from mamba_eagle.message import (
+    FromRunner,
+    Profile,
+    ProfileReply,
+    Shutdown,
+    SimulateAcceptance,
+    ToRunner,
+)
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.runner.pulse import Pulse
@@ -43,25 +50,27 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     from mamba_eagle.kernels.threads import set_threads
     from mamba_eagle.runner.agreement import RanksDiffer
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
+    from mamba_eagle.runner.profiler import StepProfiler
     from mamba_eagle.runner.ranks import join_ranks
 
-    set_threads(config.cpu_threads or default_threads(config.tp_size))
+    set_threads(config.cpu_threads or default_threads(config.ranks_per_node))
     context = zmq.Context()
     plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
     results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
     try:
-        group = join_ranks(config, rank, socket_dir)
-        runner = ModelRunner(config, group)
+        ranks = join_ranks(config, rank, socket_dir)
+        runner = ModelRunner(config, *ranks)
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     results.send(runner.ready)
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
+    profiler = StepProfiler()
 
     def send_result() -> None:
         result = launched.popleft().result()
-        if rank == 0:
+        if rank == config.answering_rank:
             results.send(result)
         pulse.step_ended()
 
@@ -69,22 +78,43 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         while launched:
             send_result()
 
+    def record(asked: Profile) -> None:
+        """Rank 0 alone: the others' steps are the same."""
+        if rank > 0:
+            return
+        if asked.steps:
+            problem = profiler.start(asked.path, asked.steps)
+        else:
+            send_all()
+            problem = profiler.stop()
+        results.send(
+            ProfileReply(
+                call_id=asked.call_id, path=profiler.path, steps=profiler.steps, problem=problem
+            )
+        )
+
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
-            group.close()
+            ranks.close()
             return
         if isinstance(plan, SimulateAcceptance):
             runner.simulate_accept_length(plan.length)
+        elif isinstance(plan, Profile):
+            record(plan)
         elif plan is not None:
             try:
                 with pulse.launching():
                     launched.append(runner.launch(plan))
             except RanksDiffer as error:
                 sys.exit(f"error: {error}")
+            profiler.launched()
+            if profiler.is_full:
+                send_all()
+                profiler.stop()
         while launched and launched[0].done:
             send_result()
 

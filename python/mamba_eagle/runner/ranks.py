@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from mamba_eagle.backend.choose import rank_device
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.message.link import read_link
 from mamba_eagle.message.ranks import MEETING_FILE
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import Shard
 
 
-def join_ranks(config: EngineConfig, rank: int, folder: str) -> Group:
-    """The group of all ranks, once they are all there. folder: of the sockets, private.
+class Ranks(NamedTuple):
+    """The others that a rank exchanges tensors with."""
+
+    group: Group = ALONE  # that hold parts of the same layers
+    stages: Group = ALONE  # that hold the same part of other layers, one per pipeline stage
+
+    def close(self) -> None:
+        """Leave them; nothing may follow."""
+        (self.group if self.group.size > 1 else self.stages).close()
+
+
+def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
+    """The groups of this rank, once all ranks are there. folder: of the sockets, private.
+
+    Ranks are numbered stage by stage: rank 5 of two stages with four ranks is the second one of the
+    last stage.
 
     Raises: ConfigError if there are fewer GPUs than ranks.
     """
     device = rank_device(config, rank)
-    if config.tp_size == 1:
-        return ALONE
+    if config.num_ranks == 1:
+        return Ranks()
     # takes a while to import, and a single rank does without
-    from mamba_eagle.parallel.distributed import ProcessGroup
+    from mamba_eagle.parallel.distributed import ProcessGroup, meet
+    from mamba_eagle.parallel.meeting import FileMeeting, Meeting, StoreMeeting
 
-    return ProcessGroup(Shard(rank, config.tp_size), device, os.path.join(folder, MEETING_FILE))
+    link = read_link(folder)
+    meeting: Meeting = FileMeeting(os.path.join(folder, MEETING_FILE))
+    if link is not None:
+        meeting = StoreMeeting(link.host, link.store_port)
+    width, stages = config.tp_size, config.pp_size
+    meet(Shard(rank, config.num_ranks), device, meeting)
+    stage, part = divmod(rank, width)
+    if stages == 1:
+        return Ranks(ProcessGroup(Shard(part, width), device))
+    column = Shard(stage, stages)
+    across = [range(first, config.num_ranks, width) for first in range(width)]
+    found = ProcessGroup(column, device, across)
+    found.connect()
+    if width == 1:
+        return Ranks(stages=found)
+    inside = [range(first, first + width) for first in range(0, config.num_ranks, width)]
+    return Ranks(ProcessGroup(Shard(part, width), device, inside), found)

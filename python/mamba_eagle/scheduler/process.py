@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -27,6 +28,8 @@ from mamba_eagle.message import (
     GetState,
     Heartbeat,
     Outputs,
+    Profile,
+    ProfileReply,
     Ready,
     RequestOutput,
     RunnerReady,
@@ -41,6 +44,7 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.message.link import Guard, read_link
 from mamba_eagle.scheduler.events import EventPublisher
 from mamba_eagle.scheduler.scheduler import Scheduler
 
@@ -56,7 +60,7 @@ class SchedulerProcess:
         self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
         self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
         self.plans: SenderToAll[ToRunner] = SenderToAll(
-            context, socket_dir, "to_runner", range(config.tp_size)
+            context, socket_dir, "to_runner", range(config.num_ranks)
         )
         self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
@@ -75,11 +79,11 @@ class SchedulerProcess:
         """Waits for all ranks of the runner and tells the server process what there is room for,
         which is the same on all of them."""
         found: dict[int, RunnerReady] = {}
-        while len(found) < self.config.tp_size:
+        while len(found) < self.config.num_ranks:
             answer = self.results.receive()
             assert isinstance(answer, RunnerReady)
             found[answer.rank] = answer
-        ready = found[0]
+        ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
         events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
         if events is not None and isinstance(cache, RadixCache):
@@ -162,6 +166,8 @@ class SchedulerProcess:
                             ),
                         )
                     )
+                case Profile():
+                    self.plans.send(message)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -172,7 +178,9 @@ class SchedulerProcess:
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)
-        if result is not None:
+        if isinstance(result, ProfileReply):
+            self.outputs.send(result)
+        elif result is not None:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))
 
@@ -213,7 +221,8 @@ class SchedulerProcess:
         if self.events is not None:
             self.events.close()
         self.plans.linger(GOODBYE_MS)
-        self.plans.send(Shutdown())
+        with contextlib.suppress(zmq.Again):  # a rank of another machine that is gone
+            self.plans.send(Shutdown())
         pipes: tuple[Any, ...] = (
             self.requests,
             self.results,
@@ -228,7 +237,12 @@ class SchedulerProcess:
 def main() -> None:
     config, socket_dir, _ = begin("scheduler")
     context = zmq.Context()
-    process = SchedulerProcess(config, context, socket_dir)
+    link = read_link(socket_dir)
+    guard = Guard(context, link.peer) if link else None
+    try:
+        process = SchedulerProcess(config, context, socket_dir)
+    except zmq.ZMQError as error:
+        sys.exit(f"error: cannot listen for ranks of other nodes: {error}")
     try:
         try:
             process.start()
@@ -238,6 +252,8 @@ def main() -> None:
     finally:
         ignore_end_signal()
         process.close()
+        if guard is not None:
+            guard.stop()
         context.term()
 
 

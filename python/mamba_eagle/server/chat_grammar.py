@@ -35,11 +35,9 @@ def chat_grammar(fields: Fields, state: ServerState, tools: Tools | None, prefix
     body = asked
     if calls is not None and tools is not None:
         if tools.must_call and asked is not None:
-            raise RequestError(
-                f"tool_choice and {asked.path}: a call must come, and it cannot fit another form "
-                "as well; send one of the two",
-                param="tool_choice",
-            )
+            # A form is for text, and there will be none: clients send both (instructor).
+            state.grammars.check(asked.grammar, asked.path)
+            asked = None
         body = calls.constraint(asked)
     if body is None and budget is None:
         return ""

@@ -1,4 +1,5 @@
-"""Starts scheduler and runner, watches them while they serve, and ends them.
+"""Starts scheduler and runner, watches them while they serve, and ends them, on this machine and
+through the agents of other nodes (first_node.py).
 
 The first ``Ending`` to occur, be it a finished drain, a dead or frozen process or a port in use,
 determines the exit code and the last line.
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import zmq
 
-from mamba_eagle.config import EngineConfig, ServerConfig
+from mamba_eagle.config import EngineConfig, ServerConfig, engine_part
 from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver
@@ -31,7 +32,9 @@ from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.metrics.recorder import Tracer
 from mamba_eagle.server.children import Child, end_children, engine_command
+from mamba_eagle.server.first_node import OtherNodes
 from mamba_eagle.server.lifetime import Lifetime
+from mamba_eagle.server.nodes import Fault, Nodes, fault
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.server.threads import share_interpreter
 from mamba_eagle.server.watchdog import Watchdog
@@ -79,8 +82,11 @@ def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 class Launch(ABC):
     """Starts the engine, serves with it, and ends it. Subclasses say what serving is."""
 
-    def __init__(self, config: ServerConfig, socket_dir: str) -> None:
-        self.config = config
+    def __init__(
+        self, config: ServerConfig, socket_dir: str, given: EngineConfig | None = None
+    ) -> None:
+        """given: the settings before they were resolved, for other nodes."""
+        self.config, self.given = config, given or config
         self.socket_dir = socket_dir
         self.children: list[Child] = []
         self.lifetime = Lifetime()
@@ -103,6 +109,7 @@ class Launch(ABC):
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
+        self.nodes = self._make_nodes(context)
         try:
             self.start_engine()
             if await self._until_ready():
@@ -115,6 +122,7 @@ class Launch(ABC):
         finally:
             self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
             await asyncio.to_thread(end_children, self.children)
+            self.nodes.close()
             self.manager.close()
             self.heartbeats.close()
             context.destroy(linger=0)
@@ -133,15 +141,37 @@ class Launch(ABC):
         """The first one counts."""
         if not self.ending.done():
             self.ending.set_result(ending)
+            self.nodes.stop(ending.code, ending.message)
+
+    def told_to_stop(self, why: str) -> None:
+        """Another node was."""
+        self.say(why)
+        self.end(Ending(0, ""))
+
+    def _make_nodes(self, context: zmq.Context[Any]) -> Nodes:
+        if self.config.nnodes == 1:
+            return Nodes(self._fail)
+        return OtherNodes(
+            self.config,
+            engine_part(self.given),
+            context,
+            self.socket_dir,
+            self._fail,
+            self.told_to_stop,
+        )
 
     # ── start ────────────────────────────────────────────────────────────────────────────────
 
     def start_engine(self) -> None:
-        names = [spec.name for spec in dataclasses.fields(EngineConfig)]
+        try:
+            self.nodes.start()
+        except OSError as error:
+            self.end(Ending(1, str(error.strerror)))
+            return
         config_file = Path(self.socket_dir, "config.json")
-        config_file.write_text(json.dumps({name: getattr(self.config, name) for name in names}))
+        config_file.write_text(json.dumps(dataclasses.asdict(engine_part(self.config))))
         self.say(f"server process: pid {os.getpid()}")
-        ranks = range(self.config.tp_size)
+        ranks = range(self.config.ranks_per_node)
         for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
             command = engine_command(kind, self.socket_dir, str(config_file), rank)
             role = role_name(kind, rank)
@@ -160,8 +190,12 @@ class Launch(ABC):
         dead.sort(key=lambda one: (one.process.returncode >= 0, one is not child))
         first = dead[0] if dead else child
         if not self.ending.done():
-            self.manager.fail(first.how_it_ended())
-        self.end(Ending(max(first.process.returncode, 0) or 1, first.how_it_ended()))
+            self.nodes.judge(fault(first.how_it_ended(), first.process.returncode))
+
+    def _fail(self, reason: Fault) -> None:
+        if not self.ending.done():
+            self.manager.fail(reason.text)
+        self.end(Ending(reason.code, reason.text))
 
     async def _until_ready(self) -> bool:
         """Loads the tokenizer while the engine loads the model. False if there was an Ending."""
@@ -188,11 +222,14 @@ class Launch(ABC):
 
     async def watch(self) -> None:
         """Ends the server when scheduler or runner have stopped working."""
-        watchdog = Watchdog(self.config.watchdog_timeout, self.config.tp_size)
+        config = self.config
+        watchdog = Watchdog(config.watchdog_timeout, config.num_ranks, config.ranks_per_node)
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             while (beat := self.heartbeats.receive(timeout_ms=0)) is not None:
+                watchdog.heard(beat)
+            for beat in self.nodes.take_beats():
                 watchdog.heard(beat)
             now = time.monotonic()
             # For most of a longer gap this process was suspended, and perhaps the others with it.
@@ -206,6 +243,7 @@ class Launch(ABC):
         """Fails the probes, writes where the processes hang, and ends the server."""
         self.lifetime.failure = problem
         log.error("%s: the server ends", problem)
+        self.nodes.write_stacks()
         for child in self.children:
             log.error("stacks of the %s process (pid %d):", child.role, child.pid)
             child.dump_stacks()

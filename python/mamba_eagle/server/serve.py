@@ -19,6 +19,7 @@ from mamba_eagle.core import Failure
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server import descriptors
+from mamba_eagle.server.agent import launch_agent
 from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.children import end_children
@@ -27,6 +28,7 @@ from mamba_eagle.server.http import make_app
 from mamba_eagle.server.launch import SHUTTING_DOWN, Ending, Launch
 from mamba_eagle.server.lifetime import Gate
 from mamba_eagle.server.listener import HttpServer
+from mamba_eagle.server.node_settings import init_address_in_numbers, node_problems
 from mamba_eagle.server.origins import exposure_warning, origin_problems
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
@@ -42,7 +44,9 @@ def launch(config: ServerConfig) -> int:
 
     Raises: ConfigError with every setting that cannot work.
     """
-    config = _resolve(config)
+    if config.node_rank > 0:
+        return _report(launch_agent(config))
+    given, config = config, _resolve(config)
     logs.set_up(config.log_level, config.log_format, "server")
     # Anybody who connects can cause these.
     logging.getLogger("uvicorn.error").addFilter(logs.Rarely("Invalid HTTP request", LOG_SECONDS))
@@ -54,7 +58,7 @@ def launch(config: ServerConfig) -> int:
         return _report(_port_taken(config, error))
     socket_dir = new_socket_dir()
     try:
-        ending = asyncio.run(HttpLaunch(config, http_socket, socket_dir).run())
+        ending = asyncio.run(HttpLaunch(config, http_socket, socket_dir, given).run())
     finally:
         http_socket.close()
         remove_socket_dir(socket_dir)
@@ -85,7 +89,12 @@ def _resolve(config: ServerConfig) -> ServerConfig:
             problems += error.problems
     if not problems:
         problems += origin_problems(config)
-    problems += chat_problems(config)
+    problems += chat_problems(config) + node_problems(config)
+    if config.nnodes > 1 and not problems:
+        try:
+            init_address_in_numbers(config)
+        except ConfigError as error:
+            problems += error.problems
     try:
         config = resolve(config)
     except ConfigError as error:
@@ -122,8 +131,14 @@ def _port_taken(config: ServerConfig, error: OSError) -> Ending:
 class HttpLaunch(Launch):
     """Serves HTTP, until a signal comes."""
 
-    def __init__(self, config: ServerConfig, http_socket: socket.socket, socket_dir: str) -> None:
-        super().__init__(config, socket_dir)
+    def __init__(
+        self,
+        config: ServerConfig,
+        http_socket: socket.socket,
+        socket_dir: str,
+        given: ServerConfig,
+    ) -> None:
+        super().__init__(config, socket_dir, given)
         self.http_socket = http_socket
         self.is_serving = False
         self.drain: asyncio.Task[None] | None = None
@@ -151,6 +166,11 @@ class HttpLaunch(Launch):
             self.drain = asyncio.get_running_loop().create_task(self._drain())
         else:
             self.end(Ending(0, ""))
+
+    def told_to_stop(self, why: str) -> None:
+        self.say(why)
+        if self.drain is None:
+            self._stop()
 
     async def _drain(self) -> None:
         seconds = self.config.shutdown_timeout

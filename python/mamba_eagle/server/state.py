@@ -15,13 +15,16 @@ from starlette.requests import Request
 from mamba_eagle.chat.format import ChatFormat
 from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
+from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
 from mamba_eagle.metrics import Recorder
+from mamba_eagle.models.config_json import read_values
 from mamba_eagle.server.auth import api_keys
 from mamba_eagle.server.body import Bodies
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
 from mamba_eagle.server.grammars import Grammars
+from mamba_eagle.server.infill import Infill
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.prompts import PromptReader
 from mamba_eagle.server.request_id import trace_parent
@@ -44,6 +47,9 @@ class ServerState:
         self.api_keys = api_keys(self.config)
         self.recorder.tokenizer = self.manager.tokenizer
         self.recorder.simulates(self.config.simulate_acc_len)
+        config = self.config
+        pp_size = config.num_ranks // config.tp_size
+        self.recorder.split({"tp": config.tp_size, "pp": pp_size, "nodes": config.nnodes})
         self.bodies = Bodies(self.config.max_body_size * 2**20)
 
     @property
@@ -67,9 +73,17 @@ class ServerState:
         engine = self.manager.engine
         return Grammars(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
 
+    @cached_property
+    def infill(self) -> Infill | None:
+        tokenizer = self.manager.tokenizer
+        return Infill.of(tokenizer) if tokenizer is not None else None
+
     def model_config(self) -> dict[str, Any]:
-        """The checkpoint's config.json; {} if it cannot be read."""
+        """The checkpoint's config.json, or what a GGUF file has in its place; {} if it cannot be
+        read."""
         try:
+            if is_gguf(self.config.model_path):
+                return read_values(self.config.model_path)
             values = json.loads((Path(self.config.model_path) / "config.json").read_text())
         except (OSError, ValueError):
             return {}

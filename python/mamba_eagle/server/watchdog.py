@@ -31,9 +31,15 @@ class Pulse:
 class Watchdog:
     """Heartbeats go in by ``heard``, passing time by ``tick``."""
 
-    def __init__(self, timeout: float, ranks: int = 1) -> None:
-        """``timeout``: seconds; 0: nothing is ever wrong. ranks: number of runner processes."""
+    def __init__(self, timeout: float, ranks: int = 1, ranks_per_node: int = 0) -> None:
+        """``timeout``: seconds; 0: nothing is ever wrong. ranks: number of runner processes.
+        ranks_per_node: so many of them are on each machine; 0: all."""
         self.timeout = timeout
+        each = ranks_per_node or ranks
+        self._names = [
+            role_name("runner", rank) + (f" (node {rank // each})" if each < ranks else "")
+            for rank in range(ranks)
+        ]
         self._scheduler = Pulse()
         self._runners = [Pulse() for _ in range(ranks)]
 
@@ -50,7 +56,7 @@ class Watchdog:
 
     def _problem(self) -> str | None:
         limit = self.timeout
-        runners = [(role_name("runner", rank), pulse) for rank, pulse in enumerate(self._runners)]
+        runners = list(zip(self._names, self._runners))
         # A rank that is silent or idle makes the others wait: it is named before these.
         for role, pulse in (("scheduler", self._scheduler), *runners):
             if pulse.silence >= limit:

@@ -26,6 +26,8 @@ from mamba_eagle.message import (
     GetCache,
     GetState,
     Outputs,
+    Profile,
+    ProfileReply,
     Ready,
     RequestOutput,
     StateReply,
@@ -360,9 +362,19 @@ class TokenizerManager:
                 return reply
             await asyncio.sleep(0.05)
 
+    async def profile(self, path: str, steps: int, timeout: float = 60.0) -> ProfileReply:
+        """Records so many steps of the runner, or with 0 ends that.
+
+        Raises: EngineDead, TimeoutError
+        """
+        item = Profile(call_id=next(self._numbers), path=path, steps=steps)
+        reply = await self._call(item, timeout)
+        assert isinstance(reply, ProfileReply)
+        return reply
+
     async def _call(
-        self, item: FlushCache | GetState | GetCache, timeout: float
-    ) -> FlushReply | StateReply | CacheReply:
+        self, item: FlushCache | GetState | GetCache | Profile, timeout: float
+    ) -> FlushReply | StateReply | CacheReply | ProfileReply:
         if self.dead is not None:
             raise EngineDead(self.dead)
         call: asyncio.Future[Any] = self._loop.create_future()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mamba_eagle.hub import is_gguf
 from mamba_eagle.tokenizer.detokenize import Detokenizer, detokenizer_factory
 
 BATCH_TEXTS = 256  # texts and characters of one call: results are made with the lock held
@@ -35,10 +36,15 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, path: str) -> TextTokenizer:
-        """From a folder; nothing is fetched.
+        """From a folder or a GGUF file; nothing is fetched.
 
-        Raises: OSError or ValueError when the folder has no fast tokenizer.
+        Raises: OSError or ValueError when it has no fast tokenizer.
         """
+        if is_gguf(path):
+            # Imported here: few checkpoints need its packages.
+            from mamba_eagle.gguf_files.fast_tokenizer import fast_tokenizer
+
+            return cls(fast_tokenizer(path))
         # Imported here: it takes seconds, and the engine loads its weights meanwhile.
         from transformers import AutoTokenizer
 
@@ -94,6 +100,12 @@ class TextTokenizer:
         """The texts of the special tokens, and their ids."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
+
+    def added_tokens(self) -> dict[str, int]:
+        """As ``special_tokens``, with those that are written to texts: families differ in which
+        they call special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -23,6 +23,17 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [b, T, T] bool; [:, i, j]: node j is node i or one of its ancestors
     scores: Tensor  # [b, T] float32; cumulative log-probability of the drafter; root: 0
 
+    def packed(self) -> Tensor:
+        """All but the scores in one tensor, for other ranks: [b, T, 3 + T] int64."""
+        parts = [self.tokens[..., None], self.parents[..., None], self.depths[..., None]]
+        return torch.cat([*parts, self.ancestors.long()], dim=2)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor, scores: Tensor) -> Tree:
+        """The trees that were ``packed``, with scores of one's own."""
+        tokens, parents, depths = (packed[..., i].contiguous() for i in range(3))
+        return cls(tokens, parents, depths, packed[..., 3:].bool(), scores)
+
 
 def single_node_tree(roots: Tensor) -> Tree:
     """The tree of plain decoding. roots: [b] int64."""
@@ -75,3 +86,13 @@ def ancestor_matrix(parents: Tensor, max_depth: int) -> Tensor:
         reach = reach @ reach
         climbed *= 2
     return reach > 0
+
+
+def empty_trees(b: int, nodes: int, device: torch.device) -> Tree:
+    """b trees in which all other nodes are children of the root."""
+    zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
+    own = torch.eye(nodes, dtype=torch.bool, device=device).repeat(b, 1, 1)
+    own[:, :, 0] = True
+    depths = zeros.clone()
+    depths[:, 1:] = 1
+    return Tree(zeros, zeros.clone(), depths, own, zeros.float())

@@ -168,6 +168,7 @@ ROUTES = [
             "stream": "flag",
             "model": "text",
             "stream_options": "object",
+            "return_spec_trace": "flag",
             "response_format": "response format",
             **SHARED,
             **SAMPLING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ from mamba_eagle.models.split import split_model
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import Shard, local, problems, split_heads
+from mamba_eagle.parallel.stages import (
+    Weights,
+    balanced,
+    given_problems,
+    size_problems,
+    spans_of,
+    staged,
+)
 from mamba_eagle.parallel.vocabulary import whole_logits
 from mamba_eagle.quantization.matrix import Float8Matrix
 
@@ -51,10 +60,13 @@ def part_of(folder: Path, group: Group) -> nn.Module:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory):
+    written: dict[str, Path] = {}
+
     def write(name: str) -> Path:
-        path = tmp_path_factory.mktemp(f"split-{name}")
-        make_peer(name).save_pretrained(path)
-        return path
+        if name not in written:
+            written[name] = tmp_path_factory.mktemp(f"split-{name}")
+            make_peer(name).save_pretrained(written[name])
+        return written[name]
 
     return write
 
@@ -73,6 +85,71 @@ def test_a_split_model_has_the_logits_of_the_whole_one(name: str, folder) -> Non
         first, *others = ThreadRanks(size).run(work)
         assert relative_error(first, expected) <= MAX_ERROR
         assert all(torch.equal(other, first) for other in others)
+
+
+def stage_of(folder: Path, group: ThreadGroup, counts: list[int], taps: tuple[int, ...]) -> Any:
+    """What a pipeline stage with so many layers returns."""
+    config, stages = read_model_config(folder), group.stages
+    make, span = model_class(config), spans_of(counts)[stages.rank]
+    own = staged(local(config, group.shard), span, drafts=False)
+    model = make(own).requires_grad_(False)
+    split = split_model(make, config, group.shard, stages.size)
+    random_weights(model, 3, split=split)
+    dummies = {name: model.get_parameter(at).clone() for name, at in split.places(model).items()}
+    load_weights(model, folder, split=split)
+    prepare_for_inference(model, TORCH.over(group, stages))
+    model.tap(taps)
+    with torch.no_grad():
+        features = model(TOKENS, FullSequenceContext(1, len(TOKENS)))
+        return model, features, model.compute_logits(features), dummies
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_stages_have_the_features_of_the_whole_model_bit_for_bit(name: str, folder) -> None:
+    """A border between layers changes no sum. Taps of all stages arrive with the last hidden
+    states; blocks that layers share are in every stage that uses them."""
+    path = folder(name)
+    layers = len(read_model_config(path).blocks)
+    taps = tuple(range(layers + 1))
+    whole = part_of(path, ALONE)
+    whole.tap(taps)
+    with torch.no_grad():
+        expected = whole(TOKENS, FullSequenceContext(1, len(TOKENS)))
+        logits = whole.compute_logits(expected)
+    counts = [1] * layers
+    results = ThreadRanks(1, layers).run(lambda group: stage_of(path, group, counts, taps))
+    *earlier, (_, features, found, _) = results
+    assert torch.equal(features, expected) and torch.equal(found, logits)
+    for model, nothing, _, _ in earlier:
+        assert nothing.shape == (len(TOKENS), 0) and not hasattr(model, "lm_head")
+        assert sum(p.numel() for p in model.parameters()) < sum(
+            p.numel() for p in whole.parameters()
+        )
+    random_weights(whole, 3)
+    dummies = dict(whole.named_parameters())
+    for _, _, _, own in results:
+        assert all(torch.equal(weight, dummies[name]) for name, weight in own.items())
+    held = {name for *_, own in results for name in own}
+    assert held == set(dummies), "a weight that no stage has"
+
+
+def test_stages_hold_equal_bytes_and_a_mamba_layer_each() -> None:
+    config = ModelConfig(
+        "", "", 8, 8, ("mamba", "mlp", "attention", "mamba") * 4, 1e-5, None, None, 8, 8, ()
+    )
+    even = Weights([10] * 16)
+    assert balanced(config, even, 2) == [Span(0, 8), Span(8, 16)]
+    # lm_head and drafter weigh as much as three layers
+    assert balanced(config, Weights([10] * 16, last=40), 2) == [Span(0, 10), Span(10, 16)]
+    for stages in (3, 4, 8):
+        spans = balanced(config, Weights([1, 50, 1, 1] * 4), stages)
+        assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
+        assert all("mamba" in config.blocks[b:e] for b, e in spans) and spans[-1].end == 16
+    assert size_problems(config, 8) == []
+    assert size_problems(config, 9) == ["--pp-size 9: the model has 8 Mamba2 layers; set it to 8"]
+    assert given_problems(config, [8, 8]) == []
+    assert "15 layers, the model has 16" in given_problems(config, [8, 7])[0]
+    assert "stage 1 would have no Mamba2 layer" in given_problems(config, [5, 2, 9])[0]
 
 
 def test_a_rank_reads_no_more_than_its_part(folder, monkeypatch: pytest.MonkeyPatch) -> None:

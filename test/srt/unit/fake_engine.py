@@ -27,6 +27,8 @@ from mamba_eagle.message import (
     GetCache,
     GetState,
     Outputs,
+    Profile,
+    ProfileReply,
     Ready,
     RequestOutput,
     ShapeUse,
@@ -89,6 +91,7 @@ class FakeEngine:
         self.chunk = chunk
         self.pause = 0.0  # seconds between messages
         self.received: list[Any] = []
+        self._trace_path = ""
         self._told: set[str] = set()  # whose input logprobs were sent
         self._live: dict[str, tuple[Generate, list[int], FinishReason] | None] = {}
         self._context = zmq.Context()
@@ -159,6 +162,14 @@ class FakeEngine:
             self._out.send(
                 StateReply(
                     call_id=item.call_id, state=state, speculation=speculation, cache=CACHE_USE
+                )
+            )
+        elif isinstance(item, Profile):
+            problem = "" if item.steps or self._trace_path else "nothing is being recorded"
+            self._trace_path = item.path or self._trace_path
+            self._out.send(
+                ProfileReply(
+                    call_id=item.call_id, path=self._trace_path, steps=item.steps, problem=problem
                 )
             )
         elif isinstance(item, GetCache):

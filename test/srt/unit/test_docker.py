@@ -1,14 +1,15 @@
-"""What the compose file and the Dockerfile name exists. No daemon is needed."""
+"""What the compose file names exists. No daemon is needed."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from pydantic import BaseModel
 
 from mamba_eagle.config import ServerConfig, add_arguments
 
@@ -42,11 +43,23 @@ def test_the_compose_file_names_what_there_is() -> None:
     assert scraped[0]["static_configs"][0]["targets"] == [f"server:{config.port}"]
 
 
-def test_the_dockerfile_copies_what_there_is() -> None:
-    text = (DOCKER / "Dockerfile").read_text()
-    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
-        *sources, _ = line.split()
-        for source in sources:
-            assert (DOCKER.parent / source).exists(), line
-    ignored = (DOCKER / "Dockerfile.dockerignore").read_text().split()
-    assert ignored[0] in ("*", "**")  # nothing goes in that is not named
+def test_the_compose_file_keeps_to_its_specification() -> None:
+    compose_spec = pytest.importorskip("compose_spec", reason="pip install compose-spec")
+    assert unknown_keys(compose_spec.ComposeSpecification.model_validate(COMPOSE)) == []
+    for wrong in ({"portz": ["1:1"]}, {"build": {"contekst": "."}}):
+        services = {"server": {**COMPOSE["services"]["server"], **wrong}}
+        checked = compose_spec.ComposeSpecification.model_validate({"services": services})
+        assert unknown_keys(checked), wrong
+
+
+def unknown_keys(value: Any) -> list[str]:
+    """What the specification has no name for, in a model of pydantic and below."""
+    if isinstance(value, dict):
+        return [key for part in value.values() for key in unknown_keys(part)]
+    if isinstance(value, list):
+        return [key for part in value for key in unknown_keys(part)]
+    if not isinstance(value, BaseModel):
+        return []
+    extra = value.model_extra or {}
+    fields = [getattr(value, name) for name in type(value).model_fields]
+    return [name for name in extra if not name.startswith("x-")] + unknown_keys(fields)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import Plan, RunnerReady, Shutdown
+from mamba_eagle.message import (
+    FromRunner,
+    Plan,
+    Profile,
+    ProfileReply,
+    RunnerReady,
+    Shutdown,
+    StepResult,
+    ToRunner,
+)
 from mamba_eagle.message.channel import Receiver, Sender
 
 # The runner as it is, with a model to which END_SIGNAL comes at a chosen moment.
 CHILD = """
 import os, signal, sys, types
 import mamba_eagle.runner.model_runner as model_runner
-from mamba_eagle.message import RunnerReady
+from mamba_eagle.message import RunnerReady, StepResult
 from mamba_eagle.message.lifetime import END_SIGNAL
 from mamba_eagle.runner.process import main
 
@@ -31,12 +43,12 @@ class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
     constraints = types.SimpleNamespace(prepare=lambda: None)
 
-    def __init__(self, config, group):
+    def __init__(self, config, group, stages):
         self.ready = RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
             vocab_size=1, eos_token_ids=[], pid=os.getpid(), details={},
         )
-    MOMENT = terminate
+    MOMENT
 
 model_runner.ModelRunner = Runner
 main()
@@ -44,23 +56,77 @@ main()
 WAIT_SECONDS = 30
 
 
+STEP = """def launch(self, plan):
+        import torch
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        result = StepResult(step=plan.step)
+        return types.SimpleNamespace(done=True, result=lambda: result)"""
+
+
+class Child(NamedTuple):
+    process: subprocess.Popen[str]
+    plans: Sender[ToRunner]
+    results: Receiver[FromRunner]
+
+    def next(self) -> FromRunner | None:
+        return self.results.receive(timeout_ms=WAIT_SECONDS * 1000)
+
+
+@contextlib.contextmanager
+def running(code: str, tmp_path: Path) -> Iterator[Child]:
+    """A runner that is ready."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dataclasses.asdict(EngineConfig(cpu_threads=1))))
+    context = zmq.Context()
+    plans: Sender[ToRunner] = Sender(context, str(tmp_path), "to_runner")
+    results: Receiver[FromRunner] = Receiver(context, str(tmp_path), "from_runner")
+    command = [sys.executable, "-c", code]
+    command += ["--socket-dir", str(tmp_path), "--config-file", str(file)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    child = Child(process, plans, results)
+    try:
+        assert isinstance(child.next(), RunnerReady)
+        yield child
+    finally:
+        process.kill()
+        context.destroy(linger=0)
+
+
 @pytest.mark.parametrize(
     "moment", ["__del__", "launch"], ids=["told-to-stop-and-signalled", "signalled-at-work"]
 )
 def test_a_runner_that_is_told_to_stop_says_nothing(moment: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(dataclasses.asdict(EngineConfig(cpu_threads=1))))
-    context = zmq.Context()
-    plans = Sender(context, str(tmp_path), "to_runner")
-    results = Receiver(context, str(tmp_path), "from_runner")
-    command = [sys.executable, "-c", CHILD.replace("MOMENT", moment)]
-    command += ["--socket-dir", str(tmp_path), "--config-file", str(file)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert isinstance(results.receive(timeout_ms=WAIT_SECONDS * 1000), RunnerReady)
-        plans.send(Shutdown() if moment == "__del__" else Plan(step=1))
-        assert process.communicate(timeout=WAIT_SECONDS)[1] == ""
-        assert process.returncode == 0
-    finally:
-        process.kill()
-        context.destroy(linger=0)
+    with running(CHILD.replace("MOMENT", f"{moment} = terminate"), tmp_path) as child:
+        child.plans.send(Shutdown() if moment == "__del__" else Plan(step=1))
+        assert child.process.communicate(timeout=WAIT_SECONDS)[1] == ""
+        assert child.process.returncode == 0
+
+
+def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with running(CHILD.replace("MOMENT", STEP), tmp_path) as child:
+
+        def ask(number: int, steps: int) -> ProfileReply:
+            child.plans.send(Profile(call_id=number, path=str(path) if steps else "", steps=steps))
+            reply = child.next()
+            assert isinstance(reply, ProfileReply) and reply.call_id == number
+            return reply
+
+        def step(number: int) -> None:
+            child.plans.send(Plan(step=number))
+            result = child.next()
+            assert isinstance(result, StepResult) and result.step == number
+
+        assert "start it first" in ask(1, 0).problem
+        assert ask(2, 2) == ProfileReply(call_id=2, path=str(path))
+        assert "stop it first" in ask(3, 2).problem
+        step(1)
+        step(2)
+        step(3)  # is too many
+        ended = ask(4, 0)
+        assert (ended.path, ended.steps, ended.problem) == (str(path), 2, "")
+        events = json.loads(path.read_text())["traceEvents"]
+        assert [event["name"] for event in events].count("aten::matmul") == 2
+        assert ask(5, 9).problem == ""
+        step(4)
+        assert ask(6, 0).steps == 1  # ended before it was full

@@ -77,7 +77,18 @@ class Case(NamedTuple):
 def random_case(rng: random.Random, folders: Any, tight: bool) -> Case:
     """tight: with so few KV slots that requests are retracted."""
     drafter = rng.choice([*(DRAFTERS if CASES > 100 else CHECKED), "none"])
-    model, head = folders(rng.choice(list(MODELS)), drafter)
+    return case_of(rng, drafter, folders(rng.choice(list(MODELS)), drafter), tight)
+
+
+def case_of(
+    rng: random.Random,
+    drafter: str,
+    folders: tuple[Path, Path | None],
+    tight: bool,
+    count: int = REQUESTS,
+) -> Case:
+    """``count`` requests for a model and its drafter, whose folders these are."""
+    model, head = folders
     topk, steps, nodes = rng.choice([(1, 3, 4), (2, 3, 8), (4, 4, 12), (3, 1, 4)])
     algorithm = DRAFTERS[drafter].algorithm if drafter != "none" else "NONE"
     settings = Settings(algorithm, rng.choice(["deferred", "snapshot"]), topk, steps, nodes)
@@ -94,14 +105,14 @@ def random_case(rng: random.Random, folders: Any, tight: bool) -> Case:
     )
     shared = random_prompt(40, rng.randrange(10**6))
     requests = []
-    for i in range(REQUESTS):
+    for i in range(count):
         prompt = shared[: rng.choice([0, 17, 33, 40])] + random_prompt(rng.randrange(1, 20), i)
         requests.append(Generate(rid=str(i), token_ids=prompt, sampling=random_sampling(rng)))
         if rng.random() < 0.3:
             requests[-1].return_logprob, requests[-1].top_logprobs = True, 3
             requests[-1].logprob_start = rng.choice([-1, 0, 2])
     arrivals = [rng.randrange(2 if tight else 20) for _ in requests]
-    cut = rng.sample(range(REQUESTS), 2)
+    cut = rng.sample(range(count), 2)
     return Case(config, requests, arrivals, {str(i): arrivals[i] + rng.randrange(9) for i in cut})
 
 
@@ -222,16 +233,16 @@ def test_slots_are_as_many_as_fit_on_every_rank(folders, monkeypatch: pytest.Mon
 
 
 def test_a_benchmark_leads_ranks_in_processes_of_their_own(folders) -> None:
-    """Over gloo; the next set of ranks ends the one before."""
+    """Over gloo, as pipeline stages; the next set of ranks ends the one before."""
     model, head = folders("groups-straddle", "eagle")
     config = Settings(topk=2, steps=3, nodes=8).config(model, head, check_ranks=2)
     prompts = [random_prompt(9, seed) for seed in (1, 2)]
     expected = BatchEngine(config, ModelRunner(config)).generate(prompts, greedy(12)).tokens
-    leader = make_runner(replace(config, tp_size=2))
+    leader = make_runner(replace(config, pp_size=2, pp_layers="1,3"))
     assert isinstance(leader, LeadingRunner)
     try:
         assert BatchEngine(config, leader).generate(prompts, greedy(12)).tokens == expected
-        assert leader.ready.details["tp_size"] == 2
+        assert leader.ready.details["pp_size"] == 2
     finally:
         leader.close()
     assert [process.returncode for process in leader.others] == [0]

@@ -324,9 +324,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {
             "tools": [WEATHER],
             "tool_choice": "required",
-            "response_format": {"type": "json_object"},
+            "response_format": {"type": "json_schema", "json_schema": {"schema": UNIQUE}},
         },
-        ["tool_choice and response_format", "one of the two"],
+        ["response_format.json_schema.schema.properties.x", "uniqueItems"],
     ),
     ({"thinking_budget": -1}, ["thinking_budget = -1", "between 0"]),
     ({"thinking_budget": "x"}, ['thinking_budget = "x"', "integer"]),
@@ -499,6 +499,8 @@ FORCED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         [HERMES],
         [HERMES + "\n" + HERMES, HERMES.replace("weather", "sun")],
     ),
+    # A form is for text, and there is none.
+    ({"tool_choice": "required", "response_format": OBJECT, **OFF}, [HERMES], ["{}", ""]),
     ({"tools": [STRICT], **OFF}, [HERMES, "", "Hm " + HERMES + " and"], [WRONG, "<tool_call>"]),
     ({"tools": [STRICT]}, ["a</think>b", "a</think>" + HERMES], ["a</think>" + WRONG]),
     (

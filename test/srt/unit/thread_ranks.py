@@ -7,7 +7,10 @@ runs twice at once, and a test is as reproducible as with one rank.
 
 from __future__ import annotations
 
+import queue
+import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Plan, StepResult
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.runner.model_runner import ModelRunner
 
@@ -29,9 +32,10 @@ WAIT_SECONDS = 60  # for another rank; a longer wait is a test that hangs
 class Meeting:
     """Where the ranks hand their tensors to each other."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turn: threading.Lock) -> None:
+        """turn: held by the one rank that runs."""
         self.barrier = threading.Barrier(size, timeout=WAIT_SECONDS)
-        self.turn = threading.Lock()
+        self.turn = turn
         self.given: list[Any] = [None] * size
         self.operations = 0
 
@@ -51,10 +55,56 @@ class Meeting:
         return [part for _, part in given]
 
 
+class Post:
+    """Where one pipeline stage leaves tensors for another; each gets them in the order in which
+    they were left. ``delays``: seconds that a message may take at most, drawn for each."""
+
+    def __init__(self, turn: threading.Lock) -> None:
+        self.turn, self.failed = turn, threading.Event()
+        self.boxes: dict[tuple[int, int, str], queue.Queue[Tensor]] = {}
+        self.guard = threading.Lock()
+        self.delays: tuple[random.Random, float] | None = None
+        # may change what a stage receives: (stage, kind, tensor) -> tensor
+        self.tamper: Callable[[int, str, Tensor], Tensor] = lambda stage, kind, x: x
+
+    def box(self, source: int, goal: int, kind: str) -> queue.Queue[Tensor]:
+        with self.guard:
+            return self.boxes.setdefault((source, goal, kind), queue.Queue())
+
+    def send(self, source: int, goal: int, kind: str, x: Tensor) -> None:
+        self.box(source, goal, kind).put(x.clone())
+
+    def receive(self, source: int, goal: int, kind: str, like: Tensor) -> Tensor:
+        box = self.box(source, goal, kind)
+        self.turn.release()
+        try:
+            if self.delays is not None:
+                rng, most = self.delays
+                time.sleep(rng.random() * most)
+            x = self._wait(box)
+        finally:
+            self.turn.acquire()
+        x = self.tamper(goal, kind, x)
+        assert (x.shape, x.dtype) == (like.shape, like.dtype), "stages differ in what they send"
+        return x
+
+    def _wait(self, box: queue.Queue[Tensor]) -> Tensor:
+        for _ in range(WAIT_SECONDS * 20):
+            try:
+                return box.get(timeout=0.05)
+            except queue.Empty:
+                if self.failed.is_set():
+                    raise threading.BrokenBarrierError from None
+        raise AssertionError("a stage has waited too long for a message")
+
+
 class ThreadGroup(Group):
-    def __init__(self, meeting: Meeting, shard: Shard) -> None:
+    stages: Group = ALONE
+    number = 0  # among all ranks of all stages
+
+    def __init__(self, meeting: Meeting, shard: Shard, post: Post | None = None) -> None:
         super().__init__(shard, torch.device("cpu"))
-        self.meeting = meeting
+        self.meeting, self.post = meeting, post
 
     def _all(self, x: Tensor, name: str) -> list[Tensor]:
         assert x.is_contiguous()
@@ -75,16 +125,47 @@ class ThreadGroup(Group):
     def _from_first(self, x: Tensor) -> Tensor:
         return self._all(x, "from_first")[0].clone()
 
+    def _from_last(self, x: Tensor) -> Tensor:
+        assert self.post is not None
+        last = self.size - 1
+        if self.rank < last:
+            return self.post.receive(last, self.rank, "from_last", x)
+        for stage in range(last):
+            self.post.send(last, stage, "from_last", x)
+        return x
+
+    def _hand_on(self, x: Tensor) -> None:
+        assert self.post is not None
+        self.post.send(self.rank, self.rank + 1, "hidden", x)
+
+    def _take(self, room: Tensor) -> Tensor:
+        assert self.post is not None
+        return self.post.receive(self.rank - 1, self.rank, "hidden", room)
+
     def close(self) -> None: ...
 
 
 class ThreadRanks:
-    """Does the same on all ranks, each in a thread of its own."""
+    """Does the same on all ranks, each in a thread of its own: ``size`` of them in each stage."""
 
-    def __init__(self, size: int) -> None:
-        self.meeting = Meeting(size)
-        self.groups = [ThreadGroup(self.meeting, Shard(rank, size)) for rank in range(size)]
-        self.pool = ThreadPoolExecutor(size)
+    def __init__(self, size: int, stages: int = 1) -> None:
+        self.turn = threading.Lock()
+        self.meetings = [Meeting(size, self.turn) for _ in range(stages)]
+        self.meeting = self.meetings[0]
+        self.groups = [
+            ThreadGroup(meeting, Shard(rank, size))
+            for meeting in self.meetings
+            for rank in range(size)
+        ]
+        self.posts = [Post(self.turn) for _ in range(size)]
+        columns = [Meeting(stages, self.turn) for _ in range(size)] if stages > 1 else []
+        for number, group in enumerate(self.groups):
+            group.number = number
+            if stages > 1:
+                shard, part = Shard(number // size, stages), number % size
+                group.stages = ThreadGroup(columns[part], shard, self.posts[part])
+        self.meetings += columns
+        self.pool = ThreadPoolExecutor(size * stages)
 
     def run(self, work: Callable[[ThreadGroup], T]) -> list[T]:
         """What ``work`` returns on each rank. The first failure is raised."""
@@ -92,16 +173,23 @@ class ThreadRanks:
         failures = [f.exception() for f in futures]
         for failure in failures:
             if failure is not None and not isinstance(failure, threading.BrokenBarrierError):
-                self.meeting.barrier.reset()
+                for meeting in self.meetings:
+                    meeting.barrier.reset()
+                for post in self.posts:
+                    post.failed.clear()
+                    post.boxes.clear()
                 raise failure
         return [future.result() for future in futures]
 
     def _turn(self, work: Callable[[ThreadGroup], T], group: ThreadGroup) -> T:
-        with self.meeting.turn:
+        with self.turn:
             try:
                 return work(group)
             except BaseException:
-                self.meeting.barrier.abort()
+                for meeting in self.meetings:
+                    meeting.barrier.abort()
+                for post in self.posts:
+                    post.failed.set()
                 raise
 
 
@@ -117,31 +205,42 @@ class RunnerRanks:
     """The runners of all ranks, as one: what the scheduler, or runner_harness.Engine, sees."""
 
     overlaps = False
+    compares_stages = True  # what they have accepted, with each result
 
-    def __init__(self, config: EngineConfig, size: int) -> None:
-        self.ranks = ThreadRanks(size)
-        self.runners = self.ranks.run(lambda group: ModelRunner(config, group))
+    def __init__(self, config: EngineConfig, size: int, stages: int = 1) -> None:
+        self.ranks = ThreadRanks(size, stages)
+        self.answering = size * (stages - 1)
+        self.runners = self.ranks.run(lambda group: ModelRunner(config, group, group.stages))
 
     def __getattr__(self, name: str) -> Any:
-        """What rank 0's runner has, its pools for example."""
-        return getattr(self.runners[0], name)
+        """What the answering rank's runner has, its pools for example."""
+        return getattr(self.runners[self.answering], name)
 
     def launch(self, plan: Plan) -> Done:
         return Done(self.execute(plan))
 
     def execute(self, plan: Plan) -> StepResult:
         """All ranks execute the plan, and find the same."""
-        results = self.ranks.run(lambda group: self.runners[group.rank].execute(plan))
-        first, *others = map(comparable, results)
+        results = self.ranks.run(lambda group: self.runners[group.number].execute(plan))
+        first, *others = map(comparable, results[self.answering :])
         for other in others:
             assert other == first, "ranks found different results"
-        return results[0]
+        for earlier in results[: self.answering] if self.compares_stages else ():
+            assert paths(earlier) == paths(results[self.answering]), "stages accepted other nodes"
+        return results[self.answering]
+
+
+def paths(result: StepResult) -> Any:
+    """What all stages know of a result."""
+    decoded = [(each.tokens, each.nodes, each.folded) for each in result.decode]
+    return [each.token for each in result.prefill], decoded
 
 
 def comparable(result: StepResult) -> Any:
-    """Without times, which differ, and without the scores in traces, which rank 0 alone reports."""
+    """Without what differs from run to run, times and kernels that were compiled, and without the
+    scores in traces, which rank 0 alone reports."""
     plain = msgspec.to_builtins(result)
-    for name in ("seconds", "decode_seconds", "idle_seconds"):
+    for name in ("seconds", "decode_seconds", "idle_seconds", "num_compiled"):
         plain.pop(name, None)
     for decoded in plain.get("decode", []):
         if decoded.get("trace"):

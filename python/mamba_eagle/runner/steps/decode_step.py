@@ -10,6 +10,7 @@ along, and no object remembers which step it is in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,7 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.runner.chooser import Chooser
-from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.constrained_choice import MasksFirst
 from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import (
     BatchNoise,
@@ -77,25 +77,29 @@ class DecodeStep:
         scheme: StateScheme,
         drafter: Drafter,
         sampling: SamplingState,
-        constraints: Constraints,
-        chooser: Chooser,
+        choice: MasksFirst,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
-        self.chooser = chooser
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
-        self.constraints = constraints
+        self.choice, self.chooser, self.constraints = choice, choice.chooser, choice.constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 
     def draft(
-        self, slots: Tensor, kv_slots: Tensor, part: StepPart, noise: KeyedNoise | None
+        self,
+        slots: Tensor,
+        kv_slots: Tensor,
+        part: StepPart,
+        noise: KeyedNoise | None,
+        reshaped: Callable[[Tree], Tree] = lambda tree: tree,
     ) -> Tree:
-        """A tree of ``part.shape`` per request. noise: what else the target will sample with."""
+        """A tree of ``part.shape`` per request. noise: what else the target will sample with.
+        reshaped: what becomes of the drafter's trees before other ranks see them."""
         table = self.table
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
-        return self.chooser.agree(self.drafter.propose(slots, part, noise))
+        return self.chooser.agree(reshaped(self.drafter.propose(slots, part, noise)))
 
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
@@ -199,9 +203,14 @@ class EagerRun:
         steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
         if steers:
             noise = GrammarGuide(constraints, slots, noise, self.step.backend)
-        self.tree = self.step.draft(self.slots, self.kv_slots, self.part, noise)
+        inputs = (self.slots, self.kv_slots, self.part, noise)
+        depth = self.part.shape.depth
         if steers:
-            self.tree = constraints.reshape(slots, self.tree, self.part.shape.depth)
+            self.tree = self.step.draft(
+                *inputs, lambda tree: constraints.reshape(slots, tree, depth)
+            )
+        else:
+            self.tree = self.step.draft(*inputs)
         return self.tree
 
     def verify(self) -> Verified:

@@ -31,7 +31,7 @@ from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.runner.sampler import BatchNoise
 from mamba_eagle.runner.steps.decode_step import DecodeStep, Outcome, Verified
-from mamba_eagle.tree.tree import Tree
+from mamba_eagle.tree.tree import Tree, empty_trees
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -122,10 +122,13 @@ class _Graph:
         self.logits = graphs.logits[: self.target.numel()]
         self.tree: Tree | None = None
         if not self.drafts:
-            self.tree = _empty_tree(*self.target.shape, self.place.device)
+            self.tree = empty_trees(*self.target.shape, self.place.device)
 
-        for work in self.works():  # compiles kernels; runs on padding alone
-            work()
+        # Compiles kernels; runs on padding alone. Stages may differ in which kinds of steps they
+        # have: what is captured exchanges something only when it is repeated.
+        with step.chooser.stages.quiet():
+            for work in self.works():
+                work()
         if kind.apart:
             self.draft = graphs.record(self._draft)
             self.verify = graphs.record(self._verify)
@@ -201,16 +204,6 @@ class _CatchUp:
         padded = [*slots, *[self.padding] * (len(self.slots) - len(slots))]
         self.slots.copy_(self.place.host_tensor(padded), non_blocking=True)
         self.graph.replay()
-
-
-def _empty_tree(b: int, nodes: int, device: torch.device) -> Tree:
-    """b trees in which all other nodes are children of the root."""
-    zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
-    own = torch.eye(nodes, dtype=torch.bool, device=device).repeat(b, 1, 1)
-    own[:, :, 0] = True
-    depths = zeros.clone()
-    depths[:, 1:] = 1
-    return Tree(zeros, zeros.clone(), depths, own, zeros.float())
 
 
 class GraphedSteps:

@@ -1,0 +1,312 @@
+"""A GGUF file's keys as the config.json of the checkpoint that it was made from.
+
+What the keys mean is taken from llama.cpp: ``conversion/`` writes them and ``src/models/`` reads
+them. Sizes that a tensor shows are read from its shape, and options from whether it is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from mamba_eagle.gguf_files.file import GgufFile
+from mamba_eagle.gguf_files.tokens import end_tokens
+from mamba_eagle.model_config import UnsupportedModel
+
+# kind of a layer -> a tensor that tells it
+KINDS = {
+    "mamba": "ssm_in.weight",
+    "attention": "attn_q.weight",
+    "moe": "ffn_gate_inp.weight",
+    "mlp": "ffn_up.weight",
+}
+ANY_LENGTH = 1 << 20  # the context length that converters write where they know none
+DTYPES = {"F32": "float32", "F16": "float16"}  # of all others the dtype is bfloat16
+
+
+def config_values(file: GgufFile) -> dict[str, Any]:
+    """The keys of config.json that the families' ``parse_config`` read.
+
+    Raises: UnsupportedModel naming an architecture or option that is not supported.
+    """
+    family = FAMILIES.get(file.architecture)
+    if family is None:
+        raise UnsupportedModel(
+            f"{file.path} has the architecture {file.architecture!r:.200}; known in GGUF files: "
+            f"{sorted(FAMILIES)}. Other families are served from safetensors"
+        )
+    return {**_common(file), **family(file)}
+
+
+def num_layers(file: GgufFile) -> int:
+    """Without the layers for drafting (MTP), which are counted with the others.
+
+    Raises: UnsupportedModel for a number that cannot be.
+    """
+    count, drafting = _size(file, "block_count"), int(file.get("nextn_predict_layers", 0))
+    if not 0 < count - drafting <= len(file.tensors):
+        raise UnsupportedModel(
+            f"{file.path}: {file.architecture}.block_count is {count}, {drafting} of them for "
+            f"drafting, with {len(file.tensors)} tensors; download the file again"
+        )
+    return count - drafting
+
+
+def per_layer(file: GgufFile, key: str, default: int = 0) -> list[int]:
+    """A number for each layer, from a list or from one number for all."""
+    value, count = file.get(key, default), num_layers(file)
+    if not isinstance(value, list):
+        return [int(value)] * count
+    if len(value) < count:
+        raise UnsupportedModel(
+            f"{file.path}: {file.architecture}.{key} has {len(value)} entries for {count} layers"
+        )
+    return [int(one) for one in value[:count]]
+
+
+def _common(file: GgufFile) -> dict[str, Any]:
+    length = int(file.get("context_length", 0))
+    return {
+        "vocab_size": _shape(file, "token_embd.weight")[0],
+        "hidden_size": _size(file, "embedding_length"),
+        "num_hidden_layers": num_layers(file),
+        "max_position_embeddings": 0 if length == ANY_LENGTH else length,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "eos_token_id": end_tokens(file),
+    }
+
+
+def _dtype(file: GgufFile) -> str:
+    """That of most matrices."""
+    matrices = Counter(info.dtype for info in file.tensors.values() if len(info.shape) > 1)
+    return DTYPES.get(matrices.most_common(1)[0][0], "bfloat16")
+
+
+def _shape(file: GgufFile, name: str) -> tuple[int, ...]:
+    """Raises: UnsupportedModel if there is no such tensor."""
+    if name not in file.tensors:
+        raise UnsupportedModel(
+            f"{file.path} has no tensor {name}: it is no whole model; take another file"
+        )
+    return file.tensors[name].shape
+
+
+def _has(file: GgufFile, suffix: str) -> bool:
+    """Whether any layer has a tensor ``blk.N.`` + suffix."""
+    return any(name.startswith("blk.") and name.endswith("." + suffix) for name in file.tensors)
+
+
+def _size(file: GgufFile, key: str) -> int:
+    """Raises: UnsupportedModel unless it is a number above 0."""
+    value = file.need(key)
+    if type(value) is not int or value < 1:
+        raise UnsupportedModel(
+            f"{file.path}: {file.architecture}.{key} is {value!r:.200}, and must be a number above "
+            "0; download the file again"
+        )
+    return value
+
+
+def _sizes(file: GgufFile, suffix: str) -> tuple[int, ...]:
+    """The shape that ``blk.N.`` + suffix has in all layers.
+
+    Raises: UnsupportedModel if there is none, or if layers differ.
+    """
+    names = (f"blk.{layer}.{suffix}" for layer in range(num_layers(file)))
+    found = {file.tensors[name].shape for name in names if name in file.tensors}
+    if len(found) != 1:
+        raise UnsupportedModel(
+            f"{file.path}: {suffix} has the shapes {sorted(found)[:5]} in its layers; known is one "
+            "for all"
+        )
+    return found.pop()
+
+
+def _eps(file: GgufFile) -> float:
+    """llama.cpp's order: Nemotron-H's converter writes the second alone."""
+    rms = file.get("attention.layer_norm_rms_epsilon")
+    return float(file.need("attention.layer_norm_epsilon") if rms is None else rms)
+
+
+def _mamba2(file: GgufFile) -> dict[str, Any]:
+    heads = _size(file, "ssm.time_step_rank")
+    return {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "num_heads": heads,
+        "head_dim": _size(file, "ssm.inner_size") // heads,
+        "state_size": file.need("ssm.state_size"),
+        "n_groups": file.get("ssm.group_count", 1),
+        "conv_kernel": file.need("ssm.conv_kernel"),
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "use_bias": _has(file, "ssm_in.bias"),
+        "layer_norm_epsilon": _eps(file),
+    }
+
+
+def _mixers(file: GgufFile) -> dict[str, Any]:
+    """The keys that Granite and Falcon-H1 share with Bamba."""
+    heads = _size(file, "ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": _size(file, "ssm.inner_size") // heads,
+        "mamba_d_state": file.need("ssm.state_size"),
+        "mamba_n_groups": file.get("ssm.group_count", 1),
+        "mamba_d_conv": file.need("ssm.conv_kernel"),
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+        "rms_norm_eps": _eps(file),
+        **_attention(file),
+    }
+
+
+def _attention(file: GgufFile) -> dict[str, Any]:
+    kv_heads = {count for count in per_layer(file, "attention.head_count_kv") if count}
+    heads = {count for count in per_layer(file, "attention.head_count") if count}
+    if len(kv_heads) > 1 or len(heads) > 1:
+        raise UnsupportedModel(
+            f"{file.path}: attention layers with different numbers of heads are not supported"
+        )
+    if not heads and _has(file, "attn_q.weight"):
+        raise UnsupportedModel(f"{file.path}: {file.architecture}.attention.head_count is 0")
+    count = heads.pop() if heads else 1
+    return {
+        "num_attention_heads": count,
+        "num_key_value_heads": kv_heads.pop() if kv_heads else count,
+        "head_dim": int(file.get("attention.key_length", 0))
+        or _size(file, "embedding_length") // count,
+        "attention_bias": _has(file, "attn_q.bias"),
+    }
+
+
+def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Raises: UnsupportedModel unless whole heads are rotated, at every position alike."""
+    scaling = file.get("rope.scaling.type", "none")
+    part = int(file.get("rope.dimension_count", head_dim))
+    if scaling != "none" or part != head_dim or _has(file, "rope_freqs.weight"):
+        raise UnsupportedModel(
+            f"{file.path}: RoPE with rope.scaling.type {scaling!r:.200}, on {part} of {head_dim} "
+            "channels, is not supported in GGUF files; serve the model from safetensors"
+        )
+    return {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
+
+
+def _granite(file: GgufFile) -> dict[str, Any]:
+    values, kinds = _mixers(file), _kinds(file)
+    head_dim = values["head_dim"]
+    # a switch for RoPE in this architecture, on if it is not there
+    rotates = bool(file.get("rope.scaling.finetuned", True)) and "attention" in kinds
+    has_experts = _has(file, "ffn_gate_inp.weight")
+    experts = _sizes(file, "ffn_up_exps.weight") if has_experts else (0, 0)
+    shared = "ffn_up_shexp.weight" if has_experts else "ffn_up.weight"
+    return {
+        **values,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": kinds,
+        "position_embedding_type": "rope" if rotates else "nope",
+        **(_rope(file, head_dim) if rotates else {}),
+        "num_local_experts": experts[0],
+        "num_experts_per_tok": file.get("expert_used_count", 0),
+        "intermediate_size": experts[1],
+        "shared_intermediate_size": _sizes(file, shared)[0],
+        "embedding_multiplier": _factor(file, "embedding_scale"),
+        "residual_multiplier": _factor(file, "residual_scale"),
+        "logits_scaling": _factor(file, "logit_scale"),
+        "attention_multiplier": _factor(file, "attention.scale", head_dim**-0.5),
+    }
+
+
+def _factor(file: GgufFile, key: str, default: float = 1.0) -> float:
+    """A multiplier; 0 stands for none."""
+    return float(file.get(key, 0.0)) or default
+
+
+def _falcon_h1(file: GgufFile) -> dict[str, Any]:
+    """All multipliers are in the weights."""
+    values = _mixers(file)
+    return {
+        **values,
+        **_rope(file, values["head_dim"]),
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "intermediate_size": _sizes(file, "ffn_up.weight")[0],
+        "mamba_rms_norm": _has(file, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,  # which is what llama.cpp computes
+        "projectors_bias": _has(file, "ssm_out.bias"),
+        "mlp_bias": _has(file, "ffn_up.bias"),
+    }
+
+
+def _nemotron_h(file: GgufFile) -> dict[str, Any]:
+    kinds = _kinds(file)
+    heads = _size(file, "ssm.time_step_rank")
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": _size(file, "ssm.inner_size") // heads,
+        "ssm_state_size": file.need("ssm.state_size"),
+        "n_groups": file.get("ssm.group_count", 1),
+        "conv_kernel": file.need("ssm.conv_kernel"),
+        "use_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "use_bias": _has(file, "ssm_in.bias"),
+        "mlp_bias": _has(file, "ffn_up.bias"),
+        "intermediate_size": _sizes(file, "ffn_up.weight")[0] if "mlp" in kinds else 0,
+        "layer_norm_epsilon": _eps(file),
+        **_attention(file),
+        **(_experts(file) if "moe" in kinds else {}),
+    }
+
+
+def _kinds(file: GgufFile) -> list[str]:
+    """What each layer is, by the tensors that it has. Keys are less reliable: with transformers
+    of today a Nemotron-H without experts is converted with the keys of one with.
+
+    Raises: UnsupportedModel for a layer that has none of these.
+    """
+    kinds = []
+    for layer in range(num_layers(file)):
+        own = (kind for kind, name in KINDS.items() if f"blk.{layer}.{name}" in file.tensors)
+        kind = next(own, None)
+        if kind is None:
+            raise UnsupportedModel(
+                f"{file.path}: layer {layer} has none of {', '.join(KINDS.values())}; the file is "
+                "not whole, or of a newer form of this architecture"
+            )
+        kinds.append(kind)
+    return kinds
+
+
+def _experts(file: GgufFile) -> dict[str, Any]:
+    groups, top = int(file.get("expert_group_count", 1)), file.get("expert_group_used_count")
+    if groups > 1 and top is None:
+        raise UnsupportedModel(
+            f"{file.path}: experts in {groups} groups, and the file does not say how many of them "
+            "a token uses; serve the model from safetensors"
+        )
+    return {
+        "n_routed_experts": file.need("expert_count"),
+        "num_experts_per_tok": file.need("expert_used_count"),
+        "n_shared_experts": file.get("expert_shared_count", 1),
+        "moe_intermediate_size": _sizes(file, "ffn_up_exps.weight")[1],
+        "moe_shared_expert_intermediate_size": _sizes(file, "ffn_up_shexp.weight")[0],
+        "moe_latent_size": int(file.get("moe_latent_size", 0)),
+        "n_group": groups,
+        "topk_group": int(top or 1),
+        "norm_topk_prob": bool(file.get("expert_weights_norm", False)),
+        "routed_scaling_factor": _factor(file, "expert_weights_scale"),
+    }
+
+
+# general.architecture -> the rest of config.json
+FAMILIES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
+    "mamba2": _mamba2,
+    "granitehybrid": _granite,
+    "falcon-h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+}

@@ -1,0 +1,187 @@
+"""What a runner does differently where the layers are split over pipeline stages.
+
+The last stage drafts, samples and answers. The others learn from it which trees they verify and
+which tokens the target takes at their nodes; what follows from these (accepted paths, folds, rows)
+each works out for its own layers, as a single runner does. Docs: docs/design/parallel.md.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafting.base import (
+    Drafter,
+    DraftSource,
+    FolderSource,
+    KeyedNoise,
+    NoDrafter,
+    StepPart,
+)
+from mamba_eagle.model_config import ModelConfig, Span
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.loader import created_as
+from mamba_eagle.models.split import Split
+from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.stages import Weights, balanced, given_problems, spans_of
+from mamba_eagle.runner.chooser import Chooser
+from mamba_eagle.runner.constraints import Constraints, TokenMasks
+from mamba_eagle.runner.memory import state_bytes
+from mamba_eagle.runner.sampler import SamplingState, TokenLogprobs
+from mamba_eagle.tree.tree import Tree, empty_trees
+
+log = logging.getLogger("mamba_eagle.runner")
+
+
+class LastStageChooser(Chooser):
+    """Chooses as ``inner`` does, and tells the other stages."""
+
+    has_all_logits = False  # a captured step cannot sample without telling them
+
+    def __init__(self, inner: Chooser, stages: Group) -> None:
+        super().__init__(inner.state)
+        self.inner, self.stages = inner, stages
+
+    def sample(
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None,
+        allowed: TokenMasks | None = None,
+    ) -> Tensor:
+        target = self.inner.sample(slots, logits, positions, tree, allowed)
+        return self.stages.from_last(target.contiguous())
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        return self.inner.logprobs(logits, tokens, top)
+
+    def agree(self, tree: Tree) -> Tree:
+        tree = self.inner.agree(tree)
+        self.stages.from_last(tree.packed())
+        return tree
+
+
+class EarlierStageChooser(Chooser):
+    """Learns what the last stage has chosen."""
+
+    has_all_logits = False
+
+    def __init__(self, state: SamplingState, stages: Group) -> None:
+        super().__init__(state)
+        self.stages = stages
+
+    def sample(
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None,
+        allowed: TokenMasks | None = None,
+    ) -> Tensor:
+        return self.stages.from_last(torch.zeros_like(positions))
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
+        """Nobody reads them: the last stage answers."""
+        nothing = torch.zeros(len(tokens), device=tokens.device)
+        none = nothing[:, None].expand(-1, top)
+        return TokenLogprobs(nothing, none, none.long())
+
+    def agree(self, tree: Tree) -> Tree:
+        return Tree.unpacked(self.stages.from_last(tree.packed()), tree.scores)
+
+
+class DrafterElsewhere(NoDrafter):
+    """Of the stages before the last one, which has the drafter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        """Room for the trees."""
+        return empty_trees(len(slots), part.shape.nodes, self.device)
+
+
+def agree_on_drafting(drafter: Drafter, stages: Group) -> None:
+    """All stages get trees within their captured steps, or all of them before."""
+    if isinstance(drafter, DrafterElsewhere):
+        drafter.on_device = True
+    on_device = bool(stages.smallest([drafter.on_device])[0])
+    if isinstance(drafter, DrafterElsewhere):
+        drafter.on_device = on_device
+
+
+class ConstraintsElsewhere(Constraints):
+    """Of the same stages: grammars are followed where tokens are sampled."""
+
+    def admit(self, slot: int, params: SamplingParams, output_start: int) -> None: ...
+
+    def prepare(self) -> None: ...
+
+
+def layers_by_stage(
+    config: EngineConfig,
+    model: ModelConfig,
+    split: Split,
+    source: DraftSource | None,
+    backend: Backend,
+) -> list[Span]:
+    """As --pp-layers says, or balanced by bytes; the same on all ranks. model: the whole one.
+
+    Raises: ConfigError for numbers that do not fit the model.
+    """
+    if counts := config.stage_layers:
+        if wrong := given_problems(model, counts):
+            raise ConfigError(wrong)
+        spans = spans_of(counts)
+    else:
+        weights = stage_weights(config, model, split, source, backend)
+        spans = balanced(model, weights, config.pp_size)
+    log.info("layers by stage: %s", ", ".join(f"{begin}-{end - 1}" for begin, end in spans))
+    return spans
+
+
+def stage_weights(
+    config: EngineConfig,
+    model: ModelConfig,
+    split: Split,
+    source: DraftSource | None,
+    backend: Backend,
+) -> Weights:
+    """What layers are balanced by: weights in the model's dtype, and a state for each request that
+    may run. source: of the drafter, if there is one."""
+    whole = split.whole
+    assert isinstance(whole, CausalLM)
+    itemsize = backend.dtype.itemsize
+    states = state_bytes(model, getattr(torch, config.mamba_ssm_dtype).itemsize, itemsize)
+    state = states // (model.num_mamba_layers or 1) * config.max_running_requests
+    seen: set[int] = set()
+    layers = [
+        parameter_bytes(layer, seen) + (state if kind in ("mamba", "hybrid") else 0)
+        for layer, kind in zip(whole.parts.layers, model.blocks)
+    ]
+    embedding = parameter_bytes(whole.parts.embedding)
+    last = parameter_bytes(whole.lm_head)
+    if source is not None:
+        last += 0 if model.tie_word_embeddings else embedding
+    if isinstance(source, FolderSource):
+        with created_as(backend.dtype, torch.device("meta")):
+            last += parameter_bytes(source.module())
+    return Weights(layers, embedding, last)
+
+
+def parameter_bytes(module: nn.Module, seen: set[int] | None = None) -> int:
+    """Bytes of its parameters, as far as they are not among those ``seen``, where they are added
+    then: weights that layers share count once."""
+    seen = set() if seen is None else seen
+    total = 0
+    for parameter in module.parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            total += parameter.nbytes
+    return total
