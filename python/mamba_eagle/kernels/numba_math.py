@@ -35,7 +35,7 @@ def kernel(function: Callable[..., Any], parallel: bool = False) -> Callable[...
     )(function)
 
 
-def kernel_in_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile; operations keep the order in which they are written."""
     return function if numba is None else numba.njit(fastmath={"contract"}, **_OPTIONS)(function)
 
@@ -58,7 +58,7 @@ _BIAS, _SHIFT = np.int32(127), np.int32(23)
 _LINEAR_ABOVE = np.float32(20.0)  # as torch's softplus
 
 
-@kernel_in_order
+@exactly
 def exp(x):  # noqa: ANN001, ANN201
     """exp of a float32 within 2 ulp (Cephes' expf); libm's would be a call per element. exp(-inf)
     is 1e-38."""
@@ -72,11 +72,11 @@ def exp(x):  # noqa: ANN001, ANN201
     return (p * (r * r) + r + ONE) * power
 
 
-@kernel_in_order
+@exactly
 def silu(x):  # noqa: ANN001, ANN201
     return x / (ONE + exp(-x))
 
 
-@kernel_in_order
+@exactly
 def softplus(x):  # noqa: ANN001, ANN201
     return x if x > _LINEAR_ABOVE else np.float32(log1p(exact_exp(x)))

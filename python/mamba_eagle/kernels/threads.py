@@ -11,7 +11,8 @@ hundred cycles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -44,6 +45,17 @@ def set_threads(count: int) -> None:
 def num_threads() -> int:
     """Of Numba's kernels: 1 unless ``set_threads`` was called."""
     return _threads
+
+
+@contextmanager
+def parallel_forms() -> Iterator[None]:
+    """Within, every kernel with a parallel form takes that one, so that it is compiled."""
+    global MIN_PARALLEL
+    before, MIN_PARALLEL = MIN_PARALLEL, 0
+    try:
+        yield
+    finally:
+        MIN_PARALLEL = before
 
 
 class Threaded:

@@ -194,6 +194,8 @@ class SpanKernel:
             kind = types.void(types.int64, types.int64, types.int64)
             self._compiled = numba.cfunc(kind, cache=True)(self.function)
             self._call, self._address = self._compiled.ctypes, self._compiled.address
+            if num_threads() > 1:
+                _spread.parallel(self._address, 0, 0, 0)  # compiles it, and calls nothing
 
     def __call__(self, units: int, work: int, *arguments: int) -> None:
         """units: what is shared out to threads; work: multiply-adds; arguments: pointers, sizes."""

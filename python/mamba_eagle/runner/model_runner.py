@@ -27,6 +27,7 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.kernels.compilations import Compilations
+from mamba_eagle.kernels.threads import num_threads, parallel_forms
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
@@ -301,6 +302,9 @@ class ModelRunner:
         compiled or a graph that is captured."""
         self.backend.build_kernels(self._rehearse)
         self._generate()
+        if self.backend.place.on_host and num_threads() > 1:
+            with parallel_forms():
+                self._generate()
         if self._capturable():
             self.steps = self._make_steps(GraphedSteps)
 

@@ -9,7 +9,7 @@ import torch
 from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
 
 from mamba_eagle.backend.cpu.state import CpuScheme
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.kernels import numba_math, threads
 from mamba_eagle.tree.tree import Tree
 
 pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
@@ -77,3 +77,22 @@ def test_a_request_is_the_same_alone_and_in_a_batch(scheme: str) -> None:
         single = alone.verify([slot], Tree(*(x[own].contiguous() for x in tree)), part)
         for whole, one in zip(outputs, single):
             assert torch.equal(whole[own], one)
+
+
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and folded states, in the parallel form of the kernels."""
+    found: list[list[torch.Tensor]] = []
+    for count in (1, 2):
+        monkeypatch.setattr(threads, "_threads", count)
+        monkeypatch.setattr(threads, "MIN_PARALLEL", 0)
+        rig, rng = rig_of(True, "deferred", 7, "even"), torch.Generator().manual_seed(1)
+        outputs = []
+        for step in range(7):
+            slots = [[4, 0, 3], [3, 4], [0]][step % 3]
+            tree, inputs = random_tree(len(slots), 5, 6, rng), rig.random_inputs(len(slots), 5)
+            paths = [path_to(tree, row, 4) for row in range(len(slots))]
+            outputs += rig.verify(slots, tree, inputs)
+            rig.accept(slots, truncated(paths, [len(path) for path in paths]), inputs.hidden)
+        assert rig.folds > 0
+        found.append([*outputs, rig.pool.ssm])
+    assert all(torch.equal(one, two) for one, two in zip(*found))

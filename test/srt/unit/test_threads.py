@@ -71,6 +71,9 @@ def test_small_work_stays_on_one_thread(counts, monkeypatch: pytest.MonkeyPatch)
     assert kernel(large) == "one"
     monkeypatch.setattr(threads, "_threads", 2)
     assert (kernel(small), kernel(large)) == ("one", "several")
+    with threads.parallel_forms():
+        assert kernel(0) == "several"
+    assert kernel(small) == "one"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
 from mamba_eagle.kernels.token_mask import cpu as token_mask
-from mamba_eagle.kernels.top_log_probs.cpu import best
+from mamba_eagle.kernels.top_log_probs import cpu as cpu_top
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
@@ -112,13 +112,10 @@ class CpuBackend(TorchBackend):
         return CpuCandidates(roots, topk)
 
     def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
-        return self.top_of(logits.log_softmax(-1), k)
+        return _top(cpu_top.top_log_probs, logits.float(), k)
 
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
-        shape = (log_probs.shape[0], k)
-        top = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
-        best(log_probs.contiguous().numpy(), *(part.numpy() for part in top))
-        return top
+        return _top(cpu_top.best, log_probs, k)
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
@@ -141,3 +138,10 @@ class CpuBackend(TorchBackend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return CpuPendingEntries(table, size)
+
+
+def _top(kernel: Callable[..., None], rows: Tensor, k: int) -> TopTokens:
+    shape = (rows.shape[0], k)
+    top = TopTokens(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+    kernel(rows.contiguous().numpy(), *(part.numpy() for part in top))
+    return top

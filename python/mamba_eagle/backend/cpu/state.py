@@ -6,7 +6,6 @@ The buffers are torch tensors; numpy views of them are created once, since kerne
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,8 +29,6 @@ class CpuScheme(StateScheme):
     """The common part of both schemes: the buffers as arrays, and the kernel call per layer.
     Layouts are TreeLayouts of arrays."""
 
-    kernel: Callable[..., None]
-
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
@@ -50,8 +47,12 @@ class CpuScheme(StateScheme):
             cached = self._layers[layer.index] = (layer_weights(layer), self._buffers(layer.index))
         y = torch.empty(xbc.shape[0], self.config.inner_size)
         inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
-        self.kernel(*inputs, layout, *cached, y.numpy())
+        self._run(*inputs, layout, *cached, y.numpy())
         return y
+
+    @abstractmethod
+    def _run(self, *arguments: Any) -> None:
+        """The layer's pass, with the arguments that its kernel takes."""
 
     @abstractmethod
     def _buffers(self, layer: int) -> Any:
@@ -62,7 +63,6 @@ class CpuDeferred(CpuScheme):
     """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone."""
 
     has_journal = True
-    kernel = staticmethod(cpu.deferred_verify)
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -162,6 +162,12 @@ class CpuDeferred(CpuScheme):
         )
         return layout
 
+    def _run(self, *arguments: Any) -> None:
+        xbc, _, nodes = arguments[:3]
+        c, length = self.config, int(nodes.journal_len.max(initial=0))
+        work = len(xbc) * c.inner_size * (c.state_size + length + nodes.rows.shape[1])
+        cpu.deferred_verify(work, *arguments)
+
     def _buffers(self, layer: int) -> cpu.Buffers:
         parts = (self.rows.conv_in[layer], *layer_rows(self.recurrence, layer))
         return cpu.Buffers(*(part.numpy() for part in (*parts, self.pool.ssm[layer])))
@@ -170,9 +176,10 @@ class CpuDeferred(CpuScheme):
         """Write the states after the first ``lengths`` [f] tokens of the journals to the state
         slots of the requests in ``slots`` [f], and empty the journals."""
         history, state_slots = self.rows.history, self._state_slot[slots]
+        work = int(lengths.sum()) * self.config.inner_size * self.config.state_size
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)
-            cpu.fold(slots, lengths, self._path, state_slots, history, buffers)
+            cpu.fold(work, slots, lengths, self._path, state_slots, history, buffers)
         last = self._path[slots, history + lengths - 1] - history
         self.pool.feature.numpy()[state_slots] = self.rows.feature.numpy()[slots, last]
         cpu.move_history(slots, lengths, self._path, history, self.rows.conv_in.numpy())
@@ -185,8 +192,6 @@ class CpuDeferred(CpuScheme):
 
 class CpuSnapshot(CpuScheme):
     """One full state per node. Node i uses row i, and between steps the journal is empty."""
-
-    kernel = staticmethod(cpu.snapshot_verify)
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -230,6 +235,9 @@ class CpuSnapshot(CpuScheme):
 
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.processed[slots]
+
+    def _run(self, *arguments: Any) -> None:
+        cpu.snapshot_verify(*arguments)
 
     def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
         own = (self.rows.conv_in, self.node_states, self.pool.ssm)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.numba_math import kernel_in_order
+from mamba_eagle.kernels.numba_math import exactly
 from mamba_eagle.kernels.vector_code import (
     F32,
     FLOATS,
@@ -114,7 +114,7 @@ def rows_of(weight: Blocks, ids: Tensor) -> Tensor:
     return rows.flatten(1)
 
 
-@kernel_in_order
+@exactly
 def round_rows(x, numbers, scale, total):  # noqa: ANN001, ANN201
     """x [n, in] -> numbers [n, in] int8, scale and total [n, in / 32]. A scale of what is not
     finite is not finite either."""

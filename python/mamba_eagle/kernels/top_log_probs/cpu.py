@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import log
+
 import numpy as np
 
-from mamba_eagle.kernels.numba_math import kernel
+from mamba_eagle.kernels.numba_math import ZERO, exactly, exp, kernel
 
 
 @kernel
@@ -32,3 +34,23 @@ def best(rows, values, tokens):
         for token in range(k, row.shape[0]):
             if row[token] > best[k - 1]:
                 insert(row[token], token, best, best_tokens)
+
+
+@exactly
+def _log_prob(logit, largest, rest):
+    """In this order: ``largest + rest`` would be rounded to the digits of large logits."""
+    return (logit - largest) - rest
+
+
+@kernel
+def top_log_probs(logits, values, tokens):
+    """The same of the rows' log_softmax, in the order of the logits. logits [n, V]."""
+    best(logits, values, tokens)
+    for r in range(logits.shape[0]):
+        row, top, total = logits[r], values[r], ZERO
+        largest = top[0]
+        for token in range(row.shape[0]):
+            total += exp(row[token] - largest)
+        rest = np.float32(log(total))
+        for i in range(top.shape[0]):
+            top[i] = _log_prob(top[i], largest, rest)

@@ -1,12 +1,12 @@
-"""torch.py's tree verification as one pass per layer on a CPU: float32, one thread.
+"""torch.py's tree verification as one pass per layer on a CPU: float32.
 
 One call does all of a Mamba2 layer except its matrix products: convolution along each node's path,
 SiLU, step size, decay, and the dual form. Rows and states are read in place, S0 once. What the
 nodes feed into the recurrence is written straight into their rows, which count as free until the
 nodes are accepted.
 
-Requests are processed one after the other, in an order of operations that depends on nothing but
-the request: its outputs do not depend on the batch.
+Threads share out requests, then pairs of a request and a head. The order of operations depends on
+nothing but the request: its outputs do not depend on the batch, or on the number of threads.
 
 b of R request slots, T tree nodes, W rows per request, H heads of P channels, G groups, N state
 size, K convolution width, C = H*P + 2*G*N convolution channels.
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, silu, softplus
+from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange, silu, softplus
+from mamba_eagle.kernels.threads import threaded
 
 
 class LayerWeights(NamedTuple):
@@ -75,63 +76,142 @@ def _convolve(out, conv, inputs, rows, parents, tail, node):
         out[c] = silu(out[c])
 
 
-@kernel
-def _read_state(out, state, C, decay):
-    """out[i, h*P + p] += decay[i, h] · (state[h, p] · C[i, group of h]), four nodes at a time.
+class Seen(NamedTuple):
+    """What the heads of a layer share. M: rows of the longest journal there may be."""
 
-    out [T, H*P]; state [H, P, N]; C [T, G, N]; decay [T, H].
-    """
-    T, G, N = C.shape
-    H, P = state.shape[:2]
-    for h in range(H):
-        g = h // (H // G)
-        i = 0
-        while i + 4 <= T:
-            c0, c1, c2, c3 = C[i, g], C[i + 1, g], C[i + 2, g], C[i + 3, g]
-            for p in range(P):
-                s = state[h, p]
-                t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
-                for n in range(N):
-                    value = s[n]
-                    t0 += value * c0[n]
-                    t1 += value * c1[n]
-                    t2 += value * c2[n]
-                    t3 += value * c3[n]
-                at = h * P + p
-                out[i, at] += decay[i, h] * t0
-                out[i + 1, at] += decay[i + 1, h] * t1
-                out[i + 2, at] += decay[i + 2, h] * t2
-                out[i + 3, at] += decay[i + 3, h] * t3
-            i += 4
-        while i < T:
-            c0 = C[i, g]
-            for p in range(P):
-                out[i, h * P + p] += decay[i, h] * _dot(state[h, p], c0)
-            i += 1
+    C: np.ndarray  # [b, T, G, N]
+    decay: np.ndarray  # [b, T, H]: exp(L)
+    rows: np.ndarray  # [b, T, M + T]: those that a node sees, the node's own among them
+    count: np.ndarray  # [b, T]: how many
+    scores: np.ndarray  # [b, T, G, M + T]: B of that row · C of the node
 
 
 @kernel
-def _read_row(out, C, L, xB, dt, row_L, scores, weights):
-    """What a row adds to a node that sees it: ``out += exp(L - L_row) dt_row (B_row·C) x_row``.
+def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
+    """The nodes of request r: their rows, and what all heads share."""
+    conv_in, xB, dt, log_decay, state = buffers
+    conv, heads, low, high = weights
+    A, dt_bias = heads[0], heads[1]
+    T = nodes.rows.shape[1]
+    history, H, N = conv.shape[0] - 2, state.shape[1], state.shape[3]
+    width, inner = xB.shape[2], H * state.shape[2]
+    G = seen.C.shape[2]
+    slot, first, length = nodes.slots[r], r * T, nodes.journal_len[r]
+    inputs, slot_rows, above = conv_in[slot], nodes.rows[r], nodes.parents[r]
+    convolved = np.empty(xbc.shape[1], np.float32)
+    for i in range(T):
+        row = slot_rows[i]
+        raw, kept = xbc[first + i], inputs[history + row]
+        for c in range(raw.shape[0]):
+            kept[c] = raw[c]
+        _convolve(convolved, conv, inputs, slot_rows, above, nodes.tail[r], i)
+        own, C = xB[slot, row], seen.C[r, i]
+        for c in range(width):
+            own[c] = convolved[c]
+        for g in range(G):
+            for n in range(N):
+                C[g, n] = convolved[width + g * N + n]
+        before = slot_rows[above[i]] if i > 0 else nodes.journal[r, length - 1]
+        for h in range(H):
+            step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
+            since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
+            L = since + step * A[h]
+            dt[slot, row, h] = step
+            log_decay[slot, row, h] = L
+            seen.decay[r, i, h] = exp(L)
+        visible, count, node = seen.rows[r, i], length, i
+        for k in range(length):
+            visible[k] = nodes.journal[r, k]
+        while True:  # after the journal the node itself, then up to the root
+            visible[count] = slot_rows[node]
+            count += 1
+            if node == 0:
+                break
+            node = above[node]
+        seen.count[r, i] = count
+        for g in range(G):
+            of_B = inner + g * N
+            for k in range(count):
+                B = xB[slot, visible[k], of_B : of_B + N]
+                seen.scores[r, i, g, k] = _dot(B, C[g])
 
-    out [H*P]; C [G, N]; L, dt, row_L [H]; xB [H*P + G*N]; scores, weights [H]: scratch.
-    """
-    G, N = C.shape
-    H, inner = L.shape[0], out.shape[0]
-    P = inner // H
-    for g in range(G):
-        score = _dot(xB[inner + g * N : inner + (g + 1) * N], C[g])
-        for h in range(g * (H // G), (g + 1) * (H // G)):
-            scores[h] = score
-    for h in range(H):
-        weights[h] = exp(L[h] - row_L[h]) * dt[h] * scores[h]
-    for h in range(H):
-        w, x, y = weights[h], xB[h * P : (h + 1) * P], out[h * P : (h + 1) * P]
+
+@kernel
+def _read_rows(out, x, weights, rows, count, first):
+    """out [P] += Σ_k weights[k] · x[rows[k], first + p]; four rows at a time."""
+    P, k = out.shape[0], 0
+    while k + 4 <= count:
+        w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
+        x0, x1 = x[rows[k], first : first + P], x[rows[k + 1], first : first + P]
+        x2, x3 = x[rows[k + 2], first : first + P], x[rows[k + 3], first : first + P]
         for p in range(P):
-            y[p] += w * x[p]
+            out[p] += (w0 * x0[p] + w1 * x1[p]) + (w2 * x2[p] + w3 * x3[p])
+        k += 4
+    while k < count:
+        w0, x0 = weights[k], x[rows[k], first : first + P]
+        for p in range(P):
+            out[p] += w0 * x0[p]
+        k += 1
 
 
 @kernel
+def _read_state(out, first, S, C, decay):
+    """out[i, first + p] += decay[i] · (S[p] · C[i]), four nodes at a time.
+
+    out [T, H*P]; S [P, N]; C [T, N]; decay [T].
+    """
+    T, (P, N), i = out.shape[0], S.shape, 0
+    while i + 4 <= T:
+        c0, c1, c2, c3 = C[i], C[i + 1], C[i + 2], C[i + 3]
+        for p in range(P):
+            s = S[p]
+            t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
+            for n in range(N):
+                value = s[n]
+                t0 += value * c0[n]
+                t1 += value * c1[n]
+                t2 += value * c2[n]
+                t3 += value * c3[n]
+            at = first + p
+            out[i, at] += decay[i] * t0
+            out[i + 1, at] += decay[i + 1] * t1
+            out[i + 2, at] += decay[i + 2] * t2
+            out[i + 3, at] += decay[i + 3] * t3
+        i += 4
+    while i < T:
+        c0 = C[i]
+        for p in range(P):
+            out[i, first + p] += decay[i] * _dot(S[p], c0)
+        i += 1
+
+
+@kernel
+def _head(r, h, nodes, skip, buffers, seen, y):
+    """The outputs of one head for the nodes of request r, once ``_enter`` has seen them."""
+    _, xB, dt, log_decay, state = buffers
+    T, G, N = seen.C.shape[1:]
+    H, P = state.shape[1:3]
+    g, first, slot = h // (H // G), h * P, nodes.slots[r]
+    out = y[r * T : (r + 1) * T]
+    weights = np.empty(seen.rows.shape[2], np.float32)
+    C, decay = np.empty((T, N), np.float32), np.empty(T, np.float32)
+    for i in range(T):
+        row, rows, count = nodes.rows[r, i], seen.rows[r, i], seen.count[r, i]
+        x, own, L, scores = xB[slot, row], out[i], log_decay[slot, row, h], seen.scores[r, i, g]
+        for k in range(count):
+            weights[k] = L - log_decay[slot, rows[k], h]
+        for k in range(count):
+            weights[k] = exp(weights[k]) * scores[k]
+        for k in range(count):
+            weights[k] *= dt[slot, rows[k], h]
+        for p in range(first, first + P):
+            own[p] = skip * x[p]
+        _read_rows(own[first : first + P], xB[slot], weights, rows, count, first)
+        C[i], decay[i] = seen.C[r, i, g], seen.decay[r, i, h]
+    _read_state(out, first, state[nodes.state_slots[r], h], C, decay)
+
+
+@threaded
 def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     """All nodes of b trees in one layer: convolution, torch.py's tree_verify, and D x.
 
@@ -140,120 +220,70 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
             weights: LayerWeights; buffers: Buffers, in which the nodes' rows are written.
         Out: y [b*T, H*P].
     """
-    slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
-    journal, journal_len, tail = nodes.journal, nodes.journal_len, nodes.tail
-    conv_in, xB, dt, log_decay, state = buffers
-    conv, heads, low, high = weights
-    A, dt_bias, D = heads[0], heads[1], heads[2]
-    b, T = rows.shape
-    K = conv.shape[0] - 1
-    history = K - 1
-    H, P, N = state.shape[1:]
-    inner, width = H * P, xB.shape[2]
-    G = (width - inner) // N
-    convolved = np.empty(xbc.shape[1], np.float32)
-    C = np.empty((T, G, N), np.float32)
-    flat_C = C.reshape(T, G * N)
-    decay = np.empty((T, H), np.float32)
-    scores, scratch = np.empty(H, np.float32), np.empty(H, np.float32)
-    visible = np.empty(journal.shape[1] + T, np.int64)  # rows that a node sees
-    for r in range(b):
-        slot, first = slots[r], r * T
-        inputs, slot_rows, above = conv_in[slot], rows[r], parents[r]
-        length = journal_len[r]
-        for k in range(length):
-            visible[k] = journal[r, k]
-        for i in range(T):
-            row = slot_rows[i]
-            raw, kept = xbc[first + i], inputs[history + row]
-            for c in range(raw.shape[0]):
-                kept[c] = raw[c]
-            _convolve(convolved, conv, inputs, slot_rows, above, tail[r], i)
-            own, own_C = xB[slot, row], flat_C[i]
-            for c in range(width):
-                own[c] = convolved[c]
-            for c in range(G * N):
-                own_C[c] = convolved[width + c]
-            before = slot_rows[above[i]] if i > 0 else journal[r, length - 1]
-            for h in range(H):
-                step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
-                since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
-                L = since + step * A[h]
-                dt[slot, row, h] = step
-                log_decay[slot, row, h] = L
-                decay[i, h] = exp(L)
-
-        for i in range(T):
-            row, out = slot_rows[i], y[first + i]
-            x, L = xB[slot, row], log_decay[slot, row]
-            for h in range(H):
-                for p in range(h * P, (h + 1) * P):
-                    out[p] = D[h] * x[p]
-            seen, node = length, i
-            while True:  # after the journal the node itself, then up to the root
-                visible[seen] = slot_rows[node]
-                seen += 1
-                if node == 0:
-                    break
-                node = above[node]
-            for k in range(seen):
-                j = visible[k]
-                _read_row(
-                    out, C[i], L, xB[slot, j], dt[slot, j], log_decay[slot, j], scores, scratch
-                )
-        _read_state(y[first : first + T], state[state_slots[r]], C, decay)
+    b, T = nodes.rows.shape
+    H, P, N = buffers.state.shape[1:]
+    G = (buffers.xB.shape[2] - H * P) // N
+    most = nodes.journal.shape[1] + T
+    seen = Seen(
+        np.empty((b, T, G, N), np.float32),
+        np.empty((b, T, H), np.float32),
+        np.empty((b, T, most), np.int64),
+        np.empty((b, T), np.int64),
+        np.empty((b, T, G, most), np.float32),
+    )
+    skip = weights.heads[2]
+    for r in prange(b):
+        _enter(r, xbc, dt_raw, nodes, weights, buffers, seen)
+    for task in prange(b * H):
+        _head(task // H, task % H, nodes, skip[task % H], buffers, seen, y)
 
 
 @kernel
+def _fold_head(slot, rows, length, S, h, buffers):
+    """One head of a request: its state S [P, N] becomes that after its journal ``rows``."""
+    _, xB, dt, log_decay, state = buffers
+    H, P, N = state.shape[1:]
+    x = xB[slot]
+    of_B = H * P + h // (H * N // (xB.shape[2] - H * P)) * N
+    weights = np.empty(length, np.float32)
+    last = log_decay[slot, rows[length - 1], h]
+    for k in range(length):
+        weights[k] = exp(last - log_decay[slot, rows[k], h]) * dt[slot, rows[k], h]
+    decay = exp(last)
+    for p in range(P):
+        s = S[p]
+        for n in range(N):
+            s[n] *= decay
+        at, k = h * P + p, 0
+        while k + 4 <= length:
+            j0, j1, j2, j3 = rows[k], rows[k + 1], rows[k + 2], rows[k + 3]
+            w0, w1 = weights[k] * x[j0, at], weights[k + 1] * x[j1, at]
+            w2, w3 = weights[k + 2] * x[j2, at], weights[k + 3] * x[j3, at]
+            B0, B1 = x[j0, of_B : of_B + N], x[j1, of_B : of_B + N]
+            B2, B3 = x[j2, of_B : of_B + N], x[j3, of_B : of_B + N]
+            for n in range(N):
+                s[n] += (w0 * B0[n] + w1 * B1[n]) + (w2 * B2[n] + w3 * B3[n])
+            k += 4
+        while k < length:
+            w0, B0 = weights[k] * x[rows[k], at], x[rows[k], of_B : of_B + N]
+            for n in range(N):
+                s[n] += w0 * B0[n]
+            k += 1
+
+
+@threaded
 def fold(slots, lengths, path, state_slots, history, buffers):
     """torch.py's fold of one layer, in place: S0 becomes the state after ``lengths[f]`` rows.
 
     slots, lengths, state_slots [f]; path [R, …].
     """
-    _, xB, dt, log_decay, state = buffers
-    H, P, N = state.shape[1:]
-    heads_per_group = H * N // (xB.shape[2] - H * P)
-    most = 0
-    for f in range(slots.shape[0]):
-        most = max(most, lengths[f])
-    journal = np.empty(most, np.int64)
-    weights = np.empty((H, most), np.float32)
-    for f in range(slots.shape[0]):
-        slot, length, S = slots[f], lengths[f], state[state_slots[f]]
-        if length == 0:
-            continue
-        for k in range(length):
-            journal[k] = path[slot, history + k] - history
-        last = log_decay[slot, journal[length - 1]]
-        for h in range(H):
-            for k in range(length):
-                j = journal[k]
-                weights[h, k] = exp(last[h] - log_decay[slot, j, h]) * dt[slot, j, h]
-        for h in range(H):
-            decay, of_B = exp(last[h]), H * P + h // heads_per_group * N
-            for p in range(P):
-                s = S[h, p]
-                for n in range(N):
-                    s[n] *= decay
-                at, k = h * P + p, 0
-                while k + 4 <= length:
-                    j0, j1, j2, j3 = journal[k], journal[k + 1], journal[k + 2], journal[k + 3]
-                    w0, w1 = weights[h, k] * xB[slot, j0, at], weights[h, k + 1] * xB[slot, j1, at]
-                    w2, w3 = (
-                        weights[h, k + 2] * xB[slot, j2, at],
-                        weights[h, k + 3] * xB[slot, j3, at],
-                    )
-                    B0, B1 = xB[slot, j0, of_B : of_B + N], xB[slot, j1, of_B : of_B + N]
-                    B2, B3 = xB[slot, j2, of_B : of_B + N], xB[slot, j3, of_B : of_B + N]
-                    for n in range(N):
-                        s[n] += (w0 * B0[n] + w1 * B1[n]) + (w2 * B2[n] + w3 * B3[n])
-                    k += 4
-                while k < length:
-                    j0 = journal[k]
-                    w0, B0 = weights[h, k] * xB[slot, j0, at], xB[slot, j0, of_B : of_B + N]
-                    for n in range(N):
-                        s[n] += w0 * B0[n]
-                    k += 1
+    H = buffers.state.shape[1]
+    for task in prange(slots.shape[0] * H):
+        f, h = task // H, task % H
+        length = lengths[f]
+        if length > 0:
+            rows = path[slots[f], history : history + length] - history
+            _fold_head(slots[f], rows, length, buffers.state[state_slots[f], h], h, buffers)
 
 
 @kernel
