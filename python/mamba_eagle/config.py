@@ -18,8 +18,8 @@ from mamba_eagle.drafters import DRAFTERS
 from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
 
-# Of the runner on any machine: tens of thousands would end it while it starts them.
 ON_A_CPU = ("int8", "int4")  # --quantization that only a CPU multiplies
+# Of the runner on any machine: tens of thousands would end it while it starts them.
 MAX_THREADS = 256
 
 
