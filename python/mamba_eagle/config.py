@@ -19,6 +19,7 @@ from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
 
 # Of the runner on any machine: tens of thousands would end it while it starts them.
+ON_A_CPU = ("int8", "int4")  # --quantization that only a CPU multiplies
 MAX_THREADS = 256
 
 
@@ -92,14 +93,20 @@ class EngineConfig:
     quantization: str = setting(
         "auto",
         "weights and products of few bits; auto: as the checkpoint stores them, where the device "
-        "multiplies them so; fp8: float8 for any checkpoint; none: all in --dtype",
-        ("auto", "fp8", "none"),
+        "multiplies them so; fp8: float8 for any checkpoint; int8, int4: integers in groups of 32, "
+        "on a CPU, for checkpoints that are not quantized; none: all in --dtype",
+        ("auto", "fp8", "int8", "int4", "none"),
     )
     quantize_lm_head: bool = setting(
-        False, "with --quantization fp8, also multiply by lm_head in float8"
+        False,
+        "with --quantization fp8 or int4, also multiply by lm_head in these bits; without, it "
+        "keeps --dtype with fp8 and has 8 bits with int4",
     )
     cpu_threads: int | None = setting(
-        None, "threads that run the model on a CPU; auto: all cores but one", minimum=1
+        None,
+        "threads that run the model on a CPU; auto: all cores but one of eight, at least one, and "
+        "32 at most",
+        minimum=1,
     )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
@@ -278,11 +285,26 @@ class EngineConfig:
             wrong.append(
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
             )
-        if self.quantize_lm_head and self.quantization != "fp8":
+        if self.quantize_lm_head and self.quantization not in ("fp8", *ON_A_CPU):
             wrong.append(
                 f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
-                "--quantization fp8, or leave the flag out"
+                "--quantization fp8, int8 or int4, or leave the flag out"
             )
+        if self.quantization in ON_A_CPU:
+            wrong += [
+                f"--quantization {self.quantization}: {flag} {value} has no such products; use "
+                f"{remedy}"
+                for flag, value, wanted, remedy in (
+                    (
+                        "--device",
+                        self.device,
+                        ("auto", "cpu"),
+                        "--device cpu, or --quantization fp8",
+                    ),
+                    ("--dtype", self.dtype, ("auto", "float32"), "--dtype float32"),
+                )
+                if value not in wanted
+            ]
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()

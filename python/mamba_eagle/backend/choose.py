@@ -15,7 +15,7 @@ import torch
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.config import ON_A_CPU, ConfigError, EngineConfig
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,6 +66,17 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     from mamba_eagle.backend.triton.backend import TritonBackend
 
     return TritonBackend(place, dtype, flashinfer_usable(dtype))
+
+
+def quantization_problems(quantization: str, backend: Backend) -> list[str]:
+    """Why ``--quantization`` cannot be had with a backend."""
+    if quantization not in ON_A_CPU or backend.name == "cpu":
+        return []
+    return [
+        f"--quantization {quantization}: the backend is {backend.name} ({reason(backend)}), and "
+        "only numba multiplies such weights, in float32 on a CPU; use --device cpu, or "
+        "--quantization fp8"
+    ]
 
 
 def _host_backend(place: Place, dtype: torch.dtype) -> Backend:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.state import StateScheme
+from mamba_eagle.kernels.prefill_plan import Prompt
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -38,6 +39,16 @@ def prefill_parts(items: Sequence[PrefillItem]) -> list[PrefillPart]:
     lengths = [len(item.token_ids) for item in items]
     firsts = [0, *accumulate(lengths)]
     return [PrefillPart(*part) for part in zip(items, firsts, lengths)]
+
+
+def prompt_of(part: PrefillPart) -> Prompt:
+    """The chunk as the kernels take it. The request's own state slot is its last save, even if the
+    plan requests another one at the same position."""
+    item = part.item
+    saves = [(save.position - item.start, save.state_slot) for save in item.saves]
+    saves.append((part.length, item.state_slot))
+    source = item.load_from if item.is_first else item.state_slot
+    return Prompt(part.first, part.length, source, saves)
 
 
 def start_finished(scheme: StateScheme, items: Sequence[PrefillItem], place: Place) -> None:

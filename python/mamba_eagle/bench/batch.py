@@ -60,6 +60,12 @@ class Generation:
         return median(self.step_seconds[i] for i in steps) if steps else 0.0
 
     @property
+    def mean_decode_latency(self) -> float:
+        """The same on average: a median hides the steps that fold, and those that waited."""
+        steps = self.full_steps
+        return mean(self.step_seconds[i] for i in steps) if steps else 0.0
+
+    @property
     def median_decode_throughput(self) -> float:
         """Tokens per second of the whole batch: mean tokens per step over the median step time."""
         steps = self.full_steps

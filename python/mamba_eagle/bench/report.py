@@ -37,6 +37,7 @@ def report_lines(made: Generation) -> list[str]:
             f"Decode.  median latency: {made.median_decode_latency:6.5f} s, "
             f"median throughput: {made.median_decode_throughput:9.2f} token/s"
         )
+        lines.append(f"Decode.  mean latency: {made.mean_decode_latency:6.5f} s")
     throughput = (made.prompt_tokens + made.output_tokens) / made.seconds
     lines.append(f"Total. latency: {made.seconds:6.3f} s, throughput: {throughput:9.2f} token/s")
     if made.step_seconds:
@@ -137,6 +138,7 @@ def result_record(
         "prefill_throughput": made.prompt_tokens / made.prefill_seconds,
         "median_decode_latency": made.median_decode_latency,
         "median_decode_throughput": made.median_decode_throughput,
+        "mean_decode_latency": made.mean_decode_latency,
         "total_latency": made.seconds,
         "overall_throughput": (made.prompt_tokens + made.output_tokens) / made.seconds,
         "speculative_algorithm": config.speculative_algorithm,

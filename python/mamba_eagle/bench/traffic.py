@@ -84,7 +84,7 @@ def weight_bytes(
     few = few_bit_weights(made, policy)
 
     def size_of(weights: Iterable[Tensor]) -> float:
-        return float(sum(w.numel() if id(w) in few else w.nbytes for w in weights))
+        return sum(w.numel() * few.get(id(w), 8 * w.itemsize) / 8 for w in weights)
 
     total = size_of(made.parameters())
     if not model.tie_word_embeddings:
@@ -98,11 +98,13 @@ def weight_bytes(
     return total
 
 
-def few_bit_weights(model: nn.Module, policy: Policy) -> set[int]:
-    """The parameters that ``policy`` makes float8, by ``id``. The float32 scales are left out."""
-    return {
-        id(getattr(layer, leaf))
-        for name, layer in matrix_layers(model)
-        for leaf in layer.matrix_names
-        if policy.chooses(f"{name}.{leaf}", getattr(layer, leaf))
-    }
+def few_bit_weights(model: nn.Module, policy: Policy) -> dict[int, int]:
+    """The bits of the parameters that ``policy`` rounds, by ``id``. Scales are left out."""
+    found = {}
+    for name, layer in matrix_layers(model):
+        for leaf in layer.matrix_names:
+            weight = getattr(layer, leaf)
+            bits = policy.bits(f"{name}.{leaf}", weight)
+            if bits is not None:
+                found[id(weight)] = bits
+    return found

@@ -1,8 +1,8 @@
 """What the fused CPU kernels share: compiler options, and float32 functions that vectorise.
 
-Numba compiles the ``cpu.py`` of each folder to machine code for a single thread and caches it on
-disk next to the source (``cache=True``). The kernels take float32 on a CPU; backend/choose.py
-decides where they are used.
+Numba compiles the ``cpu.py`` of each folder to machine code and caches it on disk next to the
+source (``cache=True``). Kernels run on one thread, unless they are ``threaded`` (threads.py). They
+take float32 on a CPU; backend/choose.py decides where they are used.
 
 Sums may be reordered so that they run in vector registers. NaN and infinity keep their meaning:
 ``nnan`` and ``ninf`` are not among the fast-math flags.
@@ -19,20 +19,23 @@ import numpy as np
 
 try:
     import numba
+    from numba import prange
 except ImportError:  # an optional accelerator: the torch path does the same work
-    numba = None
+    numba, prange = None, range
 
 _OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile; sums may be evaluated in any order."""
+def kernel(function: Callable[..., Any], parallel: bool = False) -> Callable[..., Any]:
+    """Compile; sums may be evaluated in any order. parallel: loops over ``prange`` use threads."""
     if numba is None:
         return function
-    return numba.njit(fastmath={"reassoc", "contract", "arcp", "nsz"}, **_OPTIONS)(function)
+    return numba.njit(
+        fastmath={"reassoc", "contract", "arcp", "nsz"}, parallel=parallel, **_OPTIONS
+    )(function)
 
 
-def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+def kernel_in_order(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile; operations keep the order in which they are written."""
     return function if numba is None else numba.njit(fastmath={"contract"}, **_OPTIONS)(function)
 
@@ -55,7 +58,7 @@ _BIAS, _SHIFT = np.int32(127), np.int32(23)
 _LINEAR_ABOVE = np.float32(20.0)  # as torch's softplus
 
 
-@_exactly
+@kernel_in_order
 def exp(x):  # noqa: ANN001, ANN201
     """exp of a float32 within 2 ulp (Cephes' expf); libm's would be a call per element. exp(-inf)
     is 1e-38."""
@@ -69,11 +72,11 @@ def exp(x):  # noqa: ANN001, ANN201
     return (p * (r * r) + r + ONE) * power
 
 
-@_exactly
+@kernel_in_order
 def silu(x):  # noqa: ANN001, ANN201
     return x / (ONE + exp(-x))
 
 
-@_exactly
+@kernel_in_order
 def softplus(x):  # noqa: ANN001, ANN201
     return x if x > _LINEAR_ABOVE else np.float32(log1p(exact_exp(x)))

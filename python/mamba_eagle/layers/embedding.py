@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.ops import LayerOps
 
 
 class Embedding(Layer):
-    """[n] int64 -> [n, size]; weight [vocab_size, size]."""
+    """[n] int64 -> [n, size]; weight [vocab_size, size], whose dtype may be shorter than that of
+    what it returns."""
 
     def __init__(self, vocab_size: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, size))
+        self.dtype: torch.dtype | None = None  # of what it returns; None: the weight's
+        self._rows: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.weight)
+        if self._rows is not None:
+            return self._rows(input_ids)
+        embedded = F.embedding(input_ids, self.weight)
+        return embedded if self.dtype is None else embedded.to(self.dtype)
+
+    def prepare(self, ops: LayerOps) -> None:
+        weight = self.weight.detach()
+        packed = ops.pack_embedding(weight)
+        if packed is not weight:
+            self.store(packed)
+
+    def store(self, weight: Tensor) -> None:
+        """Use this weight, of whatever dtype, and return what it did before."""
+        self.dtype = self.dtype or self.weight.dtype
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def read_from(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Read rows of what another layer holds, and give up the own weight. rows: ids [n] -> [n,
+        size]."""
+        self._rows = rows
+        self.weight = nn.Parameter(
+            torch.empty_like(self.weight, device="meta"), requires_grad=False
+        )

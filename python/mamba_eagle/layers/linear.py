@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.products import PackedMatrix, PackedProduct
 from mamba_eagle.layers.weights import META, MatrixLayer, empty_weight, weights_come_late
 from mamba_eagle.quantization.matrix import Matrix
 
@@ -26,12 +27,18 @@ class Linear(MatrixLayer):
         self.weight = empty_weight(out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.is_part = False  # whether a fused product replaces this one
+        self._parts: list[Linear] = []  # those that this one replaces
         self.rounding: Rounding | None = None  # how a layer before it may round its inputs
         self._packed: Callable[[Any, Tensor | None], Tensor] | None = None
 
     @property
     def matrix(self) -> Matrix | None:
         return self.matrices.get("weight")
+
+    @property
+    def packed(self) -> PackedProduct | None:
+        """What holds the weight of a prepared layer, if that is its product."""
+        return self._packed if isinstance(self._packed, PackedProduct) else None
 
     @classmethod
     def fused(cls, parts: list[Linear]) -> Linear | None:
@@ -51,6 +58,7 @@ class Linear(MatrixLayer):
         for part, view in zip(parts, whole.weight.split(sizes)):
             part.weight = nn.Parameter(view, requires_grad=False)
             part.is_part = True
+        whole._parts = list(parts)
         if joined is not None:
             whole.hold("weight", joined)
             first = 0
@@ -87,9 +95,20 @@ class Linear(MatrixLayer):
         matrix = self.matrix
         if matrix is None:
             self._packed = ops.pack_linear(self.weight.detach())
-            return
-        product = ops.pack_matrix(matrix, self.weight.dtype)
-        self._packed, self.rounding = product, product.rounding
+        else:
+            product = ops.pack_matrix(matrix, self.weight.dtype)
+            self._packed, self.rounding = product, product.rounding
+        if isinstance(self._packed, PackedProduct) and self.may_hold:
+            self._release(self._packed.matrix)
+
+    def _release(self, packed: PackedMatrix) -> None:
+        """The product holds the weight from now on, and nothing else does."""
+        self.hold("weight", packed)
+        first = 0
+        for part in self._parts:
+            size = part.weight.shape[0]
+            part.hold("weight", packed.narrow(-2, first, size))
+            first += size
 
     def forward(self, x: Tensor | Rounded) -> Tensor:
         if self._packed is not None:

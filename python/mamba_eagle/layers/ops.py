@@ -149,6 +149,11 @@ class LayerOps:
         the backend has none."""
         return None
 
+    def pack_embedding(self, weight: Tensor) -> Tensor:
+        """The weight [vocab_size, size] in the shortest dtype that loses nothing, which rows are
+        widened from as they are read."""
+        return weight
+
     def grouped_linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """Multiply entries ``[ends[e-1], ends[e])`` of x by the weight of expert e.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,71 @@ class MatrixProduct(ABC):
     @abstractmethod
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         """x [n, in], which the caller may have rounded by ``rounding``; bias [out] -> [n, out]."""
+
+
+class PackedProduct(MatrixProduct):
+    """A product that holds its weight [out, in] in an order of its own, so that nothing else needs
+    to."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        self.outputs, self.inputs = outputs, inputs
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` [n] of the weight: [n, in] float32."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [n, in] float32 -> [n, out]."""
+
+    def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        assert isinstance(x, Tensor)
+        if x.ndim != 2:
+            return self(x.flatten(0, -2), bias).unflatten(0, x.shape[:-1])
+        y = self.multiply(x)
+        return y if bias is None else y.add_(bias)
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The weight, for those who only look at it."""
+        return PackedMatrix(self, 0, self.outputs)
+
+
+@dataclass(frozen=True)
+class PackedMatrix(Matrix):
+    """Some rows of the weight that a product holds."""
+
+    product: PackedProduct
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.count, self.product.inputs
+
+    @property
+    def nbytes(self) -> int:
+        return self.product.nbytes * self.count // self.product.outputs
+
+    def dequantize(self) -> Tensor:
+        return self.product.rows(torch.arange(self.first, self.first + self.count))
+
+    def times(self, factor: float | Tensor) -> None:
+        return None
+
+    def narrow(self, axis: int, start: int, length: int) -> PackedMatrix:
+        if axis != -2 or start + length > self.count:
+            raise ValueError(f"[{start}, {start + length}) of axis {axis}: only rows can be cut")
+        return PackedMatrix(self.product, self.first + start, length)
+
+    @classmethod
+    def join(cls, parts: Sequence[PackedMatrix]) -> None:
+        return None
 
 
 class WidenedProduct(MatrixProduct):

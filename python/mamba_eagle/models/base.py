@@ -139,6 +139,12 @@ class CausalLM(Layer):
                 rounded = self.lm_head.matrix.narrow(-2, begin, end - begin)
                 self.lm_head.matrices["weight"] = rounded
 
+    def connect(self) -> None:
+        packed = self.lm_head.packed
+        whole = packed is not None and packed.outputs == self.config.vocab_size
+        if self.config.tie_word_embeddings and packed is not None and whole:
+            self.parts.embedding.read_from(packed.rows)
+
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is
         given; of a model that is split only the logits of ``head_tokens``."""

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.weights import META, MatrixLayer, matrix_layers
 from mamba_eagle.models.base import Target
+from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.matrix import Matrix
-from mamba_eagle.quantization.policy import Policy
+from mamba_eagle.quantization.policy import HEAD, Policy
 
 
 class Rooms:
@@ -70,6 +72,20 @@ class FewBitRooms(Rooms):
         """supported: whether products of the device read a matrix as it is."""
         super().__init__(model, device)
         self.policy, self.supported = policy, supported
+        self.embeddings = {
+            f"{name}.weight": layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, Embedding)
+        }
+        head = dict(model.named_modules()).get("lm_head")
+        self.tied = next(
+            (
+                one
+                for one in self.embeddings.values()
+                if one.weight is getattr(head, "weight", None)
+            ),
+            None,
+        )
         self.rounds = True  # whether what is stored in 16 bits may be rounded
 
     def of_few_bits(self) -> None:
@@ -92,19 +108,41 @@ class FewBitRooms(Rooms):
                 return None
             matrix = value if is_one(target.scale) else value.times(target.scale)
             return None if matrix is None else matrix.to(self.device)
-        if value.ndim < 2 or not self.rounds:
+        if value.ndim < 2:
             return None
-        return self.policy.rounds(target.name, scaled(value, target).to(self.device))
+        if self.rounds:
+            rounded = self.policy.rounds(target.name, scaled(value, target).to(self.device))
+            if rounded is not None:
+                return rounded
+        return self._as_stored(target, value)
+
+    def _as_stored(self, target: Target, value: Tensor) -> Matrix | None:
+        """The weight in the dtype of the file, where products of the device read that."""
+        if target.index is not None:
+            return None
+        matrix = DenseMatrix(scaled(value, target))
+        return matrix if self.supported(matrix, self.device) else None
+
+    def _copy(self, room: Tensor, target: Target, value: Tensor) -> None:
+        """An embedding keeps the dtype of the file, too."""
+        embedding = self.embeddings.get(target.name)
+        shorter = value.dtype != room.dtype and is_one(target.scale)
+        if embedding and shorter and self.supported(DenseMatrix(value), self.device):
+            embedding.store(value.clone())
+        else:
+            super()._copy(room, target, value)
 
     def finish(self) -> None:
         super().finish()
-        head = self.layers.get("lm_head.weight")
-        if head is None or "lm_head.weight" in self.tensors or not self.rounds:
+        if self.tied is None:
             return
-        # tied to the embedding, so it was never put
-        matrix = self.policy.rounds("lm_head.weight", getattr(*head).detach())
+        # lm_head is the embedding, so it was never put
+        weight, (head, leaf) = self.tied.weight.detach(), self.layers[HEAD]
+        matrix = self.policy.rounds(HEAD, weight) if self.rounds else None
+        if matrix is None:
+            matrix = self._as_stored(Target(HEAD), weight)
         if matrix is not None:
-            head[0].hold(head[1], matrix)
+            head.hold(leaf, matrix)
 
 
 def scaled(value: Tensor, target: Target) -> Tensor:

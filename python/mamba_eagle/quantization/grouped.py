@@ -13,6 +13,7 @@ from torch import Tensor
 from mamba_eagle.quantization.four_bit import pack
 from mamba_eagle.quantization.matrix import Matrix
 
+GROUP = 32  # columns per scale, where this package rounds
 MIDDLE = 8  # the code of zero in four bits, where there is no minimum
 
 
@@ -92,6 +93,10 @@ class GroupedMatrix(Matrix):
             parts[name] = part.narrow(-1, start // size, length // size)
         return replace(self, **parts)
 
+    def expert(self, index: int) -> GroupedMatrix:
+        """One matrix of a stack."""
+        return replace(self, **{name: part[index] for name, part in self.tensors().items()})
+
     @classmethod
     def join(cls, parts: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
         first = parts[0]
@@ -111,7 +116,7 @@ class GroupedMatrix(Matrix):
         )
 
 
-def int8_groups(weight: Tensor, group: int = 32) -> GroupedMatrix:
+def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as eight bits: the largest number of a group becomes ±127."""
     values = weight.float().unflatten(-1, (-1, group))
     scale = (values.abs().amax(-1) / 127).half()
@@ -119,7 +124,7 @@ def int8_groups(weight: Tensor, group: int = 32) -> GroupedMatrix:
     return GroupedMatrix(numbers.to(torch.int8).flatten(-2), scale)
 
 
-def int4_groups(weight: Tensor, group: int = 32) -> GroupedMatrix:
+def int4_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as four bits with a minimum: a group's range in 15 steps."""
     values = weight.float().unflatten(-1, (-1, group))
     minimum = values.amin(-1).half()

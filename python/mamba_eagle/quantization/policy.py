@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mamba_eagle.quantization.grouped import GROUP, int4_groups, int8_groups
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, quantized
 
 HEAD = "lm_head.weight"
@@ -16,12 +17,14 @@ class Policy(NamedTuple):
     """How a model's weights are kept.
 
     auto: as they are stored, where the device multiplies them so. fp8: the same, float8 weights
-    also where it does not, and weights of a checkpoint that is not quantized become float8. none:
-    all in the model's dtype.
+    also where it does not, and weights of a checkpoint that is not quantized become float8. int8,
+    int4: these become integers in groups, which a CPU multiplies. none: all in the model's dtype.
     """
 
     mode: str = "auto"
-    lm_head: bool = False  # whether lm_head becomes float8, too
+    # Whether lm_head follows: with fp8 it keeps its dtype otherwise, with int4 it becomes int8.
+    # With int8 it always does.
+    lm_head: bool = False
 
     def keeps(self, matrix: Matrix, supported: bool) -> bool:
         """Whether a stored matrix stays as it is. supported: by the products of this device."""
@@ -30,12 +33,20 @@ class Policy(NamedTuple):
         in_float8 = isinstance(matrix, Float8Matrix) and matrix.rounding is not None
         return supported or (self.mode == "fp8" and in_float8)
 
-    def chooses(self, name: str, weight: Tensor) -> bool:
-        """Whether a weight [..., out, in] that is stored in 16 or 32 bits becomes float8."""
-        if self.mode != "fp8" or weight.shape[-1] % MULTIPLE:
-            return False
-        return self.lm_head or name != HEAD
+    def bits(self, name: str, weight: Tensor) -> int | None:
+        """Of a weight [..., out, in] that is stored in 16 or 32 bits; None: it keeps them."""
+        columns, head = weight.shape[-1], name == HEAD and not self.lm_head
+        if self.mode == "fp8":
+            return None if columns % MULTIPLE or head else 8
+        if self.mode not in ("int8", "int4") or columns % GROUP:
+            return None
+        return 8 if self.mode == "int8" or head else 4
 
     def rounds(self, name: str, weight: Tensor) -> Matrix | None:
-        """Such a weight as float8; None: it stays."""
-        return quantized(weight) if self.chooses(name, weight) else None
+        """Such a weight in its bits; None: it stays."""
+        bits = self.bits(name, weight)
+        if bits is None:
+            return None
+        if self.mode == "fp8":
+            return quantized(weight)
+        return int8_groups(weight) if bits == 8 else int4_groups(weight)

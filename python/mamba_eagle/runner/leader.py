@@ -20,9 +20,9 @@ from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, StepResult, 
 from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.runner.process import default_threads
 from mamba_eagle.runner.ranks import join_ranks
 from mamba_eagle.runner.steps.launched import Launched
+from mamba_eagle.runner.threads import default_threads
 
 END_SECONDS = 60.0  # for the other ranks to end by themselves
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.kernels.threads import set_threads
 from mamba_eagle.runner.leader import LeadingRunner, runner_for
 from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
 
@@ -12,12 +13,11 @@ from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
 def make_runner(config: EngineConfig) -> ModelRunner | LeadingRunner:
     """Load the model that a resolved ``config`` names, with --tp-size in several processes, of
     which this one is the first. --cpu-threads holds for the whole process; without it torch's own
-    number stays.
+    number stays. This thread flushes denormals from now on.
 
     Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
     """
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
+    set_threads(config.cpu_threads or torch.get_num_threads())
     try:
         return runner_for(config)
     except ConfigError:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.choose import choose_backend, rank_device, reason, resolve_dtype
+from mamba_eagle.backend.choose import (
+    choose_backend,
+    quantization_problems,
+    rank_device,
+    reason,
+    resolve_dtype,
+)
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
@@ -483,6 +489,8 @@ class ModelRunner:
 def _choose_backend(config: EngineConfig, checkpoint_dtype: str, group: Group) -> Backend:
     device = rank_device(config, group.rank)
     backend = choose_backend(device, resolve_dtype(config.dtype, checkpoint_dtype, device))
+    if problems := quantization_problems(config.quantization, backend):
+        raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))
     return backend
 

@@ -20,6 +20,7 @@ from mamba_eagle.message import FromRunner, Shutdown, SimulateAcceptance, ToRunn
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.runner.pulse import Pulse
+from mamba_eagle.runner.threads import default_threads
 
 if TYPE_CHECKING:  # it imports torch
     from mamba_eagle.runner.steps.launched import Launched
@@ -38,13 +39,13 @@ def main() -> None:
 
 def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     """Loads the model, reports what fits, then executes plans until told to stop."""
-    import torch  # after the signals are set: it takes a second
-
+    # after the signals are set: torch takes a second
+    from mamba_eagle.kernels.threads import set_threads
     from mamba_eagle.runner.agreement import RanksDiffer
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.ranks import join_ranks
 
-    torch.set_num_threads(config.cpu_threads or default_threads(config.tp_size))
+    set_threads(config.cpu_threads or default_threads(config.tp_size))
     context = zmq.Context()
     plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
     results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
@@ -95,12 +96,6 @@ def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunn
     while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
         time.sleep(POLL_SECONDS)
     return plan
-
-
-def default_threads(ranks: int = 1) -> int:
-    """All cores but one, which is left to the server process and the scheduler; each rank takes its
-    part of them."""
-    return max(1, ((os.cpu_count() or 1) - 1) // ranks)
 
 
 if __name__ == "__main__":

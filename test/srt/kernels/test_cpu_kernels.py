@@ -12,7 +12,8 @@ import torch
 from tensor_checks import host_backend
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.layer_ops import CpuOps, FewRowsLinear
+from mamba_eagle.backend.cpu.layer_ops import CpuOps
+from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
 from mamba_eagle.kernels.linear import cpu as linear_cpu
@@ -75,12 +76,10 @@ def test_all_bfloat16_numbers_are_widened() -> None:
     numbers = (bits << 16).to(torch.uint32).view(torch.float32)
     widened = torch.tensor([linear_naive.widen(value) for value in bits.tolist()])
     assert torch.equal(widened.nan_to_num(7.0), numbers.nan_to_num(7.0))
-    found = torch.empty(1, 2**16)  # an output each, of the number 1
     finite = numbers.isfinite()
-    linear_cpu.few_rows(
-        np.ones((1, 1), np.float32), bits.numpy().astype("u2")[:, None], found.numpy()
-    )
-    assert torch.equal(found[0, finite], numbers[finite])
+    weight = numbers.bfloat16()[finite, None]  # an output each, of the number 1
+    found = linear_cpu.product(torch.ones(1, 1), linear_cpu.panels(weight), len(weight))
+    assert torch.equal(found[0], numbers[finite])
 
 
 @pytest.mark.parametrize("rows", range(1, 14))
@@ -99,16 +98,19 @@ def test_linear_of_few_rows(rows: int, outputs: int, inputs: int, bias: bool) ->
     for prepare in (False, True):
         if prepare:
             layer.prepare(host_backend().layer_ops)
-            assert isinstance(layer._packed, FewRowsLinear)
+            assert isinstance(layer._packed, PanelProduct)
+            assert layer._packed.weight.dtype == torch.bfloat16
+            assert layer.weight.is_meta, "its product has the only copy"
         torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_that_bfloat16_would_round_stay_float32() -> None:
     layer = Linear(32, 20).requires_grad_(False)
     layer.weight.copy_(normal(20, 32))
-    layer.prepare(host_backend().layer_ops)
     x = normal(3, 32, seed=1)
     exact = x.double() @ layer.weight.double().t()
+    layer.prepare(host_backend().layer_ops)
+    assert layer.packed is not None and layer.packed.nbytes == 64 * 32 * 4  # a panel of 64 outputs
     torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
 
 

@@ -165,6 +165,8 @@ def test_times_are_the_runners_own() -> None:
     assert made.prefill_seconds == 3 * SECONDS and made.step_seconds == [SECONDS, SECONDS]
     assert made.seconds == 5 * SECONDS
     assert made.median_decode_throughput == 2 / SECONDS
+    made.step_seconds, made.step_requests = [1.0, 1.0, 4.0], [2, 2, 2]
+    assert made.median_decode_latency == 1.0 and made.mean_decode_latency == 2.0
 
 
 def test_prompts_are_cut_into_chunks_and_all_run_before_the_first_decode_step() -> None:
@@ -261,6 +263,7 @@ def test_lines_other_tools_parse(config, bench, capsys, tmp_path) -> None:
     for i in range(3):
         assert re.search(rf"^Decode {i}\. Batch size: 2, {seconds}, {rate}$", text, re.M)
     assert len(re.findall(rf"^Decode\.  median {seconds}, median {rate}$", text, re.M)) == 2
+    assert len(re.findall(rf"^Decode\.  mean {seconds}$", text, re.M)) == 2
     assert len(re.findall(rf"^Total\. latency: *\d+\.\d{{3}} s, {rate}$", text, re.M)) == 2
     assert "Decode 5." not in text
     records = read_lines(results)
@@ -273,6 +276,7 @@ def test_lines_other_tools_parse(config, bench, capsys, tmp_path) -> None:
             "prefill_throughput",
             "median_decode_latency",
             "median_decode_throughput",
+            "mean_decode_latency",
             "total_latency",
             "overall_throughput",
         ):

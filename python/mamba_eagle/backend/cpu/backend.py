@@ -19,12 +19,14 @@ from mamba_eagle.backend.cpu.candidates import CpuCandidates
 from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
+from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
@@ -41,8 +43,8 @@ from mamba_eagle.tree.tree import Tree
 
 
 class CpuBackend(TorchBackend):
-    """torch processes prompts, the recurrence if states are not float32, and attention if the KV
-    cache is not."""
+    """torch processes the attention of prompts, the recurrence if states are not float32, and all
+    attention if the KV cache is not."""
 
     name = "cpu"
 
@@ -93,6 +95,18 @@ class CpuBackend(TorchBackend):
     ) -> SavedJournals:
         kind = CpuJournals if mixers and pool.ssm.dtype == torch.float32 else SavedJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
+
+    def prefill_context(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        kv: KVPool,
+        slot_table: Tensor,
+        mamba: Mamba2Config | None,
+    ) -> PrefillContext:
+        if mamba is None or pool.ssm.dtype != torch.float32:
+            return super().prefill_context(parts, pool, kv, slot_table, mamba)
+        return CpuPrefillContext(parts, pool, self.prompt_attention(kv, slot_table, parts))
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)

@@ -1,31 +1,25 @@
-"""Layer operations on a CPU in float32: fused norms, and products for a few tokens."""
+"""Layer operations on a CPU in float32: fused norms, and products with one copy of each weight."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.torch.layer_ops import HostOps, OneDnnLinear
+from mamba_eagle.backend.cpu.products import (
+    GroupedExperts,
+    GroupedProduct,
+    PanelProduct,
+    multiplies,
+)
+from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
-from mamba_eagle.kernels.linear import cpu
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.layers.ops import Normed, Product
-
-
-class FewRowsLinear(OneDnnLinear):
-    """A product with a third copy of the weight, in bfloat16, which is used for few tokens. It
-    needs half the memory traffic, and loses nothing if all weights are bfloat16 numbers."""
-
-    def __init__(self, weight: Tensor, short: Tensor) -> None:
-        super().__init__(weight)
-        self.bits = short.view(torch.uint16).numpy()
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] > cpu.MAX_ROWS:
-            return super().__call__(x, bias)
-        y = torch.empty(x.shape[0], self.bits.shape[0])
-        cpu.few_rows(x.contiguous().numpy(), self.bits, y.numpy())
-        return y if bias is None else y.add_(bias)
+from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
+from mamba_eagle.layers.products import MatrixProduct
+from mamba_eagle.quantization.dense import DenseMatrix
+from mamba_eagle.quantization.grouped import GroupedMatrix
+from mamba_eagle.quantization.matrix import Matrix
 
 
 class CpuOps(HostOps):
@@ -48,8 +42,27 @@ class CpuOps(HostOps):
         gated_group_rms_norm(*inputs, group_size, eps, out.numpy())
         return out
 
+    def keeps(self, matrix: Matrix, device: torch.device) -> bool:
+        if isinstance(matrix, DenseMatrix):
+            return len(matrix.shape) == 2
+        return isinstance(matrix, GroupedMatrix) and multiplies(matrix)
+
+    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
+        if isinstance(matrix, DenseMatrix):
+            return PanelProduct(matrix.values)
+        if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
+            return GroupedProduct(matrix)
+        return super().pack_matrix(matrix, dtype)
+
+    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> ExpertsProduct | None:
+        if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
+            return GroupedExperts(matrix)
+        return super().pack_experts(matrix, dtype)
+
     def pack_linear(self, weight: Tensor) -> Product | None:
+        return PanelProduct(weight)
+
+    def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()
-        if torch.equal(short.float(), weight):
-            return FewRowsLinear(weight, short)
-        return super().pack_linear(weight)
+        same = weight.dtype == torch.float32 and torch.equal(short.float(), weight)
+        return short if same else weight

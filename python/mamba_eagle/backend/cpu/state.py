@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -239,8 +240,18 @@ class CpuSnapshot(CpuScheme):
         return self.rows.conv_in.nbytes + self.node_states.nbytes
 
 
+_weights: WeakKeyDictionary[Mamba2Mixer, cpu.LayerWeights] = WeakKeyDictionary()
+
+
 def layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
-    """A layer's weights in the form that the kernels take."""
+    """A layer's weights in the form that the kernels take; they must not change afterwards."""
+    found = _weights.get(layer)
+    if found is None:
+        found = _weights[layer] = _layer_weights(layer)
+    return found
+
+
+def _layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
     taps = layer.conv1d.weight.detach()[:, 0].t()  # [K, C]
     bias = layer.conv1d.bias
     last = taps.new_zeros(taps.shape[1]) if bias is None else bias.detach()

@@ -9,9 +9,8 @@ from mamba_eagle.backend.attention import NewTokenAttention
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.kernels.causal_conv.torch import causal_conv
-from mamba_eagle.kernels.ssd.torch import ssd_chunked
+from mamba_eagle.kernels.ssd.torch import even_chunk, ssd_chunked
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.message import PrefillItem
 
 
 class TorchPrefillContext(PrefillContext):
@@ -56,51 +55,23 @@ class TorchPrefillContext(PrefillContext):
         state = ssm[item.state_slot][None]
         outputs = []
         rounding, keys = self.pool.rounding, iter(self.keys[item.slot])
-        for begin, end, saves in segments(item, part.length, layer.config.chunk_size):
-            span = slice(begin, end)
-            scan = ssd_chunked(
-                x[:, span],
-                dt[None, span],
-                layer.decay_rate(),
-                B[:, span],
-                C[:, span],
-                layer.D,
-                layer.config.chunk_size,
-                state,
-            )
-            outputs.append(scan.y)
-            state = scan.final_state
-            for offset, boundary, state_slot in saves:
-                saved = state if boundary is None else scan.boundary_states[:, boundary]
-                ssm[state_slot] = rounding.round(saved, next(keys), layer.index)[0]
-                conv[state_slot] = inputs[offset : offset + width]
-        ssm[item.state_slot] = rounding.round(state, next(keys), layer.index)[0]
-        conv[item.state_slot] = inputs[part.length :]
+        ends = [(save.position - item.start, save.state_slot) for save in item.saves]
+        begin = 0
+        for end, state_slot in (*ends, (part.length, item.state_slot)):
+            if begin < end:
+                span = slice(begin, end)
+                scan = ssd_chunked(
+                    x[:, span],
+                    dt[None, span],
+                    layer.decay_rate(),
+                    B[:, span],
+                    C[:, span],
+                    layer.D,
+                    even_chunk(end - begin),
+                    state,
+                )
+                outputs.append(scan.y)
+                state, begin = scan.final_state, end
+            ssm[state_slot] = rounding.round(state, next(keys), layer.index)[0]
+            conv[state_slot] = inputs[end : end + width]
         return torch.cat(outputs, dim=1)[0].flatten(1)
-
-
-def segments(
-    item: PrefillItem, length: int, chunk: int
-) -> list[tuple[int, int, list[tuple[int, int | None, int]]]]:
-    """Cut a prompt chunk so that each state to save lies on a boundary of the scan.
-
-    The scan of a segment returns the states at multiples of ``chunk`` tokens from the segment's
-    start at no cost; any other position to save ends the segment.
-
-    Returns: [(start, end, [(offset, boundary index or None for the end, state slot)])], with
-        offsets from the chunk's first token.
-    """
-    cuts = []
-    begin = 0
-    saves: list[tuple[int, int | None, int]] = []
-    for save in item.saves:
-        offset = save.position - item.start
-        if offset < length and (offset - begin) % chunk == 0:
-            saves.append((offset, (offset - begin) // chunk, save.state_slot))
-            continue
-        saves.append((offset, None, save.state_slot))
-        cuts.append((begin, offset, saves))
-        begin, saves = offset, []
-    if begin < length:
-        cuts.append((begin, length, saves))
-    return cuts

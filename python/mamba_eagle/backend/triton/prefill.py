@@ -7,10 +7,10 @@ from torch import Tensor
 from mamba_eagle.backend.attention import NewTokenAttention
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
-from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prompt_of
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
-from mamba_eagle.kernels.prefill_plan import Prompt, prefill_plan
+from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.kernels.ssd.triton import scan
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 
@@ -43,13 +43,3 @@ class TritonPrefillContext(PrefillContext):
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
         state, keys = self.pool.ssm[i], self.round_keys
         return scan(x, dt, weights.A, B, C, layer.D, state, self.plan, round_keys=keys, layer=i)
-
-
-def prompt_of(part: PrefillPart) -> Prompt:
-    """The chunk as the kernels take it. The request's own state slot is its last save, even if the
-    plan requests another one at the same position."""
-    item = part.item
-    saves = [(save.position - item.start, save.state_slot) for save in item.saves]
-    saves.append((part.length, item.state_slot))
-    source = item.load_from if item.is_first else item.state_slot
-    return Prompt(part.first, part.length, source, saves)

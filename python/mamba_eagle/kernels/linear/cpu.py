@@ -1,68 +1,182 @@
-"""Matrix products of few rows on a CPU: one thread, bfloat16 weights, float32 sums.
+"""Matrix products on a CPU in float32, with weights of 16 or 32 bits in panels.
 
-With few rows, the time is that of reading the weights. Checkpoints are published in bfloat16, so
-keeping their 16 bits and widening them in registers changes no value and halves what is read.
-Measured on one core of an EPYC 9005, all products of the embedded model take 0.17, 0.31, 0.55 and
-0.92 ms for 1, 4, 8 and 12 rows, against 1.3, 1.4, 1.6 and 2.1 ms with oneDNN's packed float32
-weights.
+A panel is the weight of 64 outputs, [4, in, 16]: a vector is one input of 16 outputs. Checkpoints
+are published in bfloat16, so keeping their 16 bits and widening them in registers changes no value
+and halves what few rows read. Many rows share what is widened; measurements are in
+docs/design/kernels.md.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from mamba_eagle.kernels.numba_math import ZERO, kernel
+import torch
+from torch import Tensor
 
-MAX_ROWS = 16  # for more rows oneDNN's blocked product is faster
-_SHIFT = np.uint32(16)
+from mamba_eagle.kernels.vector_code import (
+    F32,
+    FLOATS,
+    HALF,
+    I8,
+    I16,
+    I64,
+    INTS,
+    LANES,
+    Code,
+    SpanKernel,
+    vector_code,
+)
+
+BLOCKS = 4  # of outputs, per panel
+PANEL = BLOCKS * LANES
+# Inputs that are added up one after the other; then these sums are. That keeps rounding errors of
+# long rows as small as those of short ones.
+SPAN = 512
+SHARED = {8: 2, 4: 4, 2: 4, 1: 4}  # blocks that share a pass over the inputs, by rows
 
 
-@kernel
-def _widen(bits):
-    """A bfloat16, given as uint16, as float32."""
-    return np.uint32(np.uint32(bits) << _SHIFT).view(np.float32)
+def panels(weight: Tensor) -> Tensor:
+    """[out, in] -> [panels, 4, in, 16], of the same dtype; outputs that are not there are zero."""
+    outputs, inputs = weight.shape
+    count = -(-outputs // PANEL)
+    made = torch.empty(count, BLOCKS, inputs, LANES, dtype=weight.dtype)
+    whole = outputs // PANEL
+    rows = weight[: whole * PANEL].view(whole, BLOCKS, LANES, inputs)
+    made[:whole].copy_(rows.transpose(-1, -2))
+    if whole < count:
+        rest = weight.new_zeros(PANEL, inputs)
+        rest[: outputs - whole * PANEL] = weight[whole * PANEL :]
+        made[whole].copy_(rest.view(BLOCKS, LANES, inputs).transpose(-1, -2))
+    return made
 
 
-@kernel
-def few_rows(x, weight, y):
-    """y = x Wᵀ. x [n, in] float32; weight [out, in], bfloat16 as uint16; y [n, out] float32.
+def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
+    """Outputs ``ids`` [n] of panels: [n, in]."""
+    flat = weight.flatten(0, 1)  # blocks
+    return flat[ids // LANES, :, ids % LANES]
 
-    In blocks of two outputs by four rows: six loads for eight products. Larger blocks run out of
-    vector registers, smaller ones wait for loads.
+
+def _product(kind: str) -> Any:
+    """Products with weights of an LLVM type: "bfloat", "half" or "float".
+
+    Arguments: x [n, in], panels, y [n, 64 * panels], all aligned to their numbers; n, in, columns
+    of y.
     """
-    n, size = x.shape
-    outputs = weight.shape[0]
-    pairs = outputs - outputs % 2
-    for o in range(0, pairs, 2):
-        w, v, r = weight[o], weight[o + 1], 0
-        while r + 4 <= n:
-            x0, x1, x2, x3 = x[r], x[r + 1], x[r + 2], x[r + 3]
-            s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-            t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
-            for i in range(size):
-                p, q = _widen(w[i]), _widen(v[i])
-                s0 += p * x0[i]
-                s1 += p * x1[i]
-                s2 += p * x2[i]
-                s3 += p * x3[i]
-                t0 += q * x0[i]
-                t1 += q * x1[i]
-                t2 += q * x2[i]
-                t3 += q * x3[i]
-            y[r, o], y[r + 1, o], y[r + 2, o], y[r + 3, o] = s0, s1, s2, s3
-            y[r, o + 1], y[r + 1, o + 1], y[r + 2, o + 1], y[r + 3, o + 1] = t0, t1, t2, t3
-            r += 4
-        while r < n:
-            x0, s0, t0 = x[r], ZERO, ZERO
-            for i in range(size):
-                s0 += _widen(w[i]) * x0[i]
-                t0 += _widen(v[i]) * x0[i]
-            y[r, o], y[r, o + 1] = s0, t0
-            r += 1
-    if pairs < outputs:
-        w = weight[pairs]
-        for r in range(n):
-            x0, s0 = x[r], ZERO
-            for i in range(size):
-                s0 += _widen(w[i]) * x0[i]
-            y[r, pairs] = s0
+
+    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+        b = code.builder
+        given = [code.load(arguments, I64(i), I64) for i in range(6)]
+        x, weight, y = (b.inttoptr(address, I8.as_pointer()) for address in given[:3])
+        rows, inputs, width = given[3:]
+        with code.loop(b.sub(last, first)) as index:
+            panel = b.add(first, index)
+
+            def tile(count: int, row: Any) -> None:
+                for block in range(0, BLOCKS, SHARED[count]):
+                    at = b.add(b.mul(panel, I64(BLOCKS)), I64(block))
+                    _Tile(code, kind, count, SHARED[count]).write(
+                        (x, weight, y), (inputs, width), row, at
+                    )
+
+            code.row_tiles(rows, tile)
+
+    return vector_code(write)
+
+
+class _Tile:
+    """The products of some rows with some neighbouring blocks of outputs."""
+
+    def __init__(self, code: Code, kind: str, rows: int, blocks: int) -> None:
+        self.code, self.kind = code, kind
+        self.rows, self.blocks = range(rows), range(blocks)
+
+    def write(
+        self, pointers: tuple[Any, ...], sizes: tuple[Any, ...], row: Any, block: Any
+    ) -> None:
+        """row, block: the first ones."""
+        code, b = self.code, self.code.builder
+        (x, weight, y), (inputs, width) = pointers, sizes
+        count = len(self.rows) * len(self.blocks)
+        whole, part = code.variables(count), code.variables(count)
+        zero = FLOATS([0.0] * LANES)
+        for sums in whole:
+            b.store(zero, sums)
+        given = [code.at(x, b.mul(b.add(row, I64(r)), inputs), F32) for r in self.rows]
+        step = b.mul(inputs, I64(LANES))
+        weights = [
+            code.at(weight, b.mul(b.add(block, I64(v)), step), self.stored) for v in self.blocks
+        ]
+        with code.loop(b.udiv(b.add(inputs, I64(SPAN - 1)), I64(SPAN))) as span:
+            begin = b.mul(span, I64(SPAN))
+            left = b.sub(inputs, begin)
+            length = b.select(b.icmp_signed("<", left, I64(SPAN)), left, I64(SPAN))
+            for sums in part:
+                b.store(zero, sums)
+            with code.loop(length) as index:
+                self._multiply(given, weights, b.add(begin, index), part)
+            for sums, more in zip(whole, part, strict=True):
+                b.store(b.fadd(b.load(sums), b.load(more)), sums)
+        for i, sums in enumerate(whole):
+            r, v = divmod(i, len(self.blocks))
+            at = b.mul(b.add(row, I64(r)), width)
+            code.store(b.load(sums), y, b.add(at, b.mul(b.add(block, I64(v)), I64(LANES))))
+
+    def _multiply(self, given: list[Any], weights: list[Any], i: Any, sums: list[Any]) -> None:
+        """Add the products of input i."""
+        code, b = self.code, self.code.builder
+        wide = [self._widened(pointer, b.mul(i, I64(LANES))) for pointer in weights]
+        for r, pointer in enumerate(given):
+            factor = code.splat(code.load(pointer, i, F32))
+            for v, numbers in enumerate(wide):
+                place = sums[r * len(wide) + v]
+                b.store(code.multiply_add(numbers, factor, b.load(place)), place)
+
+    @property
+    def stored(self) -> Any:
+        """The type of a weight."""
+        return {"bfloat": I16, "half": HALF, "float": F32}[self.kind]
+
+    def _widened(self, pointer: Any, index: Any) -> Any:
+        """16 weights as float32. A bfloat16 is the upper half of one."""
+        b, numbers = self.code.builder, self.code.vector(pointer, index, self.stored)
+        if self.kind == "float":
+            return numbers
+        if self.kind == "half":
+            return b.fpext(numbers, FLOATS)
+        bits = b.shl(b.zext(numbers, INTS), INTS([16] * LANES))
+        return b.bitcast(bits, FLOATS)
+
+
+_bfloat, _half, _float = _product("bfloat"), _product("half"), _product("float")
+
+
+def _bfloat_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _bfloat(arguments, first, last)
+
+
+def _half_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _half(arguments, first, last)
+
+
+def _float_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _float(arguments, first, last)
+
+
+PRODUCTS = {
+    torch.bfloat16: SpanKernel(_bfloat_weights),
+    torch.float16: SpanKernel(_half_weights),
+    torch.float32: SpanKernel(_float_weights),
+}
+
+
+def product(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    """y = x Wᵀ. x [n, in] float32; weight: panels of ``outputs`` outputs -> [n, outputs]."""
+    x = x.contiguous()
+    (n, inputs), count = x.shape, len(weight)
+    y = torch.empty(n, count * PANEL)
+    PRODUCTS[weight.dtype](
+        count,
+        n * inputs * count * PANEL,
+        *(x.data_ptr(), weight.data_ptr(), y.data_ptr(), n, inputs, count * PANEL),
+    )
+    return y if outputs == count * PANEL else y[:, :outputs].contiguous()

@@ -14,6 +14,15 @@ from torch import Tensor
 
 from mamba_eagle.kernels.prefill_plan import Prompt
 
+# Tokens per chunk, where results are all that counts: a chunk of q tokens takes q² numbers per head
+# in several passes over memory. The chunk in a checkpoint's config suits the GPU that trained it.
+CHUNK = 64
+
+
+def even_chunk(length: int) -> int:
+    """CHUNK at most, and such that chunks of that size pad ``length`` tokens by few."""
+    return -(-length // -(-length // CHUNK))
+
 
 class ScanResult(NamedTuple):
     y: Tensor  # [b, l, H, P], dtype of x

@@ -1,0 +1,76 @@
+"""Products on a CPU, each of which holds its weight alone: one copy, in the order it is read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.grouped import cpu as grouped
+from mamba_eagle.kernels.linear import cpu as linear
+from mamba_eagle.layers.products import PackedProduct
+from mamba_eagle.quantization.grouped import GroupedMatrix
+
+
+class PanelProduct(PackedProduct):
+    """Weights of 16 or 32 bits. Those whose numbers all fit into bfloat16 are kept so, which takes
+    half the memory traffic and changes no value."""
+
+    def __init__(self, weight: Tensor) -> None:
+        if weight.dtype == torch.float32:
+            short = weight.bfloat16()
+            weight = short if torch.equal(short.float(), weight) else weight
+        super().__init__(*weight.shape)
+        self.weight = linear.panels(weight)
+        linear.PRODUCTS[weight.dtype].prepare()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return linear.rows_of(self.weight, ids).float()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return linear.product(x, self.weight, self.outputs)
+
+
+class GroupedProduct(PackedProduct):
+    """Weights of int8 or int4 groups, multiplied with inputs that are rounded to int8."""
+
+    def __init__(self, matrix: GroupedMatrix) -> None:
+        outputs, inputs = matrix.shape
+        super().__init__(outputs, inputs)
+        self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
+        grouped.prepare(self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return grouped.rows_of(self.weight, ids)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return grouped.product(x, self.weight, self.outputs)
+
+
+class GroupedExperts:
+    """A stack of experts."""
+
+    def __init__(self, matrix: GroupedMatrix) -> None:
+        self.products = [GroupedProduct(matrix.expert(expert)) for expert in range(matrix.shape[0])]
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        y = x.new_empty(len(x), self.products[0].outputs)
+        begin = 0
+        for product, end in zip(self.products, ends.tolist(), strict=True):
+            if end > begin:
+                y[begin:end] = product(x[begin:end], None)
+            begin = end
+        return y
+
+
+def multiplies(matrix: GroupedMatrix) -> bool:
+    """Whether there is a product that reads the matrix as it is."""
+    fits = matrix.shape[-1] % grouped.GROUP == 0 and matrix.group % grouped.GROUP == 0
+    return fits and (matrix.bits == 4 or matrix.minimum is None)

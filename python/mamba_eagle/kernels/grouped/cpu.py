@@ -1,0 +1,362 @@
+"""Products on a CPU with weights of int8 or int4 groups: integers within groups of 32.
+
+    y_ro = Σ_g scale_og s_rg Σ_i number_oi q_ri (+ minimum_og s_rg Σ_i q_ri)
+
+Inputs are rounded to int8 (naive.py), four of them are multiplied with 16 outputs' weights in one
+instruction where the processor has it, and integer sums are exact: a row's outputs do not depend on
+the instructions, the batch or the threads. A block holds 16 outputs: codes [in / 32, 512 bytes, or
+256 of four bits], scales [in / 32, 16]. Codes are unsigned; what is added to them is subtracted
+once per group, since Σ (number + offset) q = Σ number q + offset Σ q.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.numba_math import kernel_in_order
+from mamba_eagle.kernels.vector_code import (
+    F32,
+    FLOATS,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    Code,
+    SpanKernel,
+    has,
+    ir,
+    vector_code,
+)
+
+GROUP = 32
+QUAD = 4  # inputs per instruction
+OFFSET = {8: 128, 4: 8}  # of codes, by bits; 0 where there is a minimum
+
+
+class Blocks(NamedTuple):
+    """A weight [out, in] in the order of products."""
+
+    codes: Tensor  # [blocks, in / 32, 512 or 256] uint8
+    scale: Tensor  # [blocks, in / 32, 16] float16 or float32
+    minimum: Tensor | None  # as scale
+
+    @property
+    def bits(self) -> int:
+        return self.codes.shape[-1] * 8 // (GROUP * LANES)
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * GROUP
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self if part is not None)
+
+
+def blocks(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> Blocks:
+    """codes [out, in] int8 or [out, in / 2] uint8, of which the low bits are the even columns;
+    scale, minimum [out, in / group], group a multiple of 32."""
+    bits = 8 if codes.dtype == torch.int8 else 4
+    inputs = codes.shape[1] * 8 // bits
+    repeat = inputs // GROUP // scale.shape[1]
+    scale, minimum = (
+        part if part is None else _scales(part.repeat_interleave(repeat, 1))
+        for part in (scale, minimum)
+    )
+    codes = _whole_blocks(codes)
+    if bits == 8:
+        words = codes.view(torch.int32)  # four neighbouring inputs
+        made = words.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous().view(torch.uint8)
+        made = made.bitwise_xor_(128)
+    else:
+        made = _nibbles(codes)
+    return Blocks(made.view(len(made), inputs // GROUP, -1), scale, minimum)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """[out, in / 2] -> [blocks, in / 8, 16, 4]: of eight inputs the first four in the low bits."""
+    quads = codes.unflatten(1, (-1, 2, 2))  # [out, in / 8, which four, which two of them]
+    low, high = quads & 15, quads >> 4
+    fours = torch.stack([low, high], dim=-1).flatten(-2)  # [out, in / 8, which four, 4]
+    packed = fours[:, :, 0] | (fours[:, :, 1] << 4)
+    return packed.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+def _whole_blocks(part: Tensor) -> Tensor:
+    """With rows of zeros, to a multiple of 16."""
+    missing = -len(part) % LANES
+    return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
+
+
+def _scales(part: Tensor) -> Tensor:
+    """[out, groups] -> [blocks, groups, 16]"""
+    return _whole_blocks(part).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+def rows_of(weight: Blocks, ids: Tensor) -> Tensor:
+    """Outputs ``ids`` [n], dequantized: [n, in] float32."""
+    block, lane = ids // LANES, ids % LANES
+    quads = weight.codes.view(len(weight.codes), -1, LANES, QUAD)[block, :, lane]
+    if weight.bits == 4:
+        quads = torch.stack([quads & 15, quads >> 4], dim=-2)
+    offset = 0 if weight.minimum is not None and weight.bits == 4 else OFFSET[weight.bits]
+    numbers = quads.reshape(len(ids), -1, GROUP).float() - offset
+    rows = numbers * weight.scale[block, :, lane].float()[..., None]
+    if weight.minimum is not None:
+        rows += weight.minimum[block, :, lane].float()[..., None]
+    return rows.flatten(1)
+
+
+@kernel_in_order
+def round_rows(x, numbers, scale, total):  # noqa: ANN001, ANN201
+    """x [n, in] -> numbers [n, in] int8, scale and total [n, in / 32]. A scale of what is not
+    finite is not finite either."""
+    limit, zero = np.float32(127.0), np.float32(0.0)
+    for r in range(x.shape[0]):
+        for g in range(scale.shape[1]):
+            row, out = x[r, g * GROUP : g * GROUP + GROUP], numbers[r, g * GROUP :]
+            largest, off = zero, zero
+            for i in range(GROUP):
+                largest = max(largest, abs(row[i]))
+            for i in range(GROUP):
+                off += row[i] - row[i]  # NaN if any is
+            inverse = limit / largest if largest > zero else zero
+            count = np.int32(0)
+            for i in range(GROUP):
+                number = np.int32(np.rint(row[i] * inverse))
+                out[i] = number
+                count += number
+            scale[r, g] = largest / limit + off
+            total[r, g] = count
+
+
+def dot_by_bytes(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
+    """sums + the products of four unsigned with four signed bytes, in each of 16 lanes. weights and
+    inputs are 16 integers of four bytes each."""
+    b = code.builder
+    for byte in range(QUAD):
+        left = INTS([8 * (QUAD - 1 - byte)] * LANES)
+        down = INTS([24] * LANES)
+        weight, given = b.lshr(b.shl(weights, left), down), b.ashr(b.shl(inputs, left), down)
+        sums = b.add(sums, b.mul(weight, given))
+    return sums
+
+
+def dot_by_pairs(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
+    """The same with AVX2: even and odd bytes become 16 bits, of which it multiplies and adds up
+    pairs."""
+    b = code.builder
+    shorts = ir.VectorType(I16, 2 * LANES)
+    weights, inputs = b.bitcast(weights, shorts), b.bitcast(inputs, shorts)
+    eight, low = shorts([8] * 2 * LANES), shorts([255] * 2 * LANES)
+    even = (b.and_(weights, low), b.ashr(b.shl(inputs, eight), eight))
+    odd = (b.lshr(weights, eight), b.ashr(inputs, eight))
+    for weight, given in (even, odd):
+        halves = []
+        for first in (0, LANES):
+            lanes = ir.VectorType(I32, LANES)(list(range(first, first + LANES)))
+            pair = (b.shuffle_vector(part, part, lanes) for part in (weight, given))
+            halves.append(code.call("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), *pair))
+        whole = b.shuffle_vector(*halves, INTS(list(range(LANES))))
+        sums = b.add(sums, whole)
+    return sums
+
+
+def dot_at_once(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
+    """The same as one instruction of AVX-512."""
+    return code.call("llvm.x86.avx512.vpdpbusd.512", INTS, sums, weights, inputs)
+
+
+def dot_of_this_processor(code: Code, *operands: Any) -> Any:
+    if has("avx512vnni"):
+        return dot_at_once(code, *operands)
+    return (dot_by_pairs if has("avx2") else dot_by_bytes)(code, *operands)
+
+
+class Form(NamedTuple):
+    """What products depend on."""
+
+    bits: int
+    wide: bool  # whether scales are float32
+    minimum: bool
+
+
+def grouped_product(form: Form, dot: Any = dot_of_this_processor) -> Any:
+    """Products with weights of one form.
+
+    Arguments: numbers, scale, total of the inputs; codes, scale, minimum of the weight; y [n, 16 *
+    blocks]; n, in / 32, columns of y.
+    """
+
+    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+        b = code.builder
+        given = [code.load(arguments, I64(i), I64) for i in range(10)]
+        pointers = [b.inttoptr(address, I8.as_pointer()) for address in given[:7]]
+        rows, groups, width = given[7:]
+        with code.loop(b.sub(last, first)) as index:
+            block = b.add(first, index)
+            code.row_tiles(
+                rows,
+                lambda count, row: _Tile(code, form, dot, count).write(
+                    pointers, (groups, width), row, block
+                ),
+            )
+
+    return vector_code(write)
+
+
+class _Tile:
+    """The products of some rows with one block of outputs."""
+
+    def __init__(self, code: Code, form: Form, dot: Any, rows: int) -> None:
+        self.code, self.form, self.dot, self.rows = code, form, dot, range(rows)
+        self.offset = 0 if form.minimum and form.bits == 4 else OFFSET[form.bits]
+        self.bytes = GROUP * LANES * form.bits // 8  # of a group's codes
+
+    def write(self, pointers: list[Any], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
+        code, b = self.code, self.code.builder
+        numbers, scale, total, codes, w_scale, w_minimum, y = pointers
+        groups, width = sizes
+        sums = code.variables(len(self.rows))
+        for place in sums:
+            b.store(FLOATS([0.0] * LANES), place)
+        rows = [b.add(row, I64(r)) for r in self.rows]
+        given = [
+            (
+                code.at(numbers, code.times(one, groups, I64(GROUP)), I8),
+                code.at(scale, b.mul(one, groups), F32),
+                code.at(total, b.mul(one, groups), I32),
+            )
+            for one in rows
+        ]
+        before = b.mul(block, groups)
+        with code.loop(groups) as group:
+            at = b.add(before, group)
+            weights = self._weights(code.at(codes, b.mul(at, I64(self.bytes)), I8))
+            scales = self._scales(w_scale, at)
+            minima = self._scales(w_minimum, at) if self.form.minimum else None
+            for one, place in zip(given, sums, strict=True):
+                self._add(one, group, weights, (scales, minima), place)
+        for one, place in zip(rows, sums, strict=True):
+            at = b.add(b.mul(one, width), b.mul(block, I64(LANES)))
+            code.store(b.load(place), y, at)
+
+    def _weights(self, pointer: Any) -> list[Any]:
+        """A group's codes: eight vectors of four inputs and 16 outputs."""
+        code, b = self.code, self.code.builder
+        count = self.bytes // (LANES * QUAD)
+        stored = [code.vector(pointer, I64(i * LANES), I32) for i in range(count)]
+        if self.form.bits == 8:
+            return stored
+        low, four = INTS([0x0F0F0F0F] * LANES), INTS([4] * LANES)
+        return [
+            half for both in stored for half in (b.and_(both, low), b.and_(b.lshr(both, four), low))
+        ]
+
+    def _scales(self, pointer: Any, at: Any) -> Any:
+        kind = F32 if self.form.wide else HALF
+        values = self.code.vector(pointer, self.code.builder.mul(at, I64(LANES)), kind)
+        return values if self.form.wide else self.code.builder.fpext(values, FLOATS)
+
+    def _add(self, row: Any, group: Any, weights: list[Any], scales: Any, place: Any) -> None:
+        """Add a group's products with one row."""
+        code, b = self.code, self.code.builder
+        numbers, scale, total = row
+        count = code.load(total, group, I32)
+        exact = code.splat(b.mul(count, I32(-self.offset))) if self.offset else INTS([0] * LANES)
+        first = b.mul(group, I64(GROUP // QUAD))
+        for i, weight in enumerate(weights):
+            four = code.load(numbers, b.add(first, I64(i)), I32)
+            exact = self.dot(code, exact, weight, code.splat(four))
+        share = code.load(scale, group, F32)
+        factor = b.fmul(scales[0], code.splat(share))
+        sums = code.multiply_add(b.sitofp(exact, FLOATS), factor, b.load(place))
+        if scales[1] is not None:
+            shift = b.fmul(b.sitofp(count, F32), share)
+            sums = code.multiply_add(scales[1], code.splat(shift), sums)
+        b.store(sums, place)
+
+
+_int8 = grouped_product(Form(8, wide=False, minimum=False))
+_int8_wide = grouped_product(Form(8, wide=True, minimum=False))
+_int4 = grouped_product(Form(4, wide=False, minimum=False))
+_int4_wide = grouped_product(Form(4, wide=True, minimum=False))
+_int4_minimum = grouped_product(Form(4, wide=False, minimum=True))
+_int4_wide_minimum = grouped_product(Form(4, wide=True, minimum=True))
+
+
+def _int8_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int8(arguments, first, last)
+
+
+def _int8_wide_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int8_wide(arguments, first, last)
+
+
+def _int4_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4(arguments, first, last)
+
+
+def _int4_wide_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4_wide(arguments, first, last)
+
+
+def _int4_minimum_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4_minimum(arguments, first, last)
+
+
+def _int4_wide_minimum_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4_wide_minimum(arguments, first, last)
+
+
+PRODUCTS = {
+    Form(8, wide=False, minimum=False): SpanKernel(_int8_weights),
+    Form(8, wide=True, minimum=False): SpanKernel(_int8_wide_weights),
+    Form(4, wide=False, minimum=False): SpanKernel(_int4_weights),
+    Form(4, wide=True, minimum=False): SpanKernel(_int4_wide_weights),
+    Form(4, wide=False, minimum=True): SpanKernel(_int4_minimum_weights),
+    Form(4, wide=True, minimum=True): SpanKernel(_int4_wide_minimum_weights),
+}
+
+
+def prepare(weight: Blocks) -> None:
+    """Compile what multiplies this weight, or load it from Numba's cache."""
+    product_of(weight).prepare()
+    rounded(torch.zeros(1, GROUP))
+
+
+def product_of(weight: Blocks) -> SpanKernel:
+    wide = weight.scale.dtype == torch.float32
+    return PRODUCTS[Form(weight.bits, wide, weight.minimum is not None)]
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [n, in] -> numbers [n, in] int8, their scales and sums [n, in / 32], float32 and int32."""
+    n, groups = len(x), x.shape[1] // GROUP
+    numbers = torch.empty(n, x.shape[1], dtype=torch.int8)
+    scale, total = torch.empty(n, groups), torch.empty(n, groups, dtype=torch.int32)
+    round_rows(x.contiguous().numpy(), numbers.numpy(), scale.numpy(), total.numpy())
+    return numbers, scale, total
+
+
+def product(x: Tensor, weight: Blocks, outputs: int) -> Tensor:
+    """y = x Wᵀ for x rounded to int8: x [n, in] float32 -> [n, outputs]."""
+    n, groups, width = len(x), weight.inputs // GROUP, len(weight.codes) * LANES
+    numbers, scale, total = rounded(x)
+    y = torch.empty(n, width)
+    minimum = 0 if weight.minimum is None else weight.minimum.data_ptr()
+    product_of(weight)(
+        len(weight.codes),
+        n * weight.inputs * width,
+        *(numbers.data_ptr(), scale.data_ptr(), total.data_ptr()),
+        *(weight.codes.data_ptr(), weight.scale.data_ptr(), minimum),
+        *(y.data_ptr(), n, groups, width),
+    )
+    return y if outputs == width else y[:, :outputs].contiguous()

@@ -1,0 +1,49 @@
+"""Products with weights of int8 or int4 groups, number by number.
+
+Inputs are rounded to int8 in groups of 32 of a row, so that the products within a group are exact
+integers:
+
+    s_rg = max |x_ri| / 127                     i in group g
+    q_ri = round(x_ri / s_rg)
+    y_ro = Σ_g scale_og s_rg Σ_i number_oi q_ri + minimum_og s_rg Σ_i q_ri
+
+The last term is there only if the weight has minima.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+
+
+class Rounded(NamedTuple):
+    numbers: Tensor  # [n, in] int8
+    scale: Tensor  # [n, in / 32] float32
+    total: Tensor  # [n, in / 32] int32: the sum of a group's numbers
+
+
+def rounded(x: Tensor) -> Rounded:
+    """x [n, in], float32."""
+    groups = x.unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1)
+    inverse = torch.where(largest > 0, 127 / largest, torch.zeros_like(largest))
+    numbers = (groups * inverse[..., None]).round()
+    return Rounded(numbers.flatten(-2).to(torch.int8), largest / 127, numbers.sum(-1).int())
+
+
+def product(x: Tensor, numbers: Tensor, scale: Tensor, minimum: Tensor | None) -> Tensor:
+    """x [n, in]; numbers [out, in], integers; scale, minimum [out, in / 32] -> [n, out] float64."""
+    given = rounded(x)
+    inputs = given.numbers.double().unflatten(-1, (-1, GROUP))
+    weights = numbers.double().unflatten(-1, (-1, GROUP))
+    y = torch.zeros(len(x), len(numbers), dtype=torch.float64)
+    for g in range(scale.shape[1]):
+        share = given.scale[:, g, None].double()
+        y += share * scale[:, g].double() * (inputs[:, g] @ weights[:, g].t())
+        if minimum is not None:
+            y += share * minimum[:, g].double() * given.total[:, g, None].double()
+    return y
