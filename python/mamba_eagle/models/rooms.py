@@ -87,6 +87,8 @@ class FewBitRooms(Rooms):
             None,
         )
         self.tied_matrix: Matrix | None = None  # the tied weight, if it is stored in few bits
+        # a rank has a part of lm_head, and the whole embedding
+        self.head_is_whole = getattr(getattr(model, "config", None), "head_tokens", None) is None
         self.rounds = True  # whether what is stored in 16 bits may be rounded
 
     def of_few_bits(self) -> None:
@@ -96,6 +98,10 @@ class FewBitRooms(Rooms):
         is_tied = self.tied is not None and self.embeddings.get(target.name) is self.tied
         if is_tied and isinstance(value, Matrix) and self._keeps(value):
             self.tied_matrix = value.to(self.device)
+            if self.head_is_whole:  # which the embedding reads its rows from
+                assert self.tied is not None
+                self.tied.weight = nn.Parameter(self.tied.weight.to(META), requires_grad=False)
+                return
         held = self._matrix(target, value)
         if held is None:
             super().put(target, value)
@@ -145,7 +151,7 @@ class FewBitRooms(Rooms):
             return
         # lm_head is the embedding, so it was never put
         weight, (head, leaf) = self.tied.weight.detach(), self.layers[HEAD]
-        matrix = self.policy.rounds(HEAD, weight) if self.rounds else self.tied_matrix
+        matrix = self.tied_matrix or (self.policy.rounds(HEAD, weight) if self.rounds else None)
         if matrix is None:
             matrix = self._as_stored(Target(HEAD), weight)
         if matrix is not None:
