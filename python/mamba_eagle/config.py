@@ -38,6 +38,7 @@ def setting(
     minimum: int | None = None,
     group: str = "",
     may_be_empty: bool = True,
+    repeats: bool = False,
 ) -> Any:
     """A field that becomes a flag.
 
@@ -47,6 +48,7 @@ def setting(
         minimum: the smallest value that works.
         group: the heading in ``--help`` that begins with this setting.
         may_be_empty: whether a text on the command line may be "", as an unset variable gives.
+        repeats: whether the flag may be given several times; the value is a tuple then.
     """
     metadata = {
         "help": help,
@@ -54,6 +56,7 @@ def setting(
         "minimum": minimum,
         "group": group,
         "may_be_empty": may_be_empty,
+        "repeats": repeats,
     }
     return field(default=default, metadata=metadata)
 
@@ -375,20 +378,22 @@ class ServerConfig(EngineConfig):
         "", "private key in PEM, if it is not in --ssl-certfile", may_be_empty=False
     )
     served_model_name: str = setting("", "model name in replies (default: --model-path)")
-    api_key: str = setting(
-        "",
+    api_key: str | tuple[str, ...] = setting(
+        (),
         "key that clients must send, as 'Authorization: Bearer KEY' or 'x-api-key: KEY' (default: "
-        "none); the list of processes shows it: prefer --api-key-file, or the variable "
-        "MAMBA_EAGLE_API_KEY",
+        "none); may be given several times; the list of processes shows it: prefer "
+        "--api-key-file, or the variable MAMBA_EAGLE_API_KEY",
         may_be_empty=False,
+        repeats=True,
     )
     api_key_file: str = setting(
         "", "file of keys, one per line; clients must send any of them", may_be_empty=False
     )
     admin_api_key: str = setting(
         "",
-        "key of an operator, who may also see the text in GET /cache?text=1 (default: none, and "
-        "nobody may)",
+        "key of an operator, which is then needed for what changes the server for all: "
+        "/flush_cache and abort_all; and in any case to see texts in GET /cache?text=1 (default: "
+        "none)",
         may_be_empty=False,
     )
     skip_tokenizer_init: bool = setting(False, "load no tokenizer and serve token ids only")
@@ -517,6 +522,16 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             place.add_argument(flag, action=pair, default=True, help=help_text)
         elif kind is bool:
             place.add_argument(flag, action="store_true", help=help_text)
+        elif spec.metadata["repeats"]:
+            name = _metavar(spec.name, str)
+            place.add_argument(
+                flag,
+                action="append",
+                type=_reader(str, spec.metadata["may_be_empty"]),
+                default=argparse.SUPPRESS,
+                metavar=name,
+                help=help_text,
+            )
         else:
             default = "auto" if spec.default is None else spec.default
             may_be_empty = spec.metadata["may_be_empty"]
@@ -565,4 +580,10 @@ def _metavar(name: str, kind: Any) -> str:
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
     """The dataclass from parsed flags; other flags of the parser are ignored."""
     names = {spec.name for spec in dataclasses.fields(config)}
-    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return config(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
+    )

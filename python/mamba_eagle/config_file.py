@@ -76,6 +76,8 @@ def _as_flags(values: dict[str, Any], path: str, config: type) -> list[str]:
                 problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be true or false")
             elif value != settings[name].default:
                 flags.append(flag_of(name) if value else "--no-" + name.replace("_", "-"))
+        elif isinstance(value, list) and settings[name].metadata["repeats"]:
+            flags += [f"{flag_of(name)}={one}" for one in value]
         elif value is None and settings[name].default is None:
             flags += [flag_of(name), "auto"]
         elif isinstance(value, bool) or not isinstance(value, (str, int, float)):

@@ -37,6 +37,7 @@ class RequestGrammar:
         self._masks: dict[tuple[int, ...], Row] = {}  # by path: those that drafting asked for
         self.problem = ""
         self._stops = frozenset(params.stop_tokens(tuple(eos)))
+        self._ends = self._stops | frozenset(eos)
         self._min_new_tokens = params.min_new_tokens
         self._not_early = _bits(self._stops, words) if params.min_new_tokens else None
         self._never = _bits(eos, words) if params.ignore_eos else None
@@ -114,6 +115,59 @@ class RequestGrammar:
         for _ in range(stepped):
             self.step_out()
         return mask
+
+    @property
+    def knows_masks(self) -> bool:
+        """Whether any mask has been asked for since the request last went on."""
+        return bool(self._masks)
+
+    def known_mask(self) -> Row | None:
+        """``mask`` if it has been asked for before."""
+        return self._masks.get(tuple(self._path))
+
+    def known_mask_behind(self, path: Sequence[int]) -> Row | None:
+        """``mask_behind`` if it has been asked for before."""
+        return self._masks.get(tuple(path))
+
+    def empty_mask(self) -> Row:
+        """Nothing may follow."""
+        return np.zeros(self._words, dtype=np.uint32)
+
+    def takes(self, token: int) -> bool:
+        """Step into a token if the grammar goes on with it, for a fraction of what a mask costs.
+
+        False where only the mask tells: for tokens that may end the output, or after an error.
+        """
+        if token in self._ends or self.problem or self._matcher is None:
+            return False
+        # Where the grammar forces the text, a mask allows one way to spell it as tokens.
+        forced = self._matcher.compute_ff_tokens()
+        if forced and token != forced[0]:
+            return False
+        if self._matcher.try_consume_tokens([token]):
+            self._path.append(token)
+            return True
+        if self._matcher.is_error():
+            self._recover(self._matcher.get_error())
+        return False
+
+    def allows(self, token: int) -> bool:
+        """As ``takes``, without the step."""
+        taken = self.takes(token)
+        if taken:
+            self.step_out()
+        return taken
+
+    def allows_behind(self, path: Sequence[int], token: int) -> bool:
+        """Whether the grammar goes on with drafted tokens and then this one; as ``takes``."""
+        stepped = 0
+        for each in (*path, token):
+            if not self.takes(each):
+                break
+            stepped += 1
+        for _ in range(stepped):
+            self.step_out()
+        return stepped == len(path) + 1
 
     def _hold(self, row: Row, count: int) -> None:
         """Take end tokens out of a mask that has others. count: output tokens so far."""

@@ -3,6 +3,9 @@
 Refused nodes leave, and where the grammar forces the next tokens, these become a chain: a mask of
 one token makes them certain to be accepted. Nothing is put into a text: the target samples at each
 of them as everywhere.
+
+Masks are looked at where a drafted token is refused, and where the drafter has asked for one. So a
+tree that fits, as within free text, costs a step of the matcher per node and no mask.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class _Growing:
         self.candidates = [_Candidate(tree.tokens[0], 0, 0, 0.0)]
         self.changed = False
         self._refused: list[tuple[int, int]] = []  # nodes, and their parents' candidates
-        self._visit(0, 0, self.children[0])
+        self._visit(0, self.children[0])
         for node, above in self._refused:
             self._fill_up(node, above)
 
@@ -73,24 +76,30 @@ class _Growing:
         self.candidates.append(_Candidate(token, parent, depth, score))
         return len(self.candidates) - 1
 
-    def _visit(self, above: int, depth: int, children: Sequence[int]) -> None:
+    def _visit(self, above: int, children: Sequence[int], is_forced: bool = False) -> None:
         """The node of candidate ``above`` has been stepped into."""
-        if depth == self.max_depth:
+        if self.candidates[above].depth == self.max_depth:
             return
-        mask = self.grammar.mask()
+        grammar, tokens = self.grammar, self.tree.tokens
+        mask = grammar.known_mask()
+        if mask is None:
+            if not is_forced and all(grammar.allows(tokens[child]) for child in children):
+                for child in children:
+                    self._enter(child, self._add(tokens[child], above, self.tree.scores[child]))
+                return
+            mask = grammar.mask()
         if mask is None:
             self._refuse(above, children)
             return
         forced = only_token(mask)
-        tokens = self.tree.tokens
         if forced is not None and all(tokens[child] != forced for child in children):
             self.changed = True
-            self._enter(self._add(forced, above, self.candidates[above].score), depth + 1, ())
+            self._enter(None, self._add(forced, above, self.candidates[above].score))
         for child in children:
             token = tokens[child]
             if int(mask[token >> 5]) >> (token & 31) & 1:
                 own = self.candidates[above].score if token == forced else self.tree.scores[child]
-                self._enter(self._add(token, above, own), depth + 1, self.children[child])
+                self._enter(child, self._add(token, above, own))
             else:
                 self._refuse(above, [child])
 
@@ -98,9 +107,11 @@ class _Growing:
         self.changed |= bool(children)
         self._refused += [(child, above) for child in children]
 
-    def _enter(self, candidate: int, depth: int, children: Sequence[int]) -> None:
+    def _enter(self, node: int | None, candidate: int) -> None:
+        """node: of the drafted tree; None if the grammar has added the candidate."""
+        children = self.children[node] if node is not None else ()
         if self.grammar.step_in(self.candidates[candidate].token):
-            self._visit(candidate, depth, children)
+            self._visit(candidate, children, is_forced=node is None)
             self.grammar.step_out()
         else:  # an end token
             self._refuse(candidate, children)

@@ -40,8 +40,17 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
 
 def num_layers(file: GgufFile) -> int:
-    """Without the layers for drafting (MTP), which are counted with the others."""
-    return int(file.need("block_count")) - int(file.get("nextn_predict_layers", 0))
+    """Without the layers for drafting (MTP), which are counted with the others.
+
+    Raises: UnsupportedModel for a number that cannot be.
+    """
+    count, drafting = _size(file, "block_count"), int(file.get("nextn_predict_layers", 0))
+    if not 0 < count - drafting <= len(file.tensors):
+        raise UnsupportedModel(
+            f"{file.path}: {file.architecture}.block_count is {count}, {drafting} of them for "
+            f"drafting, with {len(file.tensors)} tensors; download the file again"
+        )
+    return count - drafting
 
 
 def per_layer(file: GgufFile, key: str, default: int = 0) -> list[int]:
@@ -60,7 +69,7 @@ def _common(file: GgufFile) -> dict[str, Any]:
     length = int(file.get("context_length", 0))
     return {
         "vocab_size": _shape(file, "token_embd.weight")[0],
-        "hidden_size": file.need("embedding_length"),
+        "hidden_size": _size(file, "embedding_length"),
         "num_hidden_layers": num_layers(file),
         "max_position_embeddings": 0 if length == ANY_LENGTH else length,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -89,6 +98,17 @@ def _has(file: GgufFile, suffix: str) -> bool:
     return any(name.startswith("blk.") and name.endswith("." + suffix) for name in file.tensors)
 
 
+def _size(file: GgufFile, key: str) -> int:
+    """Raises: UnsupportedModel unless it is a number above 0."""
+    value = file.need(key)
+    if type(value) is not int or value < 1:
+        raise UnsupportedModel(
+            f"{file.path}: {file.architecture}.{key} is {value!r:.200}, and must be a number above "
+            "0; download the file again"
+        )
+    return value
+
+
 def _sizes(file: GgufFile, suffix: str) -> tuple[int, ...]:
     """The shape that ``blk.N.`` + suffix has in all layers.
 
@@ -111,12 +131,12 @@ def _eps(file: GgufFile) -> float:
 
 
 def _mamba2(file: GgufFile) -> dict[str, Any]:
-    heads = int(file.need("ssm.time_step_rank"))
+    heads = _size(file, "ssm.time_step_rank")
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
         "num_heads": heads,
-        "head_dim": int(file.need("ssm.inner_size")) // heads,
+        "head_dim": _size(file, "ssm.inner_size") // heads,
         "state_size": file.need("ssm.state_size"),
         "n_groups": file.get("ssm.group_count", 1),
         "conv_kernel": file.need("ssm.conv_kernel"),
@@ -128,10 +148,10 @@ def _mamba2(file: GgufFile) -> dict[str, Any]:
 
 def _mixers(file: GgufFile) -> dict[str, Any]:
     """The keys that Granite and Falcon-H1 share with Bamba."""
-    heads = int(file.need("ssm.time_step_rank"))
+    heads = _size(file, "ssm.time_step_rank")
     return {
         "mamba_n_heads": heads,
-        "mamba_d_head": int(file.need("ssm.inner_size")) // heads,
+        "mamba_d_head": _size(file, "ssm.inner_size") // heads,
         "mamba_d_state": file.need("ssm.state_size"),
         "mamba_n_groups": file.get("ssm.group_count", 1),
         "mamba_d_conv": file.need("ssm.conv_kernel"),
@@ -149,15 +169,16 @@ def _attention(file: GgufFile) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{file.path}: attention layers with different numbers of heads are not supported"
         )
-    if not heads:
-        return {"num_attention_heads": 0}
-    count = heads.pop()
+    if not heads and _has(file, "attn_q.weight"):
+        raise UnsupportedModel(f"{file.path}: {file.architecture}.attention.head_count is 0")
+    count = heads.pop() if heads else 1
+    head_dim = file.get("attention.key_length", 0) or _size(file, "embedding_length") // count
+    if head_dim < 1:
+        raise UnsupportedModel(f"{file.path}: {count} attention heads are more than its channels")
     return {
         "num_attention_heads": count,
         "num_key_value_heads": kv_heads.pop() if kv_heads else count,
-        "head_dim": int(
-            file.get("attention.key_length", 0) or int(file.need("embedding_length")) // count
-        ),
+        "head_dim": head_dim,
         "attention_bias": _has(file, "attn_q.bias"),
     }
 
@@ -176,7 +197,7 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 def _granite(file: GgufFile) -> dict[str, Any]:
     values, kinds = _mixers(file), _kinds(file)
-    head_dim = values.get("head_dim", 1)
+    head_dim = values["head_dim"]
     # a switch for RoPE in this architecture, on if it is not there
     rotates = bool(file.get("rope.scaling.finetuned", True)) and "attention" in kinds
     has_experts = _has(file, "ffn_gate_inp.weight")
@@ -223,13 +244,13 @@ def _falcon_h1(file: GgufFile) -> dict[str, Any]:
 
 def _nemotron_h(file: GgufFile) -> dict[str, Any]:
     kinds = _kinds(file)
-    heads = int(file.need("ssm.time_step_rank"))
+    heads = _size(file, "ssm.time_step_rank")
     return {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
         "layers_block_type": kinds,
         "mamba_num_heads": heads,
-        "mamba_head_dim": int(file.need("ssm.inner_size")) // heads,
+        "mamba_head_dim": _size(file, "ssm.inner_size") // heads,
         "ssm_state_size": file.need("ssm.state_size"),
         "n_groups": file.get("ssm.group_count", 1),
         "conv_kernel": file.need("ssm.conv_kernel"),

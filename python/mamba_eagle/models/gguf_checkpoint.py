@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mamba_eagle.gguf_files.config import num_layers
 from mamba_eagle.gguf_files.file import GgufFile, TensorInfo, open_gguf
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.stored import Opened, Stored
 from mamba_eagle.parallel.cut import Cut
 from mamba_eagle.quantization.gguf_blocks import BLOCKS, grouped
@@ -251,6 +252,9 @@ class GgufCheckpoint:
 
     def _stored(self, made: Made) -> Stored:
         shapes = [torch.empty(info.shape, device="meta") for info in made.sources]
+        if len({(*info.shape[:-2], info.shape[-1]) for info in made.sources}) > 1:
+            described = ", ".join(f"{info.name} {list(info.shape)}" for info in made.sources)
+            raise UnsupportedModel(f"{self.folder}: these do not fit each other: {described}")
         whole = made.undo(shapes[0] if len(shapes) == 1 else torch.cat(shapes, dim=-2))
         nbytes = sum(info.nbytes for info in made.sources)
         return Stored(self.folder, tuple(whole.shape), "F32", nbytes)

@@ -6,7 +6,7 @@ The host walks each constrained tree while the device verifies it:
     host:                          advance by the last step · walk ────┘
 
 So masks are made when the last step's tokens and this step's trees have reached the host. On a CPU
-all of this is work in line.
+all of this is work in line, and most masks are never made (constrained_choice.py).
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ class Constraints:
     def first_masks(self, slots: Sequence[int]) -> tuple[TokenMasks | None, Marks]:
         """Of the first output tokens of requests whose prompts have ended; [b] rows, one each."""
         roots = {i: ([0], [0]) for i, slot in enumerate(slots) if slot in self._of}
-        return self._masks(slots, roots, 1)
+        return self.masks(slots, roots, 1)
 
     def view(self, slots: Sequence[int], tree: Tree) -> TreeView:
         """Start to copy the trees [b, T] of a batch to the host."""
         return TreeView(self, slots, tree)
 
-    def _masks(
+    def masks(
         self, slots: Sequence[int], trees: dict[int, tuple[list[int], list[int]]], nodes: int
     ) -> tuple[TokenMasks | None, Marks]:
-        """trees: tokens and parents by index in the batch, of the constrained requests."""
+        """Of all nodes of some trees: tokens and parents by index in the batch."""
         marks = Marks({}, {})
         if not trees:
             return None, marks
@@ -216,4 +216,4 @@ class TreeView:
             for i, slot in enumerate(self._slots)
             if slot in constraints._of
         }
-        return constraints._masks(self._slots, trees, self._tokens.shape[1])
+        return constraints.masks(self._slots, trees, self._tokens.shape[1])

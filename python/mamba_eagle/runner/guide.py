@@ -1,7 +1,8 @@
 """Lets a drafter's network see what grammars allow, on a CPU.
 
-The masks that it asks for are those of the nodes that will be verified, mostly; each is computed
-once (``RequestGrammar`` keeps them until its request goes on).
+It asks for a mask where the network's own best token is refused. Elsewhere the network knows how
+the text goes on, as within free text, and a mask would cost more than it gains. Each is computed
+once: ``RequestGrammar`` keeps it until its request goes on.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class GrammarGuide(KeyedNoise):
             return log_probs  # the drafter's lanes have no tokens, or it does not tell them
         self.followed = False
         rows, masks = [], []
+        best = log_probs.argmax(-1).tolist()
         for i, grammar in enumerate(self.grammars):
             if grammar is None:
                 continue
             for lane, path in enumerate(self.paths[i]):
+                if grammar.allows_behind(path, best[i][lane]):
+                    continue
                 mask = grammar.mask_behind(path)
                 if mask is not None and is_narrow(mask):
                     rows.append(i * lanes + lane)

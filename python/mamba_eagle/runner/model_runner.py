@@ -60,6 +60,7 @@ from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.memory import DraftSize, memory_table, plan_memory, size_text
 from mamba_eagle.runner.sampler import SamplingState
@@ -157,11 +158,17 @@ class ModelRunner:
             self.scheme,
             self.drafter,
             self.sampling,
-            self.constraints,
-            self.chooser,
+            self._make_choice(),
         )
         step.forced_length = self.config.simulate_acc_len or None
         return step
+
+    def _make_choice(self) -> MasksFirst:
+        """Ranks that share the vocabulary exchange what they sample, so they make all masks first
+        and do so once."""
+        if self.backend.place.on_host and self.chooser.has_all_logits:
+            return MasksOnDemand(self.constraints, self.chooser, self.sampling, self.table)
+        return MasksFirst(self.constraints, self.chooser)
 
     # ── one step ──
 
@@ -216,14 +223,13 @@ class ModelRunner:
         if self.constraints.any(batch.slots):
             view = self.constraints.view(batch.slots, tree)
         verified = run.verify()
-        allowed, marks = None, None
+        target, marks = None, None
+        at = (batch.slots, verified.logits, verified.positions + 1, verified.tree)
         if view is not None:
             self.before_waiting()
-            allowed, marks = view.masks()
-        target = None
-        if allowed is not None or not run.samples:
-            after, tree = verified.positions + 1, verified.tree
-            target = self.chooser.sample(batch.slots, verified.logits, after, tree, allowed)
+            target, marks = self.step.choice.choose(*at, view)
+        elif not run.samples:
+            target = self.chooser.sample(*at)
         outcome = run.commit(target)
         self.constraints.observe_accepted(batch.slots, outcome.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):

@@ -243,6 +243,12 @@ class SamplingState:
         """The operations that each request of a batch needs. slots: [b] request slots."""
         return [self._needs[slot] for slot in slots]
 
+    def filters_or_counts(self, slot: int) -> bool:
+        """Whether what is sampled depends on more than each token's own score, or on the counts of
+        tokens that a tree's nodes add."""
+        need = self._needs[slot]
+        return need.order or need.min_p or need.history
+
     def any_need(self, slots: list[int]) -> bool:
         """Whether any request of a batch takes more than an argmax. slots: [b] request slots."""
         return any(self._needs[slot] != _GREEDY for slot in slots)

@@ -22,6 +22,7 @@ THINKING = ("enabled", "disabled", "adaptive")
 
 
 class ClientTool(Body):
+    type: Text | None = None
     name: Text
     description: Text | None = None
     input_schema: dict[str, Any]

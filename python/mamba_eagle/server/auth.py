@@ -6,6 +6,7 @@ import hmac
 import os
 from collections.abc import Collection, Mapping
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle.config import ConfigError, ServerConfig
@@ -19,13 +20,14 @@ NEEDED = (
 
 
 def api_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """All that are valid: the flag's, the file's (one per line) and the environment's; [] if the
+    """All that are valid: the flags', the file's (one per line) and the environment's; [] if the
     server is open.
 
     Raises: ConfigError for a source that is there but holds no key, since that opens the server
     to everybody by mistake.
     """
-    keys = [config.api_key] if config.api_key else []
+    given = config.api_key
+    keys = [given] * bool(given) if isinstance(given, str) else list(given)
     if KEY_VARIABLE in environment:
         if not environment[KEY_VARIABLE].strip():
             raise ConfigError([f"{KEY_VARIABLE} is set but empty: set a key, or unset it"])
@@ -63,6 +65,29 @@ class KeyAuth:
             await self.app(scope, receive, send)
             return
         await RequestError(NEEDED, 401).response()(scope, receive, send)
+
+
+def need_admin(request: Request, config: ServerConfig, what: str, by_default: bool) -> None:
+    """Refuses a request that an operator alone may send. what: it, for the message. by_default:
+    whether everybody whom the server serves may send it where no admin key was set.
+
+    Raises: RequestError 401 or 403
+    """
+    key = config.admin_api_key
+    if not key and by_default:
+        return
+    if not key:
+        raise RequestError(
+            f"{what}: takes the admin key of a server that was started with --admin-api-key; this "
+            "one was not",
+            403,
+        )
+    if not carries_key(request.scope, [key]):
+        raise RequestError(
+            f"{what}: takes the admin key (--admin-api-key): send it as 'Authorization: Bearer "
+            "KEY' or 'x-api-key: KEY'",
+            401,
+        )
 
 
 def carries_key(scope: Scope, keys: Collection[str]) -> bool:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_SHOWN
 from mamba_eagle.message import CacheNode
-from mamba_eagle.server.auth import carries_key
+from mamba_eagle.server.auth import need_admin
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.state import server_state
 from mamba_eagle.tokenizer.manager import EngineDead
@@ -77,21 +77,8 @@ def _wants_text(request: Request) -> bool:
         raise RequestError(f"text = {shown(given)}: must be 0 or 1", param="text")
     if given == "0":
         return False
-    key = server_state(request).config.admin_api_key
-    if not key:
-        raise RequestError(
-            "text = 1: shows what other clients have sent, so it takes the admin key of a server "
-            "that was started with --admin-api-key; this one was not",
-            403,
-            param="text",
-        )
-    if not carries_key(request.scope, [key]):
-        raise RequestError(
-            "text = 1: takes the admin key (--admin-api-key): send it as 'Authorization: Bearer "
-            "KEY' or 'x-api-key: KEY'",
-            401,
-            param="text",
-        )
+    # It shows what other clients have sent.
+    need_admin(request, server_state(request).config, "text = 1", by_default=False)
     return True
 
 

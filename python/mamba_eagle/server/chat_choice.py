@@ -51,7 +51,7 @@ class ChatChoice(Choice):
             first = self._choice(delta={"role": "assistant", "content": ""}, logprobs=None)
             yield {**first, "finish_reason": None}
         deltas = [self._delta(piece) for piece in new]
-        if not deltas and logprobs:
+        if not deltas and (logprobs or self._has_new_steps):
             deltas = [{"content": ""}]
         for delta in deltas:
             piece = self._choice(delta=delta, logprobs=logprobs)

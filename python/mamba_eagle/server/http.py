@@ -9,12 +9,11 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,8 +22,18 @@ from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.events_config import BLOCK, read_events_config
 from mamba_eagle.message import StateReply
-from mamba_eagle.server import anthropic, cache_route, generate, openai, responses, tokens
-from mamba_eagle.server.auth import KeyAuth
+from mamba_eagle.server import (
+    anthropic,
+    cache_route,
+    generate,
+    openai,
+    openapi,
+    page_files,
+    responses,
+    score,
+    tokens,
+)
+from mamba_eagle.server.auth import KeyAuth, need_admin
 from mamba_eagle.server.errors import RequestError, json_response
 from mamba_eagle.server.lifetime import RETRY_AFTER
 from mamba_eagle.server.origins import guard_origins
@@ -37,7 +46,8 @@ from mamba_eagle.tokenizer.sample import PromptRequest
 
 HEALTH_TIMEOUT = 20.0
 SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
-OPEN_PATHS = ("/", "/health", "/ready", "/ping")  # without a key: the page asks for it
+# Without a key: the page asks for it, and what there is to ask is no secret.
+OPEN_PATHS = (*page_files.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 log = logging.getLogger("mamba_eagle.server")
 router = APIRouter()
@@ -84,13 +94,24 @@ class SimulationMark:
 
 
 def make_app(state: ServerState) -> FastAPI:
-    app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)
+    app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
-    rooms = (generate, openai, responses, anthropic, tokens, cache_route)
+    rooms = (
+        generate,
+        openai,
+        responses,
+        anthropic,
+        score,
+        tokens,
+        cache_route,
+        openapi,
+        page_files,
+    )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
         app.include_router(part)
-    routes = {route.path for part in parts for route in part.routes if isinstance(route, Route)}
+    app.state.routes = [route for part in parts for route in part.routes]
+    routes = {route.path for route in app.state.routes if isinstance(route, Route)}
     app.add_middleware(RequestCount, routes=routes, count=state.recorder.replied)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
@@ -122,11 +143,6 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 # ── health and facts ─────────────────────────────────────────────────────────────────────────
-
-
-@get("/")
-async def playground() -> Response:
-    return FileResponse(Path(__file__).with_name("playground.html"), media_type="text/html")
 
 
 @get("/health")
@@ -334,6 +350,7 @@ async def metrics(request: Request) -> Response:
 @router.api_route("/flush_cache", methods=["GET", "POST"])
 async def flush_cache(request: Request) -> Response:
     """Empties the prefix cache; ``?timeout=`` waits that many seconds for the server to be idle."""
+    need_admin(request, server_state(request).config, "/flush_cache", by_default=True)
     given = request.query_params.get("timeout", "0")
     try:
         timeout = float(given)
@@ -359,6 +376,7 @@ async def abort_request(request: Request) -> Response:
     fields = await server_state(request).read_control(request)
     manager = server_state(request).manager
     if fields.flag("abort_all"):
+        need_admin(request, server_state(request).config, "abort_all", by_default=True)
         count = await manager.abort(None)
     else:
         rid = fields.text("rid")

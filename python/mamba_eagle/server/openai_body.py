@@ -48,7 +48,6 @@ class OpenAIJob(msgspec.Struct, kw_only=True):
 
 def parse_completion(fields: Fields, state: ServerState) -> OpenAIJob:
     """Raises: RequestError 400"""
-    refuse_fields(fields, ("suffix",))
     n = read_samples(fields)
     if fields.integer("best_of", n) != n:
         raise fields.wrong("best_of", "choosing among samples is not available; leave it out")
@@ -56,6 +55,8 @@ def parse_completion(fields: Fields, state: ServerState) -> OpenAIJob:
     wanted = None if fields.raw("logprobs") is None else read_top_logprobs(fields, "logprobs")
     tokenizer = state.prompts.need_tokenizer("/v1/completions")
     prompts = _prompts(fields, state, n)
+    if fields.text("suffix"):
+        prompts = _with_suffix(fields, state, prompts)
     return make_job(
         fields,
         state,
@@ -101,6 +102,7 @@ def make_job(
                 return_logprob=logprobs is not None,
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
+                return_spec_trace=fields.flag("return_spec_trace"),
                 cache=read_cache_hints(fields, len(ids)),
                 **read_schedule(fields, state.config),
             )
@@ -148,6 +150,20 @@ def read_top_logprobs(fields: Fields, name: str) -> int:
     if not 0 <= number <= MAX_TOP_LOGPROBS:
         raise fields.wrong(name, f"must be between 0 and {MAX_TOP_LOGPROBS}")
     return number
+
+
+def _with_suffix(fields: Fields, state: ServerState, prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts of a model that is to fill in what stands between each and the suffix."""
+    if state.infill is None:
+        raise fields.wrong(
+            "suffix",
+            "this model's tokenizer has no tokens for filling in, such as <|fim_prefix|>: leave "
+            "the field out",
+        )
+    if fields.flag("echo"):
+        raise fields.wrong("echo", "a suffix is given, and no text begins with both: send one")
+    (suffix,) = state.prompts.encode([fields.text("suffix")], ["suffix"], False)
+    return [state.prompts.check(state.infill.around(ids, suffix), "prompt") for ids in prompts]
 
 
 def _prompts(fields: Fields, state: ServerState, n: int) -> list[list[int]]:

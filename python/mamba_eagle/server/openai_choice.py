@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from mamba_eagle.message import TokenLogprob
 from mamba_eagle.server.json_list import JsonList
 from mamba_eagle.server.openai_body import OpenAIJob
-from mamba_eagle.server.reply import Reply
+from mamba_eagle.server.reply import Reply, step_dict
 from mamba_eagle.tokenizer.sample import Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -26,6 +26,7 @@ class Choice(ABC):
         self.tokenizer = tokenizer
         self.job = job
         self._sent = 0  # characters
+        self._told_steps = 0
         self._meta = Reply(sample, tokenizer, False) if job.meta_info else None
         self._logprobs = {name: JsonList() for name in self.lists}
 
@@ -77,7 +78,16 @@ class Choice(ABC):
             choice["matched_stop"] = finish.matched
         if finish is not None and self._meta is not None:
             choice["meta_info"] = self._meta.meta_info()
+        if self._has_new_steps:
+            new = self.sample.traces[self._told_steps :]
+            choice["spec_trace"] = [step_dict(trace, self.tokenizer.token_text) for trace in new]
+            self._told_steps += len(new)
         return choice
+
+    @property
+    def _has_new_steps(self) -> bool:
+        """A request has traces if it asks for them (``return_spec_trace``)."""
+        return len(self.sample.traces) > self._told_steps
 
 
 class CompletionChoice(Choice):
@@ -95,7 +105,7 @@ class CompletionChoice(Choice):
 
     def pieces(self) -> Iterator[dict[str, Any]]:
         piece = self._piece()
-        if piece["text"] or piece["logprobs"] or piece["finish_reason"]:
+        if piece["text"] or piece["logprobs"] or piece["finish_reason"] or "spec_trace" in piece:
             yield piece
 
     def _piece(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,17 @@ def finish_dict(reason: FinishReason) -> dict[str, Any]:
     """The form clients read in meta_info.finish_reason."""
     known = reason.as_dict()
     return {**known, "status_code": failure_status(reason)} if reason.kind == "abort" else known
+
+
+def step_dict(trace: StepTrace, name: Callable[[int], str] | None) -> dict[str, Any]:
+    """A step as clients read it; ``name`` gives the text of a token, if there is a tokenizer."""
+    step: dict[str, Any] = msgspec.structs.asdict(trace)
+    if not trace.refused:
+        del step["refused"]  # it is there only where a grammar has refused a node
+    if name is not None:
+        step["token_texts"] = [name(token) for token in trace.tokens]
+        step["bonus_text"] = name(trace.bonus)
+    return step
 
 
 class Reply:
@@ -71,7 +82,8 @@ class Reply:
             meta["spec_accept_histogram"] = counters.accept_histogram
         if sample.prompt.return_spec_trace:
             # not from the beginning each time: a long stream's events would grow without end
-            meta["spec_trace"] = [self._step(each) for each in sample.traces[self._told_traces :]]
+            new = sample.traces[self._told_traces :]
+            meta["spec_trace"] = [step_dict(trace, self._name) for trace in new]
             self._told_traces = len(sample.traces)
         if sample.prompt.return_logprob:
             self.take_logprobs()
@@ -80,15 +92,6 @@ class Reply:
                 if sample.prompt.top_logprobs:
                     meta[f"{side}_top_logprobs"] = self._top[side].raw()
         return meta
-
-    def _step(self, trace: StepTrace) -> dict[str, Any]:
-        step: dict[str, Any] = msgspec.structs.asdict(trace)
-        if not trace.refused:
-            del step["refused"]  # it is there only where a grammar has refused a node
-        if self._name is not None:
-            step["token_texts"] = [self._name(token) for token in trace.tokens]
-            step["bonus_text"] = self._name(trace.bonus)
-        return step
 
     # ── logprobs ─────────────────────────────────────────────────────────────────────────────
 

@@ -24,6 +24,7 @@ from mamba_eagle.server.body import Bodies
 from mamba_eagle.server.errors import RequestError
 from mamba_eagle.server.fields import Fields
 from mamba_eagle.server.grammars import Grammars
+from mamba_eagle.server.infill import Infill
 from mamba_eagle.server.lifetime import Lifetime
 from mamba_eagle.server.prompts import PromptReader
 from mamba_eagle.server.request_id import trace_parent
@@ -68,6 +69,11 @@ class ServerState:
     def grammars(self) -> Grammars:
         engine = self.manager.engine
         return Grammars(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
+
+    @cached_property
+    def infill(self) -> Infill | None:
+        tokenizer = self.manager.tokenizer
+        return Infill.of(tokenizer) if tokenizer is not None else None
 
     def model_config(self) -> dict[str, Any]:
         """The checkpoint's config.json, or what a GGUF file has in its place; {} if it cannot be

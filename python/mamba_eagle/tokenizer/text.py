@@ -101,6 +101,12 @@ class TextTokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
+    def added_tokens(self) -> dict[str, int]:
+        """As ``special_tokens``, with those that are written to texts: families differ in which
+        they call special."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
+
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     """In order; a text longer than a batch is one of its own."""

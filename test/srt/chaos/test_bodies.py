@@ -42,6 +42,7 @@ CLIENTS = 8
 PER_ROUTE = 500 * SCALE if SCALE > 1 else 180  # random bodies
 KEY = {"x-api-key": "operator"}
 FLAGS = ("--admin-api-key", KEY["x-api-key"], "--schedule-policy", "priority")
+SHORT = ("--context-length", "256")  # random bodies may ask for all that fits
 QUERIES = {  # routes without a body, and right parameters of their addresses
     "/tokenizer_info": {},
     "/cache": {"nodes": "5", "text": "1"},
@@ -163,7 +164,7 @@ def send_all(server: RunningServer, cases: list[Case]) -> list[str]:
 def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> RunningServer:
     family = family_file("qwen3", tmp_path_factory.mktemp("family"))
     chat = ("--chat-template", TEMPLATE, "--tool-call-parser", family)
-    return start(*FLAGS, *chat).wait_until_ready()
+    return start(*FLAGS, *SHORT, *chat).wait_until_ready()
 
 
 def assert_unharmed(server: RunningServer) -> None:

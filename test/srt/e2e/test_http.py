@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import math
 import time
 from typing import Any
 
@@ -187,3 +188,22 @@ def test_facts_and_metrics(client: httpx.Client) -> None:
     load = client.get("/get_load").json()
     assert load[0]["num_waiting_reqs"] == 0
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == info["max_model_len"]
+
+
+def test_scores_are_the_probabilities_of_the_next_token(client: httpx.Client) -> None:
+    query, items = PROMPT.removesuffix("Answer:"), ["Answer:", "Answer: 12 + 7 ="]
+    params = {"max_new_tokens": 1, "temperature": 0}
+    asked = {"return_logprob": True, "top_logprobs_num": 8, "sampling_params": params}
+    replies = generate(client, text=[query + item for item in items], **asked)
+    best = [reply["meta_info"]["output_top_logprobs"][0] for reply in replies]
+    body = {
+        "query": query,
+        "items": items,
+        "label_token_ids": [[token for _, token, _ in row] for row in best],
+        "return_token_logprobs": True,
+    }
+    made = client.post("/v1/score", json=body).json()
+    for row, logprobs, scores in zip(best, made["token_logprobs"], made["scores"], strict=True):
+        wanted = [logprob for logprob, _, _ in row]
+        assert logprobs == pytest.approx(wanted, abs=1e-3)
+        assert scores == pytest.approx([math.exp(value) for value in wanted], abs=1e-3)

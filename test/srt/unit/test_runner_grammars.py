@@ -182,6 +182,26 @@ def ids(mask: torch.Tensor) -> list[int]:
     return mask.nonzero().flatten().tolist()
 
 
+def test_a_token_is_taken_if_and_only_if_the_mask_has_it() -> None:
+    """But for end tokens, which only masks tell of. Where the text is forced, masks have one way to
+    spell it."""
+    luck, matchers = random.Random(5), Matchers(vocabulary, VOCAB, (EOS,))
+    states = forced = 0
+    for name in [*GRAMMARS] * 3:
+        params = SamplingParams(grammar=GRAMMARS[name].text, ignore_eos=luck.random() < 0.5)
+        grammar = matchers.start(params)
+        for _ in range(12):
+            mask = grammar.mask()
+            assert mask is not None
+            allowed = {i for i in range(VOCAB) if int(mask[i >> 5]) >> (i & 31) & 1} - {EOS}
+            assert {i for i in range(VOCAB) if grammar.allows(i)} == allowed
+            states, forced = states + 1, forced + (len(allowed) == 1)
+            if not allowed:
+                break
+            grammar.advance([luck.choice(sorted(allowed))])
+    assert states > 100 and forced > 10
+
+
 def test_1_retracted_cached_and_in_odd_chunks_the_text_is_the_same(
     tiny: Tiny, engines: Callable[[str], Engine]
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_harness import run, says, serving
 
-from mamba_eagle.config import ConfigError, ServerConfig
+from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.config_file import with_config_file
 from mamba_eagle.launch_server import main
 from mamba_eagle.server.auth import KEY_VARIABLE, api_keys
 
@@ -56,6 +59,56 @@ def test_all_sources_of_keys_count(tmp_path: Path) -> None:
     config = ServerConfig(api_key="flag", api_key_file=str(file))
     assert api_keys(config, {KEY_VARIABLE: " variable\n"}) == ["flag", "variable", "one", "two"]
     assert api_keys(ServerConfig(), {}) == []
+    assert api_keys(ServerConfig(api_key=("a", "b")), {}) == ["a", "b"]
+
+
+def test_a_key_may_be_given_several_times(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ServerConfig)
+    file = tmp_path / "settings.yaml"
+    file.write_text("api-key: [a, b]\n")
+    arguments = with_config_file(["--config", str(file), "--api-key", "c"], ServerConfig)
+    parser.add_argument("--config")
+    config = from_arguments(ServerConfig, parser.parse_args(arguments))
+    assert config.api_key == ("a", "b", "c") and api_keys(config, {}) == ["a", "b", "c"]
+    one = from_arguments(ServerConfig, parser.parse_args(["--api-key", "c"]))
+    assert api_keys(one, {}) == ["c"]
+    assert api_keys(from_arguments(ServerConfig, parser.parse_args([])), {}) == []
+
+
+ADMIN: list[tuple[str, str, Any]] = [
+    ("POST", "/flush_cache", None),
+    ("GET", "/flush_cache", None),
+    ("POST", "/abort_request", {"abort_all": True}),
+    ("GET", "/cache?text=1", None),
+]
+
+
+def test_what_changes_the_server_for_all_takes_the_admin_key() -> None:
+    async def test() -> None:
+        keys = {"api_key": ("one", "two"), "admin_api_key": "operator"}
+        async with serving(says("x"), **keys) as server:
+            for method, path, body in ADMIN:
+                for key, status in (("one", 401), ("two", 401), ("operator", 200)):
+                    reply = await server.client.request(
+                        method, path, json=body, headers={"x-api-key": key}
+                    )
+                    assert reply.status_code == status, (path, key, reply.text)
+                    assert status == 200 or "--admin-api-key" in reply.text
+            # one's own request is everybody's to end
+            for key in ("one", "two", "operator"):
+                reply = await server.client.post(
+                    "/abort_request", json={"rid": "x"}, headers={"x-api-key": key}
+                )
+                assert reply.status_code == 200
+            shown = await server.client.get("/server_info", headers={"x-api-key": "two"})
+            assert shown.json()["api_key"] == shown.json()["admin_api_key"] == "***"
+        async with serving(says("x")) as server:  # nobody was set apart
+            for method, path, body in ADMIN:
+                reply = await server.client.request(method, path, json=body)
+                assert reply.status_code == (403 if "text=1" in path else 200), reply.text
+
+    run(test())
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\n", b"\xff\xfe", None])

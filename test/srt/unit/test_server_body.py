@@ -133,7 +133,7 @@ def test_every_bad_body_is_named_and_survived() -> None:
         ("/v1/completions", {"prompt": "a", "max_tokens": "x"}, ['max_tokens = "x"']),
         ("/v1/completions", {"prompt": "a", "max_tokens": -1}, ["max_tokens = -1"]),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, ["temperature = -1.0"]),
-        ("/v1/completions", {"prompt": "a", "suffix": "b"}, ["suffix", "not available"]),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, ["suffix", "tokens for filling in"]),
         ("/v1/completions", {"prompt": "a", "best_of": 3}, ["best_of = 3"]),
         ("/v1/completions", {"prompt": "a", "logprobs": 99}, ["logprobs = 99"]),
         ("/v1/completions", {"prompt": ["a", 1]}, ["prompt"]),

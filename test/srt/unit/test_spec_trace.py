@@ -181,6 +181,47 @@ def test_a_streams_events_have_each_step_once() -> None:
     run(test())
 
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)]
+)
+def test_choices_of_openai_replies_have_each_step_once(path: str, body: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with serving(says("abcdefghij"), chunk=2) as server:
+            server.engine.pause = 0.003
+            generated = (await server.post("/generate", text="x", return_spec_trace=True)).json()
+            steps = generated["meta_info"]["spec_trace"]
+            asked = {**body, "return_spec_trace": True}
+            (choice,) = (await server.post(path, **asked)).json()["choices"]
+            made = [step["bonus_text"] for step in choice["spec_trace"]]
+            assert made == [step["bonus_text"] for step in steps] and len(made) == 5
+            choices = [event["choices"][0] for event in await server.events(path, **asked)]
+            streamed = [each.get("spec_trace", []) for each in choices]
+            assert [step for part in streamed for step in part] == choice["spec_trace"]
+            assert max(map(len, streamed)) < 5
+            assert "spec_trace" not in (await server.post(path, **body)).json()["choices"][0]
+
+    run(test())
+
+
+def test_a_step_comes_while_the_text_is_held_back() -> None:
+    """The text of a stop string may be none; its step is one in any case."""
+
+    async def test() -> None:
+        async with serving(says("abcabc"), chunk=2) as server:
+            server.engine.pause = 0.003
+            body = {**CHAT, "stop": "abcabd", "return_spec_trace": True}
+            events = await server.events("/v1/chat/completions", **body)
+            choices = [event["choices"][0] for event in events]
+            first = next(each for each in choices if "spec_trace" in each)
+            assert not first["delta"].get("content") and first["finish_reason"] is None
+            assert "".join(each["delta"].get("content", "") for each in choices) == "abcabc"
+
+    run(test())
+
+
 def test_without_tokenizer_a_trace_has_ids_alone() -> None:
     async def test() -> None:
         async with serving(says("ab"), chunk=2, tokenizer=None) as server:

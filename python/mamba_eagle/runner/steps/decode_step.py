@@ -24,8 +24,7 @@ from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.runner.chooser import Chooser
-from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.constrained_choice import MasksFirst
 from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import (
     BatchNoise,
@@ -77,13 +76,11 @@ class DecodeStep:
         scheme: StateScheme,
         drafter: Drafter,
         sampling: SamplingState,
-        constraints: Constraints,
-        chooser: Chooser,
+        choice: MasksFirst,
     ) -> None:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
-        self.chooser = chooser
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
-        self.constraints = constraints
+        self.choice, self.chooser, self.constraints = choice, choice.chooser, choice.constraints
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
 

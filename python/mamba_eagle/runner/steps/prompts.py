@@ -252,9 +252,8 @@ class PromptRunner:
         last_features = features[last_tokens]
         logits = self.step.model.compute_logits(last_features)
         chooser = self.step.chooser
-        allowed, marks = self.step.constraints.first_masks(slots)
-        at = (logits[:, None], positions[:, None], None, allowed)
-        sampled = chooser.sample(slots, *at)[:, 0]
+        sampled, marks = self.step.choice.choose(slots, logits[:, None], positions[:, None])
+        sampled = sampled[:, 0]
         is_token = sampled != NO_TOKEN
         self.step.constraints.observe_first_tokens(slots, sampled, is_token.long())
         tokens = torch.where(is_token, sampled, 0)  # later steps need a valid token in the tables

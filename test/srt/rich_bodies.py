@@ -236,6 +236,22 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/messages/count_tokens", ANTHROPIC),
     (
+        "/v1/score",
+        {
+            "query": "a",
+            "items": ["b", "cd"],
+            "label_token_ids": [[5, 6], [7]],
+            "apply_softmax": True,
+            "temperature": 0.5,
+            "item_first": True,
+            "return_token_logprobs": True,
+            "model": "m",
+            "rid": "s1",
+            **SERVED,
+        },
+    ),
+    ("/v1/score", {"query": [5], "items": [[6], [7, 8]], "label_token_ids": [5, 6]}),
+    (
         "/tokenize",
         {
             "messages": TURNS,

@@ -1,0 +1,65 @@
+// The settings as fields of a request's body. What is not a number goes as it is: the server says
+// what is wrong with it.
+
+const panel = document.getElementById("settings");
+const field = (name) => panel.querySelector(`[name=${name}]`);
+const FORMS = {
+  json_schema: ["the schema", '{\n  "type": "object",\n  "properties": {"answer": {"type": "integer"}},\n  "required": ["answer"],\n  "additionalProperties": false\n}'],
+  regex: ["the pattern", "The answer is [0-9]{1,4}\\."],
+  choice: ["the lines", "yes\nno"],
+  ebnf: ["the grammar", 'root ::= "yes" | "no"'],
+};
+
+export class SettingError extends Error {}
+
+const number = (text) => (text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
+
+export function sampling() {
+  const values = {};
+  for (const name of ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"]) {
+    const text = field(name).value.trim();
+    if (text) values[name] = number(text);
+  }
+  const stop = field("stop").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+  if (stop.length) values.stop = stop;
+  if (field("ignore_eos").checked) values.ignore_eos = true;
+  const form = field("form").value, constraint = field("constraint").value;
+  if (form) values[form] = form === "choice" ? constraint.split("\n").filter(Boolean) : constraint;
+  return values;
+}
+
+export const wantsTrees = () => field("trees").checked;
+export const systemMessage = () => field("system").value.trim();
+
+export function chatOnly() {
+  const values = {};
+  if (field("thinking").value) values.enable_thinking = field("thinking").value === "true";
+  const budget = field("thinking_budget").value.trim();
+  if (budget) values.thinking_budget = number(budget);
+  const text = field("tools").value.trim();
+  if (!text) return values;
+  let tools;
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new SettingError(`tools is not JSON: ${error.message}`);
+  }
+  const list = Array.isArray(tools) ? tools : [tools];
+  values.tools = list.map((tool) => (tool?.name !== undefined && !tool.function ? {type: "function", function: tool} : tool));
+  values.tool_choice = field("tool_choice").value;
+  return values;
+}
+
+export function showChatOnly(yes) {
+  panel.querySelector(".chat-only").hidden = !yes;
+}
+
+field("form").addEventListener("change", () => {
+  const [label, example] = FORMS[field("form").value] ?? [];
+  const box = field("constraint");
+  box.closest("label").hidden = !label;
+  if (!label) return;
+  document.getElementById("form-label").textContent = label;
+  const examples = Object.values(FORMS).map((form) => form[1]);
+  if (!box.value.trim() || examples.includes(box.value)) box.value = example;
+});
