@@ -33,6 +33,8 @@ class PackedProduct(MatrixProduct):
     """A product that holds its weight [out, in] in an order of its own, so that nothing else needs
     to."""
 
+    few_bits = False
+
     def __init__(self, outputs: int, inputs: int) -> None:
         self.outputs, self.inputs = outputs, inputs
 
@@ -69,6 +71,11 @@ class PackedMatrix(Matrix):
     product: PackedProduct
     first: int
     count: int
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether the weight was rounded, or read as it was."""
+        return self.product.few_bits
 
     @property
     def shape(self) -> tuple[int, ...]:

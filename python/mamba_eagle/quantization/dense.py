@@ -18,6 +18,10 @@ class DenseMatrix(Matrix):
     values: Tensor  # [..., out, in], float dtype
 
     @property
+    def few_bits(self) -> bool:
+        return False
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
 

@@ -4,7 +4,7 @@ Q8_0, Q4_0 and Q4_K hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from mamba_eagle.quantization.four_bit import pack
 from mamba_eagle.quantization.matrix import Matrix
 
 GROUP = 32  # columns per scale, where this package rounds
+NUMBERS_AT_ONCE = 1 << 17
 MIDDLE = 8  # the code of zero in four bits, where there is no minimum
 
 
@@ -118,19 +119,37 @@ class GroupedMatrix(Matrix):
 
 def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as eight bits: the largest number of a group becomes ±127."""
-    values = weight.float().unflatten(-1, (-1, group))
-    scale = (values.abs().amax(-1) / 127).half()
-    numbers = (values / _divisor(scale)).round().clamp_(-127, 127)
-    return GroupedMatrix(numbers.to(torch.int8).flatten(-2), scale)
+
+    def rounded(rows: Tensor) -> GroupedMatrix:
+        values = rows.float().unflatten(-1, (-1, group))
+        scale = (values.abs().amax(-1) / 127).half()
+        numbers = (values / _divisor(scale)).round_().clamp_(-127, 127)
+        return GroupedMatrix(numbers.to(torch.int8).flatten(-2), scale)
+
+    return _in_parts(weight, rounded)
 
 
 def int4_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as four bits with a minimum: a group's range in 15 steps."""
-    values = weight.float().unflatten(-1, (-1, group))
-    minimum = values.amin(-1).half()
-    scale = ((values.amax(-1) - minimum.float()) / 15).half()
-    codes = ((values - minimum.float()[..., None]) / _divisor(scale)).round().clamp_(0, 15)
-    return GroupedMatrix(pack_codes(codes.flatten(-2)), scale, minimum)
+
+    def rounded(rows: Tensor) -> GroupedMatrix:
+        values = rows.float().unflatten(-1, (-1, group))
+        minimum = values.amin(-1).half()
+        scale = ((values.amax(-1) - minimum.float()) / 15).half()
+        codes = (values - minimum.float()[..., None]).div_(_divisor(scale)).round_().clamp_(0, 15)
+        return GroupedMatrix(pack_codes(codes.flatten(-2)), scale, minimum)
+
+    return _in_parts(weight, rounded)
+
+
+def _in_parts(weight: Tensor, rounded: Callable[[Tensor], GroupedMatrix]) -> GroupedMatrix:
+    """Round some rows at a time: what that needs besides stays in the cache."""
+    rows = weight.flatten(0, -2)
+    parts = [rounded(part) for part in rows.split(max(1, NUMBERS_AT_ONCE // rows.shape[1]))]
+    whole = GroupedMatrix.join(parts)
+    assert whole is not None
+    stack = weight.shape[:-1]
+    return replace(whole, **{n: part.unflatten(0, stack) for n, part in whole.tensors().items()})
 
 
 def pack_codes(codes: Tensor) -> Tensor:

@@ -21,6 +21,11 @@ class Matrix(ABC):
     those of a stack of experts."""
 
     @property
+    def few_bits(self) -> bool:
+        """False: it has 16 or 32, and only the place where it is kept is another."""
+        return True
+
+    @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """[..., out, in], of the weight it stands for."""

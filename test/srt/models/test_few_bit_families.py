@@ -126,7 +126,11 @@ def patch_experts(layer: Experts, name: str, form: str, leaves: set[str]) -> Non
 
 def held_matrices(model: CausalLM) -> dict[str, set[str]]:
     """The layers that hold matrices of few bits; parts of fused ones as well."""
-    return {name: set(layer.matrices) for name, layer in matrix_layers(model) if layer.matrices}
+    held = {
+        name: {leaf for leaf, matrix in layer.matrices.items() if matrix.few_bits}
+        for name, layer in matrix_layers(model)
+    }
+    return {name: leaves for name, leaves in held.items() if leaves}
 
 
 # ── tests ──

@@ -37,6 +37,8 @@ class PanelProduct(PackedProduct):
 class GroupedProduct(PackedProduct):
     """Weights of int8 or int4 groups, multiplied with inputs that are rounded to int8."""
 
+    few_bits = True
+
     def __init__(self, matrix: GroupedMatrix) -> None:
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)

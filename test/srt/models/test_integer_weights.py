@@ -1,0 +1,95 @@
+"""Models on a CPU whose weights are int8 or int4 groups, or 16 bits as they are stored: one copy of
+each, and the same texts with and without speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peer_models import VOCAB, make_peer
+from runner_harness import Engine, Settings, greedy
+from test_loading import logits
+from test_parity import write_head
+from tiny_model import load_model
+
+from mamba_eagle.backend.choose import choose_backend, quantization_problems
+from mamba_eagle.backend.cpu.products import GroupedProduct
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.kernels.numba_math import numba
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.products import PackedMatrix
+from mamba_eagle.layers.weights import matrix_layers, weight_bytes
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(numba is None, reason="numba is not installed"),
+]
+
+PLAIN, TREE = Settings("NONE"), Settings(topk=3, steps=3, nodes=8)
+FAMILIES = ("mamba2", "granite", "falcon-h1")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    make_peer(request.param).to(torch.bfloat16).save_pretrained(folder)
+    write_head(folder / "head")
+    return folder
+
+
+def engine(folder: Path, settings: Settings = PLAIN, **others: object) -> Engine:
+    head = None if settings.algorithm == "NONE" else folder / "head"
+    return Engine(folder, head, settings, **others)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_texts_are_the_same_with_and_without_speculation(mode: str, folder: Path) -> None:
+    """Bit by bit: a row's products do not depend on how many rows there are."""
+    made = [engine(folder, settings, quantization=mode) for settings in (PLAIN, TREE)]
+    for length in (5, 37):
+        prompt = [(7 * k + length) % VOCAB for k in range(length)]
+        plain, tree = (one.generate(prompt, greedy(24)).output for one in made)
+        assert plain == tree
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mode, off", [("int8", 0.06), ("int4", 0.3)])
+def test_logits_are_near_those_of_the_weights(mode: str, off: float, folder: Path) -> None:
+    exact = logits(load_model(folder))
+    found = logits(engine(folder, quantization=mode).runner.model)
+    assert 0 < float((found - exact).norm() / exact.norm()) < off
+
+
+@torch.inference_mode()
+def test_weights_that_are_kept_as_stored_give_the_same_logits(folder: Path) -> None:
+    exact = logits(load_model(folder))
+    found = logits(engine(folder).runner.model)
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "int8", "int4"])
+def test_each_weight_is_there_once(mode: str, folder: Path) -> None:
+    """In its product; the embedding reads rows of lm_head where both are one."""
+    model = engine(folder, quantization=mode).runner.model
+    for name, layer in matrix_layers(model):
+        if not isinstance(layer, Linear):
+            continue
+        assert layer.weight.is_meta, name
+        matrix = layer.matrices["weight"]
+        assert isinstance(matrix, PackedMatrix)
+        rounded = mode != "auto" and matrix.shape[-1] % 32 == 0
+        assert isinstance(matrix.product, GroupedProduct) is rounded, name
+    assert model.parts.embedding.weight.is_meta == model.config.tie_word_embeddings
+    assert weight_bytes(model) <= weight_bytes(load_model(folder))  # Falcon-H1 scales its weights
+    assert model.embed(torch.arange(4)).dtype == torch.float32
+
+
+def test_where_there_are_no_products_integers_are_refused() -> None:
+    wrong = EngineConfig(quantization="int4", device="cuda", dtype="bfloat16").problems()
+    assert wrong[0].startswith("--quantization int4: --device cuda has no such products; use")
+    assert wrong[1].startswith("--quantization int4: --dtype bfloat16 has no such products; use")
+    (problem,) = quantization_problems("int8", choose_backend(torch.device("cpu"), torch.bfloat16))
+    assert problem.startswith("--quantization int8: the backend is torch (on a CPU, weights are b")
+    assert not quantization_problems("int8", choose_backend(torch.device("cpu"), torch.float32))
