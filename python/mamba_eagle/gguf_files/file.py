@@ -92,9 +92,10 @@ class GgufFile:
         return value
 
     def bytes_of(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes, as a view of the mapped file: [rows, bytes of a row]."""
-        data = np.memmap(self.path, np.uint8, "r", info.offset, (info.nbytes,))
-        return data.reshape(-1, info.row_bytes)
+        """A tensor's bytes, as a view of the mapped file, of which whoever writes gets a copy:
+        [rows, bytes of a row]."""
+        data = np.memmap(self.path, np.uint8, "c", info.offset, (info.nbytes,))
+        return np.asarray(data).reshape(-1, info.row_bytes)
 
 
 def open_gguf(path: str | Path) -> GgufFile:

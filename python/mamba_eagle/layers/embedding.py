@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.weights import META
 
 
 class Embedding(Layer):
@@ -30,6 +31,8 @@ class Embedding(Layer):
 
     def prepare(self, ops: LayerOps) -> None:
         weight = self.weight.detach()
+        if weight.device == META:  # another layer will hold it
+            return
         packed = ops.pack_embedding(weight)
         if packed is not weight:
             self.store(packed)

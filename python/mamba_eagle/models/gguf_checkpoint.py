@@ -235,7 +235,7 @@ class GgufCheckpoint:
         made = self.made[name]
         rows = [self._rows(info, made.heads) for info in made.sources]
         if name in self.packed:
-            return torch.from_numpy(np.concatenate(rows, axis=-2))
+            return torch.from_numpy(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-2))
         values = [dequantized(part, info.dtype) for part, info in zip(rows, made.sources)]
         return made.undo(values[0] if len(values) == 1 else torch.cat(values, dim=-2))
 
@@ -300,11 +300,11 @@ def order_of_halves(rows: int, heads: int) -> NDArray[np.int64]:
 
 
 def dequantized(rows: NDArray[np.uint8], dtype: str) -> Tensor:
-    """[..., bytes of a row] -> [..., columns]; a copy."""
-    raw = np.array(rows, order="C")  # of the mapped file, which may not be written
-    if dtype in VIEWS:
-        return torch.from_numpy(raw).view(VIEWS[dtype])
-    return torch.from_numpy(dequantize(raw, GGMLQuantizationType[dtype]))
+    """[..., bytes of a row] -> [..., columns]; where the numbers are not of few bits, a view."""
+    if dtype not in VIEWS:
+        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[dtype]))
+    aligned = rows if rows.ctypes.data % 4 == 0 else rows.copy()
+    return torch.from_numpy(aligned).view(VIEWS[dtype])
 
 
 VIEWS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

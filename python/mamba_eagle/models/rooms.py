@@ -86,12 +86,22 @@ class FewBitRooms(Rooms):
             ),
             None,
         )
+        self.tied_matrix: Matrix | None = None  # the tied weight, if it is stored in few bits
+        # a rank has a part of lm_head, and the whole embedding
+        self.head_is_whole = getattr(getattr(model, "config", None), "head_tokens", None) is None
         self.rounds = True  # whether what is stored in 16 bits may be rounded
 
     def of_few_bits(self) -> None:
         self.rounds = False
 
     def put(self, target: Target, value: Tensor | Matrix) -> None:
+        is_tied = self.tied is not None and self.embeddings.get(target.name) is self.tied
+        if is_tied and isinstance(value, Matrix) and self._keeps(value):
+            self.tied_matrix = value.to(self.device)
+            if self.head_is_whole:  # which the embedding reads its rows from
+                assert self.tied is not None
+                self.tied.weight = nn.Parameter(self.tied.weight.to(META), requires_grad=False)
+                return
         held = self._matrix(target, value)
         if held is None:
             super().put(target, value)
@@ -104,7 +114,7 @@ class FewBitRooms(Rooms):
         if target.name not in self.layers or not self.layers[target.name][0].may_hold:
             return None
         if isinstance(value, Matrix):
-            if not self.policy.keeps(value, self.supported(value, self.device)):
+            if not self._keeps(value):
                 return None
             matrix = value if is_one(target.scale) else value.times(target.scale)
             return None if matrix is None else matrix.to(self.device)
@@ -115,6 +125,9 @@ class FewBitRooms(Rooms):
             if rounded is not None:
                 return rounded
         return self._as_stored(target, value)
+
+    def _keeps(self, matrix: Matrix) -> bool:
+        return self.policy.keeps(matrix, self.supported(matrix, self.device))
 
     def _as_stored(self, target: Target, value: Tensor) -> Matrix | None:
         """The weight in the dtype of the file, where products of the device read that."""
@@ -138,7 +151,7 @@ class FewBitRooms(Rooms):
             return
         # lm_head is the embedding, so it was never put
         weight, (head, leaf) = self.tied.weight.detach(), self.layers[HEAD]
-        matrix = self.policy.rounds(HEAD, weight) if self.rounds else None
+        matrix = self.tied_matrix or (self.policy.rounds(HEAD, weight) if self.rounds else None)
         if matrix is None:
             matrix = self._as_stored(Target(HEAD), weight)
         if matrix is not None:

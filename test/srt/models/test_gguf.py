@@ -23,6 +23,8 @@ from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.gguf_files.file import TENSOR_TYPES, open_gguf
 from mamba_eagle.hub import NotFound, checkpoint_folder
 from mamba_eagle.layers.context import FullSequenceContext
+from mamba_eagle.layers.products import PackedProduct
+from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError, load_weights
@@ -175,6 +177,26 @@ def test_a_file_is_served_as_its_checkpoint(made) -> None:
         engine.finish([live])
         texts.append(live.output)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", BLOCKS)
+def test_a_cpu_multiplies_what_the_file_holds(dtype: str, tmp_path: Path, made) -> None:
+    """Nothing is kept twice or in more bits, lm_head that is the embedding included; and texts do
+    not depend on drafts."""
+    folder, _ = made("granite", wide=True)
+    write(folder, file := tmp_path / "model.gguf", dtype)
+    texts = []
+    for algorithm in ("NONE", "NGRAM"):
+        engine = Engine(file, None, Settings(algorithm), context_length=160)
+        live = engine.start(TOKENS[0].tolist(), greedy(16), cuts=(7, 33))
+        engine.finish([live])
+        texts.append(live.output)
+    assert texts[0] == texts[1]
+    model = engine.runner.model
+    held = sum(info.nbytes for info in open_gguf(file).tensors.values())
+    # scales and minimums of Q4_K are float32 once they are multiplied out
+    assert weight_bytes(model) <= held * {"Q8_0": 1.03, "Q4_0": 1.03, "Q4_K": 1.34}[dtype]
+    assert isinstance(model.lm_head.packed, PackedProduct)
 
 
 # ── where from ──
