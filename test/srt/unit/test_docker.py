@@ -45,21 +45,25 @@ def test_the_compose_file_names_what_there_is() -> None:
 
 def test_the_compose_file_keeps_to_its_specification() -> None:
     compose_spec = pytest.importorskip("compose_spec", reason="pip install compose-spec")
-    assert unknown_keys(compose_spec.ComposeSpecification.model_validate(COMPOSE)) == []
+    specification = compose_spec.ComposeSpecification
+    assert unknown_keys(specification.model_validate(COMPOSE), COMPOSE) == []
     for wrong in ({"portz": ["1:1"]}, {"build": {"contekst": "."}}):
         services = {"server": {**COMPOSE["services"]["server"], **wrong}}
-        checked = compose_spec.ComposeSpecification.model_validate({"services": services})
-        assert unknown_keys(checked), wrong
+        given = {"services": services}
+        assert unknown_keys(specification.model_validate(given), given), wrong
 
 
-def unknown_keys(value: Any) -> list[str]:
-    """What the specification has no name for, in a model of pydantic and below."""
-    if isinstance(value, dict):
-        return [key for part in value.values() for key in unknown_keys(part)]
-    if isinstance(value, list):
-        return [key for part in value for key in unknown_keys(part)]
-    if not isinstance(value, BaseModel):
+def unknown_keys(value: Any, given: Any) -> list[str]:
+    """Keys of ``given`` that are in no model of pydantic which was made of it: it ignores them."""
+    if isinstance(value, dict) and isinstance(given, dict):
+        return [key for name in given for key in unknown_keys(value[name], given[name])]
+    if isinstance(value, list) and isinstance(given, list):
+        return [key for pair in zip(value, given) for key in unknown_keys(*pair)]
+    if not isinstance(value, BaseModel) or not isinstance(given, dict):
         return []
-    extra = value.model_extra or {}
-    fields = [getattr(value, name) for name in type(value).model_fields]
-    return [name for name in extra if not name.startswith("x-")] + unknown_keys(fields)
+    fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
+    unknown = [key for key in given if key not in fields and not key.startswith("x-")]
+    known = [key for key in given if key in fields]
+    return unknown + [
+        inner for key in known for inner in unknown_keys(getattr(value, fields[key]), given[key])
+    ]
