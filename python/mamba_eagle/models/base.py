@@ -196,9 +196,11 @@ class CausalLM(Layer):
                 self.lm_head.matrices["weight"] = rounded
 
     def connect(self) -> None:
+        """A tied embedding reads its rows where lm_head holds all of them."""
+        if not self.config.is_last_stage or not self.config.tie_word_embeddings:
+            return
         packed = self.lm_head.packed
-        whole = packed is not None and packed.outputs == self.config.vocab_size
-        if self.config.tie_word_embeddings and packed is not None and whole:
+        if packed is not None and packed.outputs == self.config.vocab_size:
             self.parts.embedding.read_from(packed.rows)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
