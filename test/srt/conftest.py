@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # No test may look for a model or a tokenizer on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True)
+def denormals_as_they_are() -> Iterator[None]:
+    """A runner in this process makes its thread flush them, and so every later test."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
