@@ -344,6 +344,8 @@ def wrong_for(value: Any, rng: random.Random) -> Any:
         return rng.choice([a_number(rng), a_text(rng), *objects, [[True]]])
     if isinstance(value, (int, float)):
         return rng.choice([a_text(rng) + "x", *objects, [[5]], float("nan"), 10**400])
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return rng.choice([True, False, *objects])  # one number for all prompts may be right
     if isinstance(value, list):  # of one kind, and the first tells which
         return rng.choice([*numbers, False])
     return rng.choice([a_number(rng), False, "x" + a_text(rng), [5, a_value(rng)]])

@@ -11,7 +11,7 @@ from pydantic import field_validator
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_TOOL_NAME, MAX_TOOLS
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.fields import Fields
+from mamba_eagle.server.fields import Fields, as_text
 from mamba_eagle.server.nested import Body, Text, read
 
 NAME = re.compile(rf"[\w.:/-]{{1,{MAX_TOOL_NAME}}}", re.ASCII)
@@ -50,9 +50,11 @@ class Function(Body):
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise ValueError("must be a JSON schema, whose required is a list of names")
         try:
-            json.dumps(value, allow_nan=False)
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         except (ValueError, RecursionError):
             raise ValueError("must be a JSON schema, whose numbers are finite") from None
+        if as_text(text) is None:
+            raise ValueError("must be a JSON schema of valid Unicode")
         return value
 
 

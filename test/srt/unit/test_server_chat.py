@@ -349,6 +349,7 @@ NO_JSON: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"mood": HALF}}, "chat_template_kwargs.mood"),
     ({"chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs.\\ud800"),
     ({"tools": [tool("f", parameters={"x": float("nan")})]}, "tools[0].function.parameters"),
+    ({"tools": [tool("f", parameters={"x": {HALF: 1}})]}, "tools[0].function.parameters"),
 ]
 FORMS = [
     ({"type": "object", "title": HALF}, "json_schema.schema.title"),
