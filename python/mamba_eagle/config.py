@@ -337,6 +337,21 @@ class EngineConfig:
             wrong.append(
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
             )
+        wrong += self._quantization_problems()
+        wrong += self._stage_problems()
+        drafter = DRAFTERS.get(self.speculative_algorithm)
+        if drafter is not None:
+            wrong += self.tree_shape.problems()
+            if drafter.needs_folder and not self.speculative_draft_model_path:
+                wrong.append(
+                    f"--speculative-algorithm {self.speculative_algorithm} needs "
+                    "--speculative-draft-model-path, the folder of a drafter made for "
+                    f"{self.model_path}"
+                )
+        return wrong + self.simulation_problems()
+
+    def _quantization_problems(self) -> list[str]:
+        wrong = []
         if self.quantize_lm_head and self.quantization not in ("fp8", *ON_A_CPU):
             wrong.append(
                 f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
@@ -357,17 +372,7 @@ class EngineConfig:
                 )
                 if value not in wanted
             ]
-        wrong += self._stage_problems()
-        drafter = DRAFTERS.get(self.speculative_algorithm)
-        if drafter is not None:
-            wrong += self.tree_shape.problems()
-            if drafter.needs_folder and not self.speculative_draft_model_path:
-                wrong.append(
-                    f"--speculative-algorithm {self.speculative_algorithm} needs "
-                    "--speculative-draft-model-path, the folder of a drafter made for "
-                    f"{self.model_path}"
-                )
-        return wrong + self.simulation_problems()
+        return wrong
 
     def simulation_problems(self) -> list[str]:
         """Why --simulate-acc-len cannot be had."""
