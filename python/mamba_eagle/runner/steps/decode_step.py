@@ -202,7 +202,8 @@ class EagerRun:
             noise = BatchNoise(sampling, self.slots)
         steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
         if steers:
-            noise = GrammarGuide(constraints, slots, noise, self.step.backend)
+            guide = GrammarGuide(constraints, slots, noise, self.step.backend)
+            noise = guide if guide.grammars else noise
         inputs = (self.slots, self.kv_slots, self.part, noise)
         depth = self.part.shape.depth
         if steers:
