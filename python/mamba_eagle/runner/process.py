@@ -10,14 +10,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
+    CompileGrammar,
     FromRunner,
+    GrammarCompiled,
     Profile,
     ProfileReply,
     Shutdown,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:  # it imports torch
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5
+COMPILED_MS = 1  # between two looks at grammars that are being compiled, while nothing else is done
 
 
 def main() -> None:
@@ -66,6 +70,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
+    compiling: dict[int, Future[Any]] = {}  # grammars that have been asked for, by number
     profiler = StepProfiler()
 
     def send_result() -> None:
@@ -93,10 +98,16 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             )
         )
 
+    def send_compiled() -> None:
+        for number in [number for number, made in compiling.items() if made.done()]:
+            del compiling[number]
+            if rank == config.answering_rank:
+                results.send(GrammarCompiled(number=number))
+
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
-        plan = next_plan(plans, launched)
+        plan = next_plan(plans, launched, compiling)
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
             runner.close()
@@ -106,6 +117,8 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             runner.simulate_accept_length(plan.length)
         elif isinstance(plan, Profile):
             record(plan)
+        elif isinstance(plan, CompileGrammar):
+            compiling[plan.number] = runner.constraints.compile(plan.text)
         elif plan is not None:
             try:
                 with pulse.launching():
@@ -118,12 +131,16 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
                 profiler.stop()
         while launched and launched[0].done:
             send_result()
+        send_compiled()
 
 
-def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunner | None:
-    """The next message; None if the oldest launched step is done before one comes."""
+def next_plan(
+    plans: Receiver[ToRunner], launched: Sequence[Launched], compiling: Collection[int]
+) -> ToRunner | None:
+    """The next message; None if the oldest launched step is done before one comes, or if a grammar
+    may be."""
     if not launched:
-        return plans.receive()
+        return plans.receive(COMPILED_MS if compiling else -1)
     while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
         time.sleep(POLL_SECONDS)
     return plan
