@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mamba_eagle.core import TreeShape
+from mamba_eagle.core import POOLINGS, TreeShape
 from mamba_eagle.drafters import DRAFTERS
 from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
@@ -490,6 +490,12 @@ class ServerConfig(EngineConfig):
     )
     reasoning_parser: str = setting(
         "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
+    )
+    pooling_method: str = setting(
+        "last",
+        "what /v1/embeddings makes a vector of: the hidden state of the last token, or the mean of "
+        "all",
+        POOLINGS,
     )
     max_queued_requests: int = setting(
         4096, "maximum number of waiting requests; further ones get status 503", minimum=0

@@ -285,6 +285,7 @@ class ModelRunner:
         for slot in slots:
             self.sampling.release(slot)
             self.constraints.release(slot)
+            self.prompts.pooling.release(slot)
 
     def simulate_accept_length(self, length: float) -> None:
         """Make steps accept ``length`` nodes on average, whatever the target's tokens are.

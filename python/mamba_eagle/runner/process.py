@@ -19,7 +19,6 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
     FromRunner,
     Profile,
-    ProfileReply,
     Shutdown,
     SimulateAcceptance,
     ToRunner,
@@ -66,7 +65,6 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
-    profiler = StepProfiler()
 
     def send_result() -> None:
         result = launched.popleft().result()
@@ -78,21 +76,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         while launched:
             send_result()
 
-    def record(asked: Profile) -> None:
-        """Rank 0 alone: the others' steps are the same."""
-        if rank > 0:
-            return
-        if asked.steps:
-            problem = profiler.start(asked.path, asked.steps)
-        else:
-            send_all()
-            problem = profiler.stop()
-        results.send(
-            ProfileReply(
-                call_id=asked.call_id, path=profiler.path, steps=profiler.steps, problem=problem
-            )
-        )
-
+    profiler = StepProfiler(finish=send_all)
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
@@ -104,7 +88,8 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         if isinstance(plan, SimulateAcceptance):
             runner.simulate_accept_length(plan.length)
         elif isinstance(plan, Profile):
-            record(plan)
+            if rank == 0:  # the others' steps are the same
+                results.send(profiler.answer(plan))
         elif plan is not None:
             try:
                 with pulse.launching():
@@ -112,9 +97,6 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             except RanksDiffer as error:
                 sys.exit(f"error: {error}")
             profiler.launched()
-            if profiler.is_full:
-                send_all()
-                profiler.stop()
         while launched and launched[0].done:
             send_result()
 

@@ -190,6 +190,19 @@ def test_facts_and_metrics(client: httpx.Client) -> None:
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == info["max_model_len"]
 
 
+def test_embeddings_are_the_same_cold_cached_and_in_a_batch(client: httpx.Client) -> None:
+    texts = ["A bus has 12 seats. " * 9, "Two trains leave.", PROMPT]
+    both = [client.post("/v1/embeddings", json={"input": texts}).json() for _ in range(2)]
+    alone = [client.post("/v1/embeddings", json={"input": text}).json() for text in texts]
+    for made in (both[1], {"data": [one["data"][0] for one in alone]}):
+        for first, again in zip(both[0]["data"], made["data"], strict=True):
+            assert again["embedding"] == pytest.approx(first["embedding"], abs=1e-5)
+    first, second, third = (one["embedding"] for one in both[0]["data"])
+    assert math.hypot(*first) == pytest.approx(1, abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(first, second)) > 0.01
+    assert both[0]["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+
+
 def test_scores_are_the_probabilities_of_the_next_token(client: httpx.Client) -> None:
     query, items = PROMPT.removesuffix("Answer:"), ["Answer:", "Answer: 12 + 7 ="]
     params = {"max_new_tokens": 1, "temperature": 0}
