@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import math
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from running_server import RunningServer
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +58,14 @@ def test_greedy_text_is_reproducible_and_streams_the_same(client: httpx.Client) 
     assert events[-1]["output_ids"] == first["output_ids"]
     for before, after in zip(events, events[1:]):
         assert after["text"].startswith(before["text"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_no_process_loads_what_it_does_not_use(server: RunningServer) -> None:
+    """transformers would load torch, and torch its compiler, which loads Triton."""
+    maps = {role: Path(f"/proc/{pid}/maps").read_text() for role, pid in server.pids().items()}
+    assert "libtorch" in maps["runner"] and "libtriton" not in maps["runner"]
+    assert "libtorch" not in maps["server"] and "libtorch" not in maps["scheduler"]
 
 
 def test_stop_string_cuts_the_greedy_text(client: httpx.Client) -> None:
