@@ -1,0 +1,104 @@
+"""Pipeline stages that work at the same time: what they answer is what one stage answers, and what
+is wrong with a plan or a message shows.
+
+MAMBA_EAGLE_CASES gives the number of random engines whose requests are served live (CI: 3).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import test_runner_stages
+import torch
+from test_runner_ranks import Case, case_of, serve
+from test_runner_stages import (
+    REQUESTS,
+    Recorder,
+    Step,
+    engine_of,
+)
+from thread_ranks import WorkingRanks, comparable
+
+from mamba_eagle.runner.model_runner import ModelRunner
+
+torch.set_num_threads(1)
+folders = test_runner_stages.folders
+CASES = int(os.environ.get("MAMBA_EAGLE_CASES", "3"))
+FIRST = int(os.environ.get("MAMBA_EAGLE_FIRST_CASE", "0"))
+
+
+class Overlapping(Recorder):
+    """One stage, whose plans are those of several: a plan is made before the last one is answered."""
+
+    overlaps = True
+
+    def __init__(self, runner: ModelRunner, cohorts: int) -> None:
+        super().__init__(runner)
+        self.ready = msgspec.structs.replace(runner.ready, cohorts=cohorts)
+
+
+def make_case(number: int, folders: Any, check_ranks: int = 0) -> tuple[Case, int]:
+    """Engine ``number``, and how many stages it gets."""
+    rng, engine = random.Random(number), engine_of(number)
+    own = folders(engine.model, engine.drafter)
+    tight = number % 2 == 0
+    case = case_of(rng, engine.drafter, own, tight, count=2 * REQUESTS if tight else REQUESTS)
+    return case._replace(config=replace(case.config, check_ranks=check_ranks)), engine.stages
+
+
+@contextmanager
+def working(case: Case, stages: int, **others: Any) -> Iterator[WorkingRanks]:
+    ranks = WorkingRanks(replace(case.config, pp_size=stages), stages, **others)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def recorded(folders) -> tuple[Case, list[Step]]:
+    """The plans of three cohorts, and one stage's answers."""
+    case, _ = make_case(0, folders)
+    recorder = Overlapping(ModelRunner(case.config), 3)
+    serve(case, recorder)
+    return case, recorder.steps
+
+
+def replay(steps: list[Step], ranks: WorkingRanks) -> None:
+    """All plans are there at once. Raises: AssertionError at the first other answer."""
+    answers = [ranks.launch(plan) for plan, _ in steps]
+    for (plan, expected), answer in zip(steps, answers):
+        assert comparable(answer.result()) == comparable(expected), f"step {plan.step} differs"
+
+
+def test_recorded_plans_give_the_answers_of_one_stage(recorded) -> None:
+    """Bit for bit, with trees of later plans drafted before earlier ones are verified."""
+    case, steps = recorded
+    assert sum(plan.after < plan.step - 1 for plan, _ in steps) > len(steps) // 3
+    with working(case, 3) as ranks:
+        replay(steps, ranks)
+        assert ranks.drafted > len(steps) // 3 and min(ranks.begun[:2]) > 1, ranks.begun
+
+
+def test_live_requests_get_the_texts_of_one_stage(folders) -> None:
+    """Messages and plans take any time; arrivals, retraction, aborts and cache hits in between."""
+    total: Counter[str] = Counter()
+    for number in range(FIRST, FIRST + CASES):
+        case, stages = make_case(number, folders, check_ranks=random.Random(number).choice([0, 9]))
+        expected, _ = serve(case, ModelRunner(case.config))
+        with working(case, stages, delays=random.Random(number)) as ranks:
+            texts, seen = serve(case, ranks)
+            total += seen + Counter(drafted=ranks.drafted, begun=max(ranks.begun))
+        for rid, tokens in expected.items():
+            n = min(len(tokens), len(texts[rid])) if rid in case.aborts else None
+            assert texts[rid][:n] == tokens[:n], f"case {number}, request {rid}, {stages} stages"
+    names = ("hits", "retracted", "drafts", "logprobs", "drafted", "begun")
+    assert min(total[name] for name in names) > 0, total
