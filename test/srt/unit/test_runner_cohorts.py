@@ -36,7 +36,7 @@ FIRST = int(os.environ.get("MAMBA_EAGLE_FIRST_CASE", "0"))
 
 
 class Overlapping(Recorder):
-    """One stage, whose plans are those of several: a plan is made before the last one is answered."""
+    """One stage with the plans of several: one is made before the last one is answered."""
 
     overlaps = True
 
