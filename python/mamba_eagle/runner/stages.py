@@ -109,12 +109,14 @@ class DrafterElsewhere(NoDrafter):
 
 
 def agree_on_drafting(drafter: Drafter, stages: Group) -> None:
-    """All stages get trees within their captured steps, or all of them before."""
-    if isinstance(drafter, DrafterElsewhere):
-        drafter.on_device = True
-    on_device = bool(stages.smallest([drafter.on_device])[0])
-    if isinstance(drafter, DrafterElsewhere):
-        drafter.on_device = on_device
+    """All stages get trees within their captured steps, or all of them before; and all work at the
+    same time, or take turns."""
+    elsewhere = isinstance(drafter, DrafterElsewhere)
+    if elsewhere:
+        drafter.on_device, drafter.learns_from_all = True, False
+    found = stages.smallest([drafter.on_device, not drafter.learns_from_all])
+    if elsewhere:
+        drafter.on_device, drafter.learns_from_all = bool(found[0]), not found[1]
 
 
 class ConstraintsElsewhere(Constraints):

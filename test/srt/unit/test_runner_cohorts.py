@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,16 +18,23 @@ import msgspec
 import pytest
 import test_runner_stages
 import torch
+from runner_harness import Settings
 from test_runner_ranks import Case, case_of, serve
 from test_runner_stages import (
     REQUESTS,
     Recorder,
     Step,
+    come_late,
+    drop_a_node,
     engine_of,
 )
 from thread_ranks import WorkingRanks, comparable
 
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import Generate
+from mamba_eagle.parallel.groups import Channel
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.turns import PlanTooEarly
 
 torch.set_num_threads(1)
 folders = test_runner_stages.folders
@@ -102,3 +109,42 @@ def test_live_requests_get_the_texts_of_one_stage(folders) -> None:
             assert texts[rid][:n] == tokens[:n], f"case {number}, request {rid}, {stages} stages"
     names = ("hits", "retracted", "drafts", "logprobs", "drafted", "begun")
     assert min(total[name] for name in names) > 0, total
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["of-the-last-stage", "of-the-first-stage"])
+def test_a_plan_that_does_not_wait_is_found(recorded, ahead: bool) -> None:
+    """By the stage that would draft from tables that are not up to date, or verify with them."""
+    case, steps = recorded
+    forgetful = [(msgspec.structs.replace(plan, after=0), expected) for plan, expected in steps]
+    with working(case, 2) as ranks:
+        ranks.runners[1].drafts_ahead = ahead
+        with pytest.raises(PlanTooEarly, match="comes after step 0, but names request slot"):
+            replay(forgetful, ranks)
+
+
+@pytest.mark.parametrize("wrong", [drop_a_node, come_late])
+def test_a_turn_that_is_wrong_is_noticed(recorded, wrong: Callable[..., Any]) -> None:
+    """By the answers alone."""
+    case, steps = recorded
+    before: list[Any] = []
+
+    def tamper(stage: int, kind: Channel, x: torch.Tensor) -> torch.Tensor:
+        return wrong(x, before) if kind == Channel.TOKENS and x.shape[1] > 1 else x
+
+    with working(case, 2) as ranks:
+        ranks.ranks.posts[0].tamper = tamper
+        with pytest.raises(AssertionError, match="step [0-9]+ differs"):
+            replay(steps, ranks)
+
+
+def test_stages_take_turns_where_drafts_depend_on_other_requests(folders) -> None:
+    model, _ = folders("hybrid", "none")
+    config = Settings("NGRAM", topk=2, steps=3, nodes=8).config(model, None)
+    long = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    asked = [Generate(rid=str(i), token_ids=[5 + i] * 9, sampling=long) for i in range(2)]
+    case = Case(config, asked, [0, 0], {})
+    with working(case, 2) as ranks:
+        assert ranks.ready.cohorts == 1
+        assert not any(each.defers or each.drafts_ahead for each in ranks.runners)
+        texts, seen = serve(case, ranks)
+    assert seen["drafts"] > 0 and texts == serve(case, ModelRunner(config))[0]

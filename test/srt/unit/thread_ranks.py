@@ -28,6 +28,7 @@ from mamba_eagle.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
 WAIT_SECONDS = 60  # for another rank; a longer wait is a test that hangs
+MAX_DELAY = 0.0005  # seconds
 
 
 class Meeting:
@@ -240,11 +241,11 @@ class WorkingRanks(RunnerRanks):
     def __init__(
         self, config: EngineConfig, stages: int, size: int = 1, delays: random.Random | None = None
     ) -> None:
-        """delays: draws what messages and plans take, up to 2 ms."""
+        """delays: draws what messages and plans take, up to ``MAX_DELAY``."""
         super().__init__(config, size, stages)
         self.delays = delays
         for post in self.ranks.posts if delays else ():
-            post.delays = (delays, 0.002)
+            post.delays = (delays, MAX_DELAY)
         self.plans: list[queue.Queue[Plan | None]] = [queue.Queue() for _ in self.runners]
         self.results: queue.Queue[StepResult | BaseException] = queue.Queue()
         self.begun = [0] * len(self.runners)  # most steps that waited for their Turns at a time
@@ -279,7 +280,7 @@ class WorkingRanks(RunnerRanks):
             self.ranks.turn.release()
             try:
                 if self.delays is not None:
-                    time.sleep(self.delays.random() * 0.002)
+                    time.sleep(self.delays.random() * MAX_DELAY)
                 if not received:
                     received.append(plans.get())
                 while runner.drafts_ahead and not plans.empty():
