@@ -140,9 +140,9 @@ def test_a_turn_that_is_wrong_is_noticed(recorded, wrong: Callable[..., Any]) ->
 def test_stages_take_turns_where_drafts_depend_on_other_requests(folders) -> None:
     model, _ = folders("hybrid", "none")
     config = Settings("NGRAM", topk=2, steps=3, nodes=8).config(model, None)
-    long = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    asked = [Generate(rid=str(i), token_ids=[5 + i] * 9, sampling=long) for i in range(2)]
-    case = Case(config, asked, [0, 0], {})
+    long = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0)
+    asked = [Generate(rid=str(i), token_ids=[5] * 9, sampling=long) for i in range(2)]
+    case = Case(config, asked, [0, 20], {})  # the second one writes what the first one has written
     with working(case, 2) as ranks:
         assert ranks.ready.cohorts == 1
         assert not any(each.defers or each.drafts_ahead for each in ranks.runners)
