@@ -610,7 +610,6 @@ class ModelRunner:
             eos_token_ids=list(self.model_config.eos_token_ids),
             pid=os.getpid(),
             chunked_prefill_size=self.backend.place.prompt_tokens,
-            paces_prompts=self.backend.place.paces_prompts,
             max_journals=self.journals.num_slots,
             journal_rows=self.journals.size,
             keeps_outputs=self._keeps_outputs(),

@@ -241,14 +241,14 @@ class GraphedSteps:
     def warm_up(self, shapes: list[TreeShape]) -> None:
         """Capture all kinds of steps of these shapes, for all batch sizes of the ladder."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        drafter, padding = self.step.drafter, [self.padded_slot]
         for batch in self.ladder:  # the largest first
             for shape in reversed(shapes):
                 for sampled in (False, True):
-                    self._capture([self.padded_slot] * batch, shape, sampled)
-            if shapes != [PLAIN] and self.step.drafter.on_device:
-                self._catch_up([self.padded_slot] * batch)
+                    self._capture(padding * batch, shape, sampled)
+            if drafter.on_device and drafter.catches_up:
+                self._catch_up(padding * batch)
         # and plain steps of untracked requests
-        drafter, padding = self.step.drafter, [self.padded_slot]
         drafter.untrack(padding)
         for batch in self.ladder:
             for sampled in (False, True):
