@@ -139,7 +139,8 @@ def test_a_turn_that_is_wrong_is_noticed(recorded, wrong: Callable[..., Any]) ->
 
 def test_stages_take_turns_where_drafts_depend_on_other_requests(folders) -> None:
     model, _ = folders("hybrid", "none")
-    config = Settings("NGRAM", topk=2, steps=3, nodes=8).config(model, None)
+    settings = Settings("NGRAM", topk=2, steps=3, nodes=8)
+    config = settings.config(model, None, speculative_adaptive=False)
     long = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0)
     asked = [Generate(rid=str(i), token_ids=[5] * 9, sampling=long) for i in range(2)]
     case = Case(config, asked, [0, 20], {})  # the second one writes what the first one has written
