@@ -71,6 +71,9 @@ class Drafter(ABC):
     # whether its own state, or anything else that it needs of a prefix besides keys and values, is
     # kept in state slots alone: then it processes again what the target takes from a journal
     recurrent = False
+    # whether the trees of a request depend on what other requests have done: then they are drafted
+    # in the order of the plans
+    learns_from_all = False
 
     @abstractmethod
     def observe_prefill(
