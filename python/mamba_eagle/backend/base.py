@@ -31,6 +31,7 @@ from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -176,6 +177,14 @@ class Backend(ABC):
     @abstractmethod
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         """The k best entries of log_probs [n, V] float32 -> [n, k]."""
+
+    @abstractmethod
+    def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
+        """The k best guesses of samples whose noise is known, and their log-probabilities given
+        that noise: logits [b, lanes, V'], any float dtype -> [b, lanes, k].
+
+        ids: [V'] int64, the target's token of each; None: V' is V.
+        """
 
     @abstractmethod
     def accept_tokens(

@@ -134,6 +134,14 @@ def case(kinds: list[str], names: list[str], vocab: int, kernels: bool) -> Case:
     return Case(state, on_device, positions.to(state.device), logits.to(state.device))
 
 
+def nodes_of(positions: Tensor) -> SampledNodes:
+    """Nodes without a history that matters: positions [b, T], request i in slot i."""
+    b, nodes = positions.shape
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=positions.device).repeat(b, 1, 1)
+    slots = torch.arange(b, device=positions.device)
+    return SampledNodes(slots, positions, torch.zeros_like(positions), ancestors)
+
+
 def in_kernels(made: Case, **sizes: int) -> Tensor:
     from mamba_eagle.kernels.sampling.triton import sample_nodes
 

@@ -41,6 +41,8 @@ from mamba_eagle.kernels.sampling_noise.triton import gumbel
 from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
+from mamba_eagle.kernels.top_noisy.triton import top_noisy
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
@@ -146,6 +148,11 @@ class TritonBackend(TorchBackend):
 
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         return self.top_log_probs(log_probs, k)
+
+    def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
+        if k > MAX_TOP:
+            return super().top_noisy(logits, ids, noise, k)
+        return top_noisy(logits, ids, noise, k)
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
