@@ -39,6 +39,7 @@ PARAMS = {
     "top-p-tiny": SamplingParams(seed=5, top_p=1e-30),
     "top-p-nearly-all": SamplingParams(seed=5, top_p=0.999999, temperature=2.0),
     "top-k-and-top-p": SamplingParams(seed=6, top_k=50, top_p=0.95),
+    "top-p-and-min-p": SamplingParams(seed=6, top_p=0.9, min_p=0.3),
     "min-p": SamplingParams(seed=7, min_p=0.2, temperature=1.3),
     "min-p-one": SamplingParams(seed=7, min_p=1.0),
     "all-filters": SamplingParams(seed=8, top_k=40, top_p=0.9, min_p=0.05, temperature=0.7),
@@ -157,17 +158,19 @@ def in_torch(made: Case) -> Tensor:
     return sample(state, list(range(len(logits))), logits, positions, tree).cpu()
 
 
-SMALL = {"block": 32, "sub": 4, "short_list": 32, "tile": 128}
+SMALL = {"block": 32, "sub": 4, "short_list": 32, "few": 8, "tile": 128}
 
 
 @runs_kernels
 @pytest.mark.parametrize("first", range(3))
 def test_tokens_are_those_of_the_torch_sampler(first: int) -> None:
     """Different parameters side by side, at nodes with different logits. A short list holds the
-    whole vocabulary, so that a row is searched only where too few are on it."""
+    whole vocabulary, so that a row is searched only where too few are on it. All lists count as
+    short enough to compare all pairs, or some, or next to none."""
     names, kinds = list(PARAMS)[first::3], [KINDS[first], KINDS[first + 3]]
     made, clean = (case(kinds, names, 75, kernels=kernels) for kernels in (True, False))
-    found, expected = in_kernels(made, **{**SMALL, "short_list": 128}), in_torch(clean)
+    sizes = {**SMALL, "short_list": 128, "few": (128, 32, 4)[first]}
+    found, expected = in_kernels(made, **sizes), in_torch(clean)
     wrong = [name for name, a, b in zip(names, found, expected) if not torch.equal(a, b)]
     assert not wrong
     assert expected.unique().numel() > 3
@@ -175,9 +178,23 @@ def test_tokens_are_those_of_the_torch_sampler(first: int) -> None:
 
 @runs_kernels
 def test_rows_are_searched_where_a_short_list_overflows() -> None:
+    """With a single nominee some rows find none that is kept, and are searched bit by bit."""
     names = ["top-k", "top-p", "everything"]
     made, clean = (case(["ties"], names, 75, kernels=kernels) for kernels in (True, False))
-    assert torch.equal(in_kernels(made, **{**SMALL, "short_list": 1}), in_torch(clean))
+    sizes = {**SMALL, "short_list": 1, "few": 1, "each": 1, "nominees": 1}
+    assert torch.equal(in_kernels(made, **sizes), in_torch(clean))
+
+
+@runs_kernels
+def test_a_flat_distribution_is_decided_by_its_nominees(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:  # else the kernel is compiled already
+        from mamba_eagle.kernels.sampling import triton_search
+
+        monkeypatch.setattr(triton_search, "_best_of_row", None)
+    names = ["top-p", "top-p-and-min-p", "top-k-of-many", "penalties", "greedy"]
+    made, clean = (case(["flat"], names, 200, kernels=kernels) for kernels in (True, False))
+    sizes = {**SMALL, "block": 64, "short_list": 1, "few": 1, "each": 2, "nominees": 8}
+    assert torch.equal(in_kernels(made, **sizes), in_torch(clean))
 
 
 @runs_kernels

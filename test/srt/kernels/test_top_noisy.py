@@ -115,10 +115,10 @@ def test_what_fills_the_device_is_not_split_into_lanes(monkeypatch: pytest.Monke
 @runs_kernels
 def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
     """At any temperature: both round alike."""
-    from mamba_eagle.kernels.sampling.triton import sample_nodes
     from test_sampling import nodes_of, state_of
 
     from mamba_eagle.core import SamplingParams
+    from mamba_eagle.kernels.sampling.triton import sample_nodes
 
     params = [SamplingParams(seed=n, temperature=t) for n, t in enumerate((0.0, 1e-5, 0.7, 900.0))]
     state = state_of(params, 90, kernels=True)

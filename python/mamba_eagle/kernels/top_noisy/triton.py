@@ -29,7 +29,7 @@ from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.triton_math import rounded_product
 
 COLDEST = tl.constexpr(definition.COLDEST)
-ONE_WAVE = 2048  # programs that run at once on a large GPU
+ONE_WAVE = 512  # programs that run at once on a large GPU
 
 # views of larger tensors may begin anywhere, which is no reason for other machine code
 ANY_PLACE = ["slots", "positions"]
