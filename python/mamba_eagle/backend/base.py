@@ -220,6 +220,11 @@ class Backend(ABC):
 
     # ── sampling ──
 
+    @abstractmethod
+    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
+        """Add the first number[i] of tokens[i] to counts[slots[i]]: counts [R, V] int32, slots and
+        number [b], tokens [b, D]; the host need not know how many."""
+
     @property
     def samples_in_kernels(self) -> bool:
         """Whether ``sample_nodes`` exists. Elsewhere runner/sampler.py does it in torch."""

@@ -231,9 +231,7 @@ class SamplingState:
 
     def count(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
         """As ``observe_accepted``, whether or not any request needs it: for graphs."""
-        valid = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
-        cells = slots.unsqueeze(1) * self.vocab_size + torch.where(valid, tokens, 0)
-        self.output_counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
+        self.backend.count_tokens(self.output_counts, slots, tokens, count)
 
     def _copied(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.backend.place.to_device(values, dtype)

@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, INTERPRETED, in_the_interpreter, runs_kernels
+from forms import (
+    DEVICE,
+    GPU,
+    INTERPRETED,
+    backend_of,
+    device_of,
+    every_form,
+    in_the_interpreter,
+    runs_kernels,
+)
 from tensor_checks import torch_backend
 from torch import Tensor
 
@@ -224,6 +233,21 @@ def test_tokens_that_a_grammar_forbids_are_not_there() -> None:
     found = in_kernels(made, **SMALL)
     assert torch.equal(found, in_torch(clean))
     assert allowed.gather(2, found[..., None]).all()
+
+
+@every_form
+def test_only_the_first_tokens_are_counted(form: str) -> None:
+    """Each as often as it occurs; what stands behind them may be no token at all."""
+    counts = torch.zeros(4, 30, dtype=torch.int32)
+    tokens = torch.tensor([[5, 7, 5, 29, 5], [0, 10**9, 3, 3, -1], [1, 2, 3, 4, 5]])
+    given = (counts, torch.tensor([2, 3, 0]), tokens, torch.tensor([4, 1, 0]))
+    counts, *others = (part.to(device_of(form)) for part in given)
+    for _ in range(2):
+        backend_of(form).count_tokens(counts, *others)
+    wanted = torch.zeros(4, 30, dtype=torch.int32)
+    wanted[2, [5, 7, 29]] = torch.tensor([4, 2, 2], dtype=torch.int32)
+    wanted[3, 0] = 2
+    assert torch.equal(counts.cpu(), wanted)
 
 
 def rule_of(params: SamplingParams, slot: int, position: int, vocab: int) -> naive.Rule:

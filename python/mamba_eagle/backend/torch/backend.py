@@ -32,6 +32,7 @@ from mamba_eagle.backend.torch.attention import (
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
+from mamba_eagle.kernels.sampling.torch import count_tokens
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
@@ -147,6 +148,9 @@ class TorchBackend(Backend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
+        count_tokens(counts, slots, tokens, number)
 
 
 def _layer_ops(place: Place, dtype: torch.dtype) -> LayerOps:

@@ -37,6 +37,7 @@ from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton import sample_nodes
+from mamba_eagle.kernels.sampling.triton_counts import count_tokens
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
 from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
@@ -176,6 +177,9 @@ class TritonBackend(TorchBackend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
+        count_tokens(counts, slots, tokens, number)
 
     @property
     def samples_in_kernels(self) -> bool:
