@@ -205,27 +205,26 @@ def _collect_kernel(
 
 
 @triton.jit
-def _least_of_few(
-    key, own, count, limit, above, high, temperature, ID_BITS: tl.constexpr, BY_MASS: tl.constexpr
-):
+def _least_of_few(key, own, shares, count, limit, BY_MASS: tl.constexpr):
     """As ``threshold``, from comparing each key with all of the list: the largest key such that
     those from it on reach ``limit``. own: the list, ``count`` keys, of which ``key`` is the start;
-    above: keys below it weigh nothing."""
+    shares: their masses."""
     reached = tl.zeros_like(key)
     for begin in range(0, count, TILE):
         place = begin + tl.arange(0, TILE)
         other = tl.load(own + place, mask=place < count, other=-1)
-        weight = (other >= above).to(tl.int64)
+        weight = (other >= 0).to(tl.int64)
         if BY_MASS:
-            x = float_of(key_rising(other, ID_BITS))
-            weight = tl.where(other >= above, mass_of(x, high, temperature), 0)
-        reached += tl.sum(tl.where(other[None, :] >= key[:, None], weight[None, :], 0), 1)
+            weight = tl.load(shares + place, mask=place < count, other=0)
+        # a thread has a key, and sums over the others by itself
+        reached += tl.sum(tl.where(other[:, None] >= key[None, :], weight[:, None], 0), 0)
     return tl.max(tl.where((reached >= limit) & (key >= 0), key, 0), 0)
 
 
 @triton.jit
 def _listed_token(
     own,  # the short list: ``count`` keys
+    shares,  # [PLACES] int64, their masses: scratch, if all pairs are compared
     count,
     top,
     row,
@@ -254,9 +253,7 @@ def _listed_token(
         top_k = tl.load(integers + slot * 3 + 1)
         decides = decides & (count >= top_k)
         if PAIRS:
-            lowest = _least_of_few(
-                key, own, count, top_k, lowest, high, temperature, ID_BITS, False
-            )
+            lowest = _least_of_few(key, own, shares, count, top_k, False)
         else:
             lowest = threshold(key, tl.full([PLACES], 1, tl.int64), top_k, BITS)
     if (asked & TOP_P) != 0:
@@ -270,7 +267,9 @@ def _listed_token(
         limit = mass_limit(total, tl.load(numbers + slot * 6 + 1))
         decides = decides & (covered >= limit)
         if PAIRS:
-            least = _least_of_few(key, own, count, limit, lowest, high, temperature, ID_BITS, True)
+            tl.store(shares + place, mass)
+            tl.debug_barrier()  # other threads read it
+            least = _least_of_few(key, own, shares, count, limit, True)
         else:
             least = threshold(key, mass, limit, BITS)
         lowest = tl.maximum(lowest, least)
@@ -290,6 +289,7 @@ def _choose_kernel(
     maxima,
     listed,
     short,
+    shares,  # [rows, FEW] int64: scratch
     masses,
     winners,
     spans,
@@ -345,13 +345,13 @@ def _choose_kernel(
             own = short + row * LIST
             if count <= FEW:
                 token_found, decides = _listed_token(
-                    own, count, top, row, slot, asked, blocks, masses, spans, positions, numbers,
-                    integers, ID_BITS, BLOCKS, FEW, True,
+                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses, spans,
+                    positions, numbers, integers, ID_BITS, BLOCKS, FEW, True,
                 )  # fmt: skip
             else:
                 token_found, decides = _listed_token(
-                    own, count, top, row, slot, asked, blocks, masses, spans, positions, numbers,
-                    integers, ID_BITS, BLOCKS, LIST, False,
+                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses, spans,
+                    positions, numbers, integers, ID_BITS, BLOCKS, LIST, False,
                 )  # fmt: skip
             if not decides:
                 tl.store(queue + tl.atomic_add(queued, 1), row.to(tl.int32))
@@ -454,6 +454,7 @@ def sample_nodes(
         maxima,
         listed,
         short,
+        integers(rows, few, dtype=torch.int64),
         masses,
         winners,
         tables.spans,
@@ -481,7 +482,7 @@ def sample_nodes(
         ID_BITS=ids,
         BLOCK=block,
         EACH=each,
-        num_warps=_warps(block),
+        num_warps=2 * _warps(block),
     )
     weigh_kernel[per_queued](
         weights,
@@ -493,7 +494,7 @@ def sample_nodes(
         ID_BITS=ids,
         BLOCK=block,
         **pool,
-        num_warps=_warps(block),
+        num_warps=2 * _warps(block),
     )
     search_kernel[per_row](
         sampled,
