@@ -136,10 +136,14 @@ def _pivot_kernel(
         tl.store(queued, 0)
     if (asked & (TOP_K | TOP_P)) != 0:
         # Each of these maxima is a token: at least ``rank`` tokens are not below the rank-th of
-        # them. Without a top-k the rank is a guess, which the kernels that follow check.
+        # them. Without a top-k the rank is a guess, which the kernels that follow check; so it is
+        # for a large one, where some subs hold several of its tokens: a fifth more than it needs.
         rank = tl.maximum(subs * 3 // 4, 1).to(tl.int64)
         if (asked & TOP_K) != 0:
             rank = tl.minimum(tl.load(integers + slot * 3 + 1), subs)
+            if rank > subs // 2:
+                hit = 1.0 - tl.exp(-1.2 * tl.load(integers + slot * 3 + 1).to(tl.float32) / subs)
+                rank = tl.maximum((hit * subs).to(tl.int64), 1)
         tl.store(pivots + row, _ranked(largest, rank))
 
 
