@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
 from mamba_eagle.drafting.base import KeyedNoise
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.tree.candidates import Frontier
 
 Path = tuple[int, ...]  # drafted tokens
@@ -38,17 +40,23 @@ class GrammarGuide(KeyedNoise):
         self,
         constraints: Constraints,
         slots: Sequence[int],
-        noise: KeyedNoise | None,
-        backend: Backend,
+        sampling: SamplingState,
+        noise: BatchNoise | None,
     ) -> None:
-        self.noise, self.backend = noise, backend
+        self.noise, self.backend, self.vocab_size = noise, sampling.backend, sampling.vocab_size
         self.grammars = [constraints.grammar(slot) for slot in slots]
         self.paths: list[list[Path]] = [[()] for _ in slots]  # of each request's lanes
         self.followed = True  # the lanes are those of the next call
 
-    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
+        log_probs = whole_log_probs(logits, ids, self.vocab_size)
         if self.noise is not None:
-            log_probs = self.noise(log_probs, positions)
+            log_probs = self.noise.noisy(log_probs, positions)
+        best = self.backend.top_of(self._guided(log_probs).flatten(0, 1), k)
+        return best.unflatten(logits.shape[:2])
+
+    def _guided(self, log_probs: Tensor) -> Tensor:
+        """[b, lanes, V] -> the same, those of forbidden tokens -inf where a mask is worth it."""
         b, lanes, vocab = log_probs.shape
         if not self.followed:
             return log_probs  # the drafter's lanes have no tokens, or it does not tell them
