@@ -6,14 +6,15 @@ Greedy, float32, a fixed number of new tokens (stop tokens are ignored), prefill
 time. Ours is the model runner's time: in a server the scheduler works beside it. Repetitions of the
 contestants alternate, so that a slow minute of the machine hits all; the best one of each counts.
 The tokens of both sides are compared, too. With --quantization ours are measured in several kinds
-of weights, and with --ngram the n-gram drafter on text that repeats itself, beside plain decoding
-of that.
+of weights, and with --ngram the n-gram drafter on problems that the prompt has already solved,
+beside plain decoding of those.
 Appends one JSON line per measurement to benchmark/results/cpu.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,14 +28,15 @@ from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
 from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.eval.prompts import synthetic_prompts
+from mamba_eagle.eval import gsm8k
+from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEER = "transformers"
-PERIOD = 8  # tokens that a repeating prompt repeats
+REPEATING_LEN = 224  # tokens of a prompt whose answer is in it
 
 Prompts = list[list[int]]
 
@@ -104,7 +106,8 @@ def settings(args: argparse.Namespace, **speculation: str) -> EngineConfig:
         cpu_threads=args.threads,
         **speculation,  # type: ignore[arg-type]
     )
-    return sized_for(resolve(config), max(args.batch_size), args.input_len + args.output_len)
+    tokens = max(args.input_len, REPEATING_LEN) + args.output_len
+    return sized_for(resolve(config), max(args.batch_size), tokens)
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]]:
@@ -132,7 +135,7 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]
     found: list[Contestant[Player, BatchRound]] = []
     for batch in args.batch_size:
         prompts = synthetic_prompts(plain, vocab_size, batch, args.input_len)
-        again = [repeated(prompt, args.input_len) for prompt in prompts]
+        again = repeating_prompts(plain, batch) if args.ngram else []
         for given, players in ((prompts, runs), (again, repeating)):
             for mode, (plain_mode, run) in players.items():
                 player = Player(mode, plain_mode, given, run)
@@ -140,9 +143,17 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]
     return found
 
 
-def repeated(prompt: list[int], length: int) -> list[int]:
-    """A prompt's last tokens, over and over; a language model goes on like that."""
-    return (prompt[-PERIOD:] * length)[:length]
+def repeating_prompts(config: EngineConfig, batch_size: int) -> Prompts:
+    """A problem with its answer, then the same one again, cut at the front. What the model writes
+    next it has just read."""
+    tokenizer = load_tokenizer(config)
+    problems = sorted(gsm8k.read_examples(gsm8k.EMBEDDED_PROBLEMS), key=lambda p: -len(p.answer))
+    prompts = []
+    for problem in itertools.islice(itertools.cycle(problems), batch_size):
+        asked = f"Question: {problem.question}\nAnswer:"
+        text = f"{asked} {problem.answer}\n\n{asked}"
+        prompts.append(tokenizer.encode(text, add_special_tokens=False).ids[-REPEATING_LEN:])
+    return prompts
 
 
 def report(

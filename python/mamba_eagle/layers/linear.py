@@ -54,7 +54,9 @@ class Linear(MatrixLayer):
         with weights_come_late():
             whole = Linear(parts[0].weight.shape[1], sum(sizes))
         weights = [part.weight.detach() for part in parts]
-        whole.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        # joining those without memory in torch would import its compiler, for 1.5 s
+        if any(weight.device != META for weight in weights):
+            whole.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
         for part, view in zip(parts, whole.weight.split(sizes)):
             part.weight = nn.Parameter(view, requires_grad=False)
             part.is_part = True

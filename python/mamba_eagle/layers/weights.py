@@ -32,6 +32,11 @@ def empty_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, device=META if _come_late.get() else None))
 
 
+def without_memory(weight: Tensor) -> Tensor:
+    """Shape and dtype alone. ``empty_like`` would import torch's compiler, which takes seconds."""
+    return torch.empty(weight.shape, dtype=weight.dtype, device=META)
+
+
 class MatrixLayer(Layer):
     """A layer whose weights are matrices [out, in], or stacks of them [E, out, in].
 
@@ -51,7 +56,8 @@ class MatrixLayer(Layer):
         """Give the parameter its memory, if it has none."""
         empty: nn.Parameter = getattr(self, name)
         if empty.device == META:
-            self._replace(name, torch.empty_like(empty, device=device))
+            made = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+            self._replace(name, made)
             for index, matrix in self._stacks.pop(name, {}).items():
                 getattr(self, name).detach()[index].copy_(matrix.dequantize())
 
@@ -59,7 +65,7 @@ class MatrixLayer(Layer):
         """Use ``matrix`` in place of the parameter, or of its slice ``index``."""
         weight: nn.Parameter = getattr(self, name)
         if index is None:
-            self._replace(name, torch.empty_like(weight, device=META))
+            self._replace(name, without_memory(weight))
             self.matrices[name] = matrix
         elif weight.device != META:  # other slices are not of few bits
             weight.detach()[index].copy_(matrix.dequantize())
