@@ -74,7 +74,6 @@ class Place(ABC):
     padding_slots: int  # request slots and state slots for padding, which no request ever gets
     prompt_tokens: int  # most prompt tokens per step: enough to keep the device busy, but no more,
     # since running requests wait for them
-    paces_prompts: bool  # whether prompts beside decoding may be cut shorter still
     journals_per_state: float  # saved journals for each state slot, unless a flag sets their number
     max_kv_slots: int  # upper limit of KV slots unless a flag sets their number
     max_cached_states: int | None  # the same for state slots beyond those of running requests
@@ -112,7 +111,6 @@ class Host(Place):
     overlaps = False
     padding_slots = 0
     prompt_tokens = 1024
-    paces_prompts = True
     # What a finished request leaves of both. At 9B sizes a quarter of the states' memory.
     journals_per_state = 0.5
     max_kv_slots = 65536
@@ -146,10 +144,8 @@ class Cuda(Place):
     overlaps = True
     padding_slots = 1
     prompt_tokens = 8192
-    # A pass over few prompt tokens takes as long as its launches. Cut to 256 tokens beside 64
-    # decoding requests, prompts made 1,222 tokens per second of an H100 that makes thousands.
-    paces_prompts = False
-    # What keeping rows and moving anchors costs a step has not been measured here.
+    # Their memory holds fewer states, and keeping rows makes passes over prompts longer: in chats
+    # on an H200 as much was cached, and the first token took 210 ms instead of 107.
     journals_per_state = 0.0
     max_kv_slots = 2_000_000
     max_cached_states = None

@@ -184,6 +184,8 @@ def result_lines(
     }
     if few_bits := few_bits_name(config):
         common["quantization"] = few_bits
+    if config.num_ranks > 1:
+        common["ranks"] = f"tp {config.tp_size}, pp {config.pp_size}"
 
     def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
         return {"name": name, **common, **fields, "value": float(f"{value:.6g}"), **facts}

@@ -66,6 +66,8 @@ class Drafter(ABC):
     # whether ``propose`` and ``observe_accepted`` never wait for the host, so that a captured graph
     # can repeat them
     on_device = True
+    # whether ``prepare`` may ask for ``catch_up``
+    catches_up = False
     # whether its own state, or anything else that it needs of a prefix besides keys and values, is
     # kept in state slots alone: then it processes again what the target takes from a journal
     recurrent = False
@@ -91,7 +93,7 @@ class Drafter(ABC):
     def catch_up(self, slots: Tensor) -> None:
         """Process the tokens that plain steps added to the requests in ``slots`` [b]; never waits
         for the host if the drafter is ``on_device``."""
-        raise AssertionError("only for drafters whose prepare sets needs_catch_up")
+        raise AssertionError("only for drafters that catch up")
 
     @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:

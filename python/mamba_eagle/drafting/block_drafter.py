@@ -38,6 +38,8 @@ class BlockDrafter(Drafter):
                                                         block
     """
 
+    catches_up = True
+
     def __init__(self, model: BlockDraftModel, trees: BlockTrees, parts: DraftParts) -> None:
         config, net, backend = parts.config, model.config, parts.backend
         self.model, self.trees = model, trees

@@ -65,6 +65,8 @@ class ModelDrafter(Drafter):
     Lanes are drafted from the root's output; their keys, values and states are not kept.
     """
 
+    catches_up = True
+
     def __init__(self, network: DraftNetwork, parts: DraftParts) -> None:
         config, net, backend = parts.config, network.config, parts.backend
         self.network, self.table, self.backend = network, parts.table, backend

@@ -353,7 +353,6 @@ class RunnerReady(Message):
     pid: int
     rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
-    paces_prompts: bool = True  # whether prompts beside decoding may be cut shorter still
     max_journals: int = 0  # journal slots
     journal_rows: int = 0  # of each
     keeps_outputs: bool = False  # whether rows of output tokens can be kept

@@ -35,6 +35,9 @@ def meet(shard: Shard, device: torch.device, meeting: Meeting) -> None:
             found = os.environ.get(name)
             assert found == value, f"{name}={found}: it must be {value} when a rank starts"
         torch.cuda.set_device(device)
+        # Registering the memory of captured operations may make ranks wait for each other while
+        # they capture, and pipeline stages capture steps of different kinds.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     meeting.name_interface()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

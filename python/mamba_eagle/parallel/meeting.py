@@ -33,8 +33,8 @@ class Meeting(ABC):
 
 
 class FileMeeting(Meeting):
-    """Ranks of one machine meet at a file in a folder that only their user can read; gloo's own
-    connections stay on the loopback interface."""
+    """Ranks of one machine meet at a file in a folder that only their user can read; gloo's and
+    NCCL's own connections stay on the loopback interface."""
 
     def __init__(self, path: str) -> None:
         """path: where there is no file yet."""
@@ -46,6 +46,7 @@ class FileMeeting(Meeting):
     def name_interface(self) -> None:
         if sys.platform == "linux":
             os.environ.setdefault(GLOO_INTERFACE, "lo")
+            os.environ.setdefault(NCCL_INTERFACE, "=lo")
 
 
 class StoreMeeting(Meeting):

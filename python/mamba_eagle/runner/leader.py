@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.kernels.threads import set_threads
 from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, StepResult, ToRunner
 from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
@@ -45,6 +46,7 @@ class LeadingRunner:
         atexit.register(self.close)
         threads = config.cpu_threads or default_threads(config.num_ranks)
         config = dataclasses.replace(config, cpu_threads=threads)
+        set_threads(threads)  # as the other ranks do
         os.environ.update(RANK_ENVIRONMENT)
         others = [rank for rank in range(config.num_ranks) if rank != config.answering_rank]
         for rank in others:
@@ -94,9 +96,12 @@ class LeadingRunner:
             return
         self.ending = True
         LeadingRunner.leading = None
+        atexit.unregister(self.close)
         with contextlib.suppress(AttributeError):  # it failed before there were any
             self.plans.send(Shutdown())
+            self.runner.close()
             self.ranks.close()
+            del self.runner  # whoever makes the next one needs its memory
         for process in self.others:
             try:
                 process.wait(END_SECONDS)

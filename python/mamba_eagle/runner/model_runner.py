@@ -295,6 +295,12 @@ class ModelRunner:
         self.step.forced_length = length
         if self._capturable():
             self.steps = self._make_steps(GraphedSteps)
+        self.step.num_forced.zero_()
+
+    def close(self) -> None:
+        """To be called before the ranks leave each other; nothing may be launched afterwards. NCCL
+        waits for the graphs that hold its operations, and would wait for ever."""
+        self.steps.close()
 
     # ── start-up ──
 
@@ -303,11 +309,12 @@ class ModelRunner:
         compiled or a graph that is captured."""
         self.backend.build_kernels(self._rehearse)
         self._generate()
-        if self.backend.place.on_host and num_threads() > 1:
+        if self.backend.place.on_host and self._most_threads() > 1:
             with parallel_forms():
                 self._generate()
         if self._capturable():
             self.steps = self._make_steps(GraphedSteps)
+        self.step.num_forced.zero_()  # ranks warm up with steps of different kinds
 
     def _keeps_outputs(self) -> bool:
         """Whether the rows of output tokens can be copied to journal slots."""
@@ -372,6 +379,10 @@ class ModelRunner:
     def _smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over all ranks of all stages."""
         return self.stages.smallest(self.group.smallest(numbers))
+
+    def _most_threads(self) -> int:
+        """Of any rank: machines may differ, and all ranks must warm up alike."""
+        return -self._smallest([-num_threads()])[0]
 
     def _total(self, numbers: Sequence[int]) -> list[int]:
         """The sum of each number over all ranks of all stages."""
@@ -525,7 +536,6 @@ class ModelRunner:
             eos_token_ids=list(self.model_config.eos_token_ids),
             pid=os.getpid(),
             chunked_prefill_size=self.backend.place.prompt_tokens,
-            paces_prompts=self.backend.place.paces_prompts,
             max_journals=self.journals.num_slots,
             journal_rows=self.journals.size,
             keeps_outputs=self._keeps_outputs(),

@@ -99,6 +99,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         plan = next_plan(plans, launched)
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
+            runner.close()
             ranks.close()
             return
         if isinstance(plan, SimulateAcceptance):

@@ -32,7 +32,7 @@ class PrefillManager:
         self.policy, self.slots = policy, slots
         # most prompt tokens in one step
         most = config.chunked_prefill_size or runner.chunked_prefill_size
-        paced = runner.paces_prompts and config.chunked_prefill_size is None
+        paced = config.chunked_prefill_size is None
         self.pace = PromptPace(most, paced)
         self.journal_rows, self.keeps_outputs = runner.journal_rows, runner.keeps_outputs
         self.longest_match_first = config.schedule_policy == "lpm"

@@ -105,7 +105,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("tokens", [1, 70, 200])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_product_is_that_of_the_dequantized_weight(case: Case, tokens: int) -> None:
     matrix = case.make(case.rows, case.columns, case.kind)  # type: ignore[operator]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # imported late, parts of it would see the torch.cuda that tests replace
 from grammar_rig import constrain, plain_choices, under
 from runner_harness import (
     Engine,

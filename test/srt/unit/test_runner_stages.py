@@ -209,6 +209,7 @@ def test_captured_steps_exchange_when_they_are_repeated(
     nothing. NGRAM drafts on the host, before the graph."""
     backend = CpuBackend(LikeGpu())
     monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(CpuBackend, "attention_on_device", True)  # so drafts are in graphs
     without_graphs(monkeypatch)
     run_again = GraphedSteps.record
 

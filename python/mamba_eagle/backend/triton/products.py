@@ -18,9 +18,14 @@ FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
 ROW_SCALES = (9, 0)  # and from which cuBLASLt and CUTLASS scale rows
 MULTIPLE = 16  # rows and columns of a float8 product
 BLOCK = 128  # columns of a block that the kernel supports
-# Up to so many tokens the Triton kernel multiplies: row-scaled products of libraries lose half of
-# what float8 gains there (docs/design/quantization.md).
+# Up to so many tokens a Triton kernel multiplies.
 FEW_TOKENS = 64
+# What is fastest at how many tokens was measured (docs/design/quantization.md): first the Triton
+# kernel, longer for a matrix of many rows, whose sums it need not split; then cuBLASLt with sums
+# that are scaled in a kernel of their own; then row scales within the library.
+FEW_TOKENS_OF_SHORT = 32
+MANY_ROWS = 20_000
+MAX_SCALED_AFTER = 128
 
 
 def multiplies(matrix: Matrix, device: torch.device) -> bool:
@@ -40,7 +45,7 @@ def multiplies(matrix: Matrix, device: torch.device) -> bool:
 
 class Float8Product(MatrixProduct):
     """Scales of whole tensors: cuBLASLt. Of rows and tokens: the Triton kernel for few tokens, a
-    library for more. Of blocks: the Triton kernel."""
+    library for more, which scales or leaves that to us. Of blocks: the Triton kernel."""
 
     def __init__(self, matrix: Float8Matrix, dtype: torch.dtype) -> None:
         assert matrix.rounding is not None
@@ -57,6 +62,7 @@ class Float8Product(MatrixProduct):
         self.column_scale = self.scale.t()
         if missing and len(self.scale) > 1:
             self.column_scale = F.pad(self.column_scale, (0, missing))
+        self.few = FEW_TOKENS if self.rows >= MANY_ROWS else FEW_TOKENS_OF_SHORT
         self.row_scaled = dtype == torch.bfloat16 and capability(values.device) >= ROW_SCALES
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
@@ -66,9 +72,9 @@ class Float8Product(MatrixProduct):
             return float8.product(given, self.weight, self.scale, bias, self.dtype, self.block)
         if given.scale.numel() == 1 and self.scale.numel() == 1:
             return self._library(given, given.scale, self.scale, bias, self.dtype)
-        if n <= FEW_TOKENS:
+        if n <= self.few:
             return float8.product(given, self.weight, self.scale, bias, self.dtype)
-        if self.row_scaled and len(self.scale) > 1:
+        if self.row_scaled and len(self.scale) > 1 and n > MAX_SCALED_AFTER:
             own = given.scale.expand(n, 1).contiguous()
             return self._library(given, own, self.column_scale, bias, self.dtype)
         sums = self._library(given, self.one, self.one, None, torch.float32)

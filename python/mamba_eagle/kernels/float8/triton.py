@@ -119,7 +119,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Rounded:
 
 def warps_of_row(block: int) -> int:
     """Warps of a program that keeps ``block`` numbers in registers."""
-    return 1 if block <= 512 else 4 if block <= 4096 else 8
+    return 1 if block <= 512 else 4 if block <= 4096 else 8 if block <= 8192 else 16
 
 
 # ── products ──

@@ -243,3 +243,5 @@ class EagerSteps:
         if part.needs_catch_up:
             drafter.catch_up(self.step.backend.place.to_device(part.needs_catch_up))
         return EagerRun(self.step, batch, part)
+
+    def close(self) -> None: ...

@@ -64,6 +64,9 @@ class Replayable(Protocol):
     def replay(self) -> None:
         """Launch what was captured."""
 
+    def reset(self) -> None:
+        """Forget it."""
+
 
 class GraphedRun:
     """A step of one batch, whose requests are the first ones of the graph's batch."""
@@ -137,6 +140,12 @@ class _Graph:
         if self.samples:
             self.sample = graphs.record(self._sample)
         self.commit = graphs.record(self._commit)
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        parts = (self.draft, self.verify) if self.kind.apart else (self.verify,)
+        for graph in (*parts, *((self.sample,) if self.samples else ()), self.commit):
+            graph.reset()
 
     def works(self) -> list[Callable[[], None]]:
         """What the graphs repeat, in order."""
@@ -227,14 +236,14 @@ class GraphedSteps:
     def warm_up(self, shapes: list[TreeShape]) -> None:
         """Capture all kinds of steps of these shapes, for all batch sizes of the ladder."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
+        drafter, padding = self.step.drafter, [self.padded_slot]
         for batch in self.ladder:  # the largest first
             for shape in reversed(shapes):
                 for sampled in (False, True):
-                    self._capture([self.padded_slot] * batch, shape, sampled)
-            if shapes != [PLAIN] and self.step.drafter.on_device:
-                self._catch_up([self.padded_slot] * batch)
+                    self._capture(padding * batch, shape, sampled)
+            if drafter.on_device and drafter.catches_up:
+                self._catch_up(padding * batch)
         # and plain steps of untracked requests
-        drafter, padding = self.step.drafter, [self.padded_slot]
         drafter.untrack(padding)
         for batch in self.ladder:
             for sampled in (False, True):
@@ -290,6 +299,14 @@ class GraphedSteps:
         """Kinds of steps and sizes of catching up that are captured."""
         return len(self.graphs) + len(self.catching_up)
 
+    def close(self) -> None:
+        """Forget all graphs, once the device is done with them."""
+        torch.cuda.synchronize(self.device)
+        for steps in self.graphs.values():
+            steps.reset()
+        for catching_up in self.catching_up.values():
+            catching_up.graph.reset()
+
     def record(self, work: Callable[[], None]) -> Replayable:
         """Capture the kernels that ``work`` launches, without running them."""
         graph = torch.cuda.CUDAGraph()
@@ -315,3 +332,5 @@ class RehearsedSteps(GraphedSteps):
 
 class _NoGraph:
     def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
