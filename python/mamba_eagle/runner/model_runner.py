@@ -64,6 +64,7 @@ from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, TreeView
+from mamba_eagle.runner.heap import give_back_freed_memory
 from mamba_eagle.runner.memory import (
     DraftSize,
     MemoryPlan,
@@ -501,6 +502,7 @@ class ModelRunner:
             load_weights(model, path, rooms, split)
         model.eval().requires_grad_(False)
         prepare_for_inference(model, ops)
+        give_back_freed_memory()
         return model
 
     def _draft_source(self, target: ModelConfig) -> DraftSource | None:

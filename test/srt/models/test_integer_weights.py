@@ -3,6 +3,7 @@ each, and the same texts with and without speculation."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,16 @@ def test_each_weight_is_there_once(mode: str, folder: Path) -> None:
     assert model.parts.embedding.weight.is_meta == model.config.tie_word_embeddings
     assert weight_bytes(model) <= weight_bytes(load_model(folder))  # Falcon-H1 scales its weights
     assert model.embed(torch.arange(4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["auto", "int8"])
+def test_loading_imports_no_compiler_of_torch(
+    mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which some operations on tensors without memory do: it takes seconds and 80 MB."""
+    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    engine(folder, quantization=mode)
 
 
 def test_where_there_are_no_products_integers_are_refused() -> None:
