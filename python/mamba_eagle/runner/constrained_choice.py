@@ -11,14 +11,17 @@ accepted path are not looked at, so their tokens may be ones that the grammar re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable
-from mamba_eagle.constrain.request import RequestGrammar, Row
+from mamba_eagle.constrain.place import Row
+from mamba_eagle.constrain.request import RequestGrammar, is_allowed
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
@@ -70,21 +73,22 @@ class MasksOnDemand(MasksFirst):
         view: TreeView | None = None,
     ) -> tuple[Tensor, Marks]:
         self.constraints.read_all()
-        trees = self._trees(slots, tree)
-        walks = [
-            _Walk(i, self.constraints.grammar(slots[i]), *own)
-            for i, own in trees.items()
-            if self._may_wait(slots[i])
-        ]
-        waiting = {walk.index for walk in walks}
-        others = {i: own for i, own in trees.items() if i not in waiting}
-        allowed, marks = self.constraints.masks(slots, others, logits.shape[1])
-        allowed = _joined(allowed, [row for walk in walks for row in walk.known_rows()])
+        walks: list[_Walk] = []
+        at_once: list[int] = []
+        for i, slot in enumerate(slots):
+            grammar = self.constraints.grammar(slot)
+            if grammar is not None and self._may_wait(slot):
+                walks.append(_Walk(i, grammar, self.sampling.needs_more_than_best(slot)))
+            elif grammar is not None:
+                at_once.append(i)
+        allowed, marks = None, Marks({}, {})
+        if at_once:
+            trees = self._trees(at_once, tree)
+            allowed, marks = self.constraints.masks(slots, trees, logits.shape[1])
         target = self.chooser.sample(slots, logits, positions, tree, allowed)
         if walks:
-            self._walk(walks, slots, logits, positions, target)
+            self._walk(walks, slots, logits, positions, target, tree)
         for walk in walks:
-            walk.leave()
             if walk.grammar.problem:
                 marks.problems[walk.index] = walk.grammar.problem
         return target, marks
@@ -96,14 +100,12 @@ class MasksOnDemand(MasksFirst):
         return not traced and not self.sampling.filters_or_counts(slot)
 
     def _trees(
-        self, slots: Sequence[int], tree: Tree | None
+        self, indices: Sequence[int], tree: Tree | None
     ) -> dict[int, tuple[list[int], list[int]]]:
-        """Tokens and parents by index in the batch, of the constrained requests."""
-        constrained = [i for i, slot in enumerate(slots) if self.constraints.grammar(slot)]
+        """Tokens and parents by index in the batch."""
         if tree is None:
-            return {i: ([0], [0]) for i in constrained}
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        return {i: (tokens[i], parents[i]) for i in constrained}
+            return {i: ([0], [0]) for i in indices}
+        return {i: (tree.tokens[i].tolist(), tree.parents[i].tolist()) for i in indices}
 
     def _walk(
         self,
@@ -112,14 +114,20 @@ class MasksOnDemand(MasksFirst):
         logits: Tensor,
         positions: Tensor,
         target: Tensor,
+        tree: Tree | None,
     ) -> None:
         """Follow the target's tokens through the trees; ``target`` gets those that were sampled
         again."""
         tokens = target.tolist()
+        if logits.shape[1] > 1:
+            assert tree is not None
+            drafted, parents = tree.tokens.tolist(), tree.parents.tolist()
+            for walk in walks:
+                walk.drafted, walk.parents = drafted[walk.index], parents[walk.index]
         while True:
-            refused = [walk for walk in walks if walk.is_refused(tokens[walk.index])]
+            refused = [walk for walk in walks if walk.is_refused(tokens[walk.index], logits)]
             if not refused:
-                return
+                break
             index = torch.tensor([walk.index for walk in refused])
             nodes = torch.tensor([walk.node for walk in refused])
             masks = np.stack([walk.mask for walk in refused]).view(np.int32)
@@ -129,74 +137,86 @@ class MasksOnDemand(MasksFirst):
                 positions[index, nodes][:, None],
                 None,
                 TokenMasks(torch.arange(len(refused)), torch.from_numpy(masks)),
-            )[:, 0]
-            target[index, nodes] = again
-            for walk, token in zip(refused, again.tolist()):
-                tokens[walk.index][walk.node] = token
+            )
+            for walk, token in zip(refused, again[:, 0].tolist()):
+                walk.write(tokens[walk.index], token)
+        changed = [walk.index for walk in walks if walk.changed]
+        if changed:
+            target[changed] = torch.tensor([tokens[i] for i in changed])
 
 
 class _Walk:
     """One request's way through its tree, as far as the target's tokens are drafted."""
 
-    def __init__(
-        self, index: int, grammar: RequestGrammar | None, tokens: list[int], parents: list[int]
-    ) -> None:
-        """index: in the batch."""
-        assert grammar is not None
-        self.index, self.grammar = index, grammar
+    def __init__(self, index: int, grammar: RequestGrammar, is_noisy: bool) -> None:
+        """index: in the batch. is_noisy: more than the logits decides on the best token."""
+        self.index, self.grammar, self.is_noisy = index, grammar, is_noisy
         self.node: int | None = 0  # None: the way has ended
+        self.place = grammar.root
         self.mask: Row | None = None  # under which the node was sampled
-        self._tokens, self._parents, self._depth = tokens, parents, 0
-        self._children = {
-            (parents[node], tokens[node]): node for node in range(len(tokens) - 1, 0, -1)
-        }
+        self.changed = False
+        self.drafted: list[int] = []  # tokens by node, and their parents
+        self.parents: list[int] = []
 
-    def known_rows(self) -> list[tuple[int, Row]]:
-        """Nodes, as indices in the batch's flat trees, whose masks drafting has asked for."""
-        if not self.grammar.knows_masks:
-            return []
-        paths: list[tuple[int, ...]] = [()]
-        for node in range(1, len(self._tokens)):
-            paths.append((*paths[self._parents[node]], self._tokens[node]))
-        first = self.index * len(paths)
-        known = [self.grammar.known_mask_behind(path) for path in paths]
-        self.mask = known[0]
-        return [(first + node, row) for node, row in enumerate(known) if row is not None]
-
-    def is_refused(self, target: list[int]) -> bool:
-        """Go on along the target's tokens; True at a node whose token the grammar refuses, which
-        then has a ``mask``. target: [T]"""
+    def is_refused(self, target: list[int], logits: Tensor) -> bool:
+        """Go on along the target's tokens; True at a node that has to be sampled again, under a
+        ``mask``. target [T] gets the tokens that are known without; logits: [b, T, V]"""
+        grammar = self.grammar
         while self.node is not None:
             token = target[self.node]
-            if token == NO_TOKEN or not self.grammar.takes(token):
-                return self._ends_or_is_refused(token)
-            self._depth += 1
-            self.node = self._children.get((self.node, token))
-            self.mask = None if self.node is None else self.grammar.known_mask()
-        return False
-
-    def _ends_or_is_refused(self, token: int) -> bool:
-        if self.mask is None:
-            self.mask = self.grammar.mask()
-            if self.mask is None:  # the grammar cannot tell: nothing may follow
-                self.mask = self.grammar.empty_mask()
-            if token == NO_TOKEN or not int(self.mask[token >> 5]) >> (token & 31) & 1:
+            below = grammar.below(self.place, token) if token != NO_TOKEN else None
+            if below is not None:
+                self.node, self.place, self.mask = self._child(self.node, token), below, None
+            elif self.mask is not None or self._may_end_with(token):
+                self.node = None
+            elif not self._knows_token(target, logits):
                 return True
-        self.node = None  # an end token, or none
         return False
 
-    def leave(self) -> None:
-        """The grammar is back where it was."""
-        for _ in range(self._depth):
-            self.grammar.step_out()
+    def _child(self, above: int, token: int) -> int | None:
+        for node in range(above + 1, len(self.drafted)):
+            if self.drafted[node] == token and self.parents[node] == above:
+                return node
+        return None
+
+    def write(self, target: list[int], token: int) -> None:
+        """What is sampled at the node, under the mask."""
+        assert self.node is not None
+        target[self.node], self.changed = token, True
+
+    def _may_end_with(self, token: int) -> bool:
+        """Whether the output may end with a token that was sampled without a mask."""
+        if not self.grammar.may_end_with(token):
+            return False
+        mask = self.grammar.mask(self.place)
+        return mask is not None and is_allowed(mask, token)
+
+    def _knows_token(self, target: list[int], logits: Tensor) -> bool:
+        """Whether the token that the mask leaves can be told at once; it is in ``target`` then."""
+        grammar, own = self.grammar, logits[self.index, self.node]
+        forced = grammar.forced(self.place)
+        if forced is not None and not grammar.may_end_with(forced):
+            # the mask would leave this token alone
+            token = forced if math.isfinite(own[forced]) else NO_TOKEN
+            self.mask = _ASKED
+        else:
+            self.mask = grammar.mask(self.place)
+            if self.mask is None:  # the grammar cannot tell: nothing may follow
+                self.mask = grammar.empty_mask()
+            if self.is_noisy:
+                return False
+            token = best_allowed(own.float().numpy(), self.mask)
+        self.write(target, token)
+        return True
 
 
-def _joined(allowed: TokenMasks | None, known: Sequence[tuple[int, Row]]) -> TokenMasks | None:
-    """Masks, and others by index of their node."""
-    if not known:
-        return allowed
-    rows = torch.tensor([row for row, _ in known])
-    masks = torch.from_numpy(np.stack([mask for _, mask in known]).view(np.int32))
-    if allowed is None:
-        return TokenMasks(rows, masks)
-    return TokenMasks(torch.cat([allowed.rows, rows]), torch.cat([allowed.masks, masks]))
+_ASKED: Row = np.empty(0, dtype=np.uint32)  # a mask that was not needed
+
+
+def best_allowed(logits: NDArray[np.float32], mask: Row) -> int:
+    """The lowest token id with the highest logit among those that a mask [W] allows; NO_TOKEN if
+    that logit is not finite. logits: [V]"""
+    bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+    scores = np.where(bits, logits, np.float32(-np.inf))
+    best = int(scores.argmax())
+    return best if np.isfinite(scores[best]) else NO_TOKEN

@@ -249,8 +249,12 @@ class SamplingState:
         need = self._needs[slot]
         return need.order or need.min_p or need.history
 
+    def needs_more_than_best(self, slot: int) -> bool:
+        """Whether a request takes more than an argmax."""
+        return self._needs[slot] != _GREEDY
+
     def any_need(self, slots: list[int]) -> bool:
-        """Whether any request of a batch takes more than an argmax. slots: [b] request slots."""
+        """The same of any request of a batch. slots: [b] request slots."""
         return any(self._needs[slot] != _GREEDY for slot in slots)
 
 

@@ -201,7 +201,8 @@ class EagerRun:
         noise: KeyedNoise | None = keyed
         steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
         if steers:
-            noise = GrammarGuide(constraints, slots, sampling, keyed)
+            guide = GrammarGuide(constraints, slots, sampling, keyed)
+            noise = guide if guide.grammars else noise
         inputs = (self.slots, self.kv_slots, self.part, noise)
         depth = self.part.shape.depth
         if steers:
