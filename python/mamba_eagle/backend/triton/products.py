@@ -26,8 +26,9 @@ FEW_TOKENS = 64
 def multiplies(matrix: Matrix, device: torch.device) -> bool:
     """Whether there is a product that reads the matrix [out, in] as it is."""
     if isinstance(matrix, FourBitMatrix):
-        group = matrix.group
-        return group >= 16 and group & (group - 1) == 0
+        group, scale = matrix.group, matrix.scale.dtype
+        known = matrix.zero is not None or scale == E4M3
+        return known and group >= 16 and group & (group - 1) == 0
     if not isinstance(matrix, Float8Matrix) or capability(device) < FLOAT8:
         return False
     rounding, block = matrix.rounding, matrix.block
@@ -126,7 +127,7 @@ def groups_supported(matrix: Float8Matrix, dtype: torch.dtype, device: torch.dev
 
 class FourBitProduct(MatrixProduct):
     """Few tokens are multiplied with the weight as it is; for more it is dequantized each time,
-    which takes little beside their product."""
+    which takes little beside their product. So it is for inputs of 32 bits."""
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
         zero = matrix.zero
@@ -137,10 +138,10 @@ class FourBitProduct(MatrixProduct):
             matrix.factor.contiguous(),
         )
         self.dtype = dtype
-        self.one = torch.ones(1, 1, device=matrix.codes.device)
+        self.weight = None if dtype == torch.float32 else four_bit.weight_of(*self.parts, dtype)
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
-        if len(x) <= FEW_TOKENS:
-            return four_bit.product(x, *self.parts, self.one, bias)
+        if self.weight is not None and len(x) <= FEW_TOKENS:
+            return four_bit.product(x, self.weight, bias)
         return F.linear(x, four_bit.dequantize(*self.parts, self.dtype), bias)
