@@ -62,7 +62,8 @@ Call = Callable[[int], Tensor]  # which copy of the weight
 class Form:
     """Copies of one weight [rows, columns] in one form."""
 
-    def __init__(self, name: str, rows: int, columns: int) -> None:
+    def __init__(self, name: str, rows: int, columns: int, copies: int = 0) -> None:
+        """copies: 0 for as many as do not fit into the L2 cache."""
         self.name = name
         self.bytes = rows * columns / 2
         group = next(each for each in GROUPS[name] if columns % each == 0)
@@ -78,7 +79,7 @@ class Form:
         self.parts = (codes, scale, zero, torch.full((1, 1), 0.01, device="cuda"))
         first = four_bit.weight_of(*self.parts, BF16)
         self.bytes += first.scale.nbytes
-        copies = max(2, math.ceil(ROTATED_BYTES / self.bytes))
+        copies = copies or max(2, math.ceil(ROTATED_BYTES / self.bytes))
         self.weights = [first]
         self.weights += [
             first._replace(units=first.units.clone(), scale=first.scale.clone())
@@ -96,6 +97,7 @@ def check(what: str, found: Tensor, exact: Tensor) -> None:
 
 
 def measure(report: Report, forms: list[str], tokens: list[int], shapes: list[str]) -> None:
+    build(forms, tokens, shapes, lambda *size: [four_bit.choose_config(*size)])
     for shape in shapes:
         rows, columns = SHAPES[shape]
         made = [Form(name, rows, columns) for name in forms]
@@ -135,7 +137,9 @@ def candidates(n: int, rows: int, columns: int) -> list[Config]:
             programs = math.ceil(rows / height) * splits
             iterations = columns / (4 * units * slices * splits)
             if splits == 1 or (programs <= 900 and iterations >= 3):
-                found.append(Config(height, tokens, units, slices, splits, warps, stages))
+                for ahead in (0, 8):
+                    given = (height, tokens, units, slices, splits, warps, stages, ahead)
+                    found.append(Config(*given))
     return found
 
 
@@ -143,27 +147,32 @@ def launch(x: Tensor, weight: Weight, config: Config) -> Tensor:
     return four_bit.product(x, weight, None, config)
 
 
-def build(forms: list[str], tokens: list[int], shapes: list[str]) -> None:
-    """Compiles all configurations by all cores."""
+def build(
+    forms: list[str],
+    tokens: list[int],
+    shapes: list[str],
+    configs: Callable[[int, int, int], list[Config]],
+) -> None:
+    """Compiles what a benchmark launches, by all cores."""
     builders = Builders()
     with dry_run() as run:
         for shape in shapes:
             rows, columns = SHAPES[shape]
             for name in forms:
-                form = Form(name, rows, columns)
+                weight = Form(name, rows, columns, copies=1).weights[0]
                 for n in tokens:
                     x = torch.zeros(n, columns, device="cuda", dtype=BF16)
-                    for config in candidates(n, rows, columns):
-                        launch(x, form.weights[0], config)
-                del form
-                torch.cuda.empty_cache()
+                    for config in configs(n, rows, columns):
+                        launch(x, weight, config)
+                del weight
+    torch.cuda.empty_cache()
     print(f"{builders.build(run)} kernels built", flush=True)
 
 
 def sweep(forms: list[str], tokens: list[int], shapes: list[str], shown: int) -> None:
     """The best configurations, by shape and tokens."""
-    build(forms, tokens, shapes)
-    print("rows tokens units slices splits warps stages")
+    build(forms, tokens, shapes, candidates)
+    print("rows tokens units slices splits warps stages ahead")
     for shape in shapes:
         rows, columns = SHAPES[shape]
         for name in forms:

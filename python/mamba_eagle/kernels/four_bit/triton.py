@@ -43,6 +43,7 @@ class Config(NamedTuple):
     splits: int  # shares of the columns, a program each
     warps: int
     stages: int  # iterations in flight, one of which is multiplied
+    ahead: int = 0  # of a row, 128 bytes each, fetched while the previous kernel drains; 2^k or 0
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────
@@ -202,6 +203,21 @@ def _quarters(x, dtype: tl.constexpr):
         return _four(_QUARTERS, "=r,=r,=r,=r,l,l", [x], dtype)
 
 
+@triton.jit
+def _fetch(row_codes, start, units, AHEAD: tl.constexpr):
+    """Have some of the codes brought to the L2 cache. row_codes: [rows] pointers."""
+    if not INTERPRETED:
+        unit = tl.minimum(start + 64 * tl.arange(0, AHEAD), units - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(row_codes[:, None] + unit[None, :]).to(tl.int64)],
+            tl.int32,
+            False,
+            1,
+        )
+
+
 # ── products ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -245,6 +261,7 @@ def _product_kernel(
     SLICES: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     dtype: tl.constexpr = like.dtype.element_ty
@@ -261,6 +278,9 @@ def _product_kernel(
         acc = tl.zeros([SLICES, ROWS, TOKENS], tl.float32)
     else:
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    if AHEAD > 0:
+        own = codes + tl.minimum(row, out - 1).to(tl.int64) * units
+        _fetch(own, split * share * SLICES * UNITS, units, AHEAD)
     previous_done(OVERLAP)
     for step in tl.range(0, share, num_stages=STAGES):
         first = ((split * share + step) * SLICES + tl.arange(0, SLICES))[:, None, None]
@@ -400,6 +420,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         SLICES=config.slices,
         SPLIT=splits > 1,
         STAGES=config.stages,
+        AHEAD=config.ahead if overlap else 0,
         OVERLAP=overlap,
         num_warps=config.warps,
         launch_pdl=overlap,
