@@ -39,22 +39,31 @@ GROUPS = {"nvfp4": (16,), "int4": (128, 32)}  # the first that fits
 WITHIN = 5e-3  # relative error; bfloat16 outputs alone are off by 1.7e-3
 BF16 = torch.bfloat16
 
-# (rows, units, slices, warps, stages) by the most tokens they are for
-NARROW = [
-    (16, 32, 4, 4, 4), (16, 32, 4, 4, 6), (16, 64, 4, 4, 4), (16, 32, 8, 8, 4), (16, 64, 2, 2, 4),
-    (16, 64, 8, 8, 3), (32, 32, 4, 4, 3), (32, 32, 4, 4, 4), (32, 32, 4, 4, 6), (32, 64, 4, 4, 3),
-    (32, 32, 2, 2, 4), (32, 64, 2, 2, 4), (32, 32, 8, 8, 4), (64, 32, 4, 4, 3), (64, 32, 2, 2, 4),
-    (32, 64, 1, 2, 5), (64, 64, 1, 4, 5), (64, 128, 1, 4, 4), (128, 64, 1, 8, 4),
-]  # fmt: skip
-MIDDLE = [
-    (16, 32, 4, 4, 4), (32, 32, 4, 4, 3), (32, 32, 2, 2, 4),
-    (64, 64, 1, 4, 4), (64, 32, 1, 4, 5), (128, 64, 1, 4, 3), (128, 64, 1, 8, 3),
-    (128, 32, 1, 4, 4), (128, 32, 1, 8, 5),
-]  # fmt: skip
-WIDE = [
-    (64, 64, 1, 4, 3), (64, 32, 1, 4, 4), (128, 64, 1, 8, 3), (128, 32, 1, 8, 4),
-    (128, 32, 1, 4, 4), (256, 32, 1, 8, 3),
-]  # fmt: skip
+# (rows, units, slices, warps, stages, registers or 0, apart) by the most tokens they are for
+CANDIDATES: dict[int, list[tuple[int, int, int, int, int, int | 0, bool]]] = {
+    8: [
+        (32, 32, 4, 4, 3, 0, 0), (32, 32, 4, 4, 3, 96, 0), (32, 32, 4, 4, 3, 80, 0),
+        (32, 32, 4, 4, 3, 0, 1), (32, 32, 4, 4, 4, 0, 1), (16, 32, 4, 4, 4, 0, 0),
+        (16, 32, 4, 4, 4, 64, 0), (16, 64, 4, 4, 3, 0, 0), (64, 32, 4, 4, 3, 0, 0),
+        (64, 32, 4, 4, 3, 128, 0), (64, 32, 4, 4, 3, 128, 1), (32, 32, 2, 2, 4, 0, 0),
+        (32, 64, 2, 2, 3, 128, 0), (64, 32, 2, 2, 3, 128, 0), (16, 32, 8, 8, 3, 0, 0),
+    ],
+    16: [
+        (32, 32, 4, 4, 3, 0, 1), (32, 32, 4, 4, 3, 0, 0), (64, 32, 1, 4, 4, 0, 1),
+        (64, 64, 1, 4, 3, 0, 1), (128, 32, 1, 4, 3, 0, 1),
+    ],
+    32: [
+        (32, 32, 4, 4, 3, 128, 1), (16, 32, 4, 4, 3, 0, 1), (64, 32, 1, 4, 4, 0, 1),
+        (64, 64, 1, 4, 3, 0, 1), (128, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 3, 0, 1),
+        (64, 32, 1, 4, 4, 0, 0),
+    ],
+    64: [
+        (64, 32, 1, 4, 4, 0, 1), (64, 32, 1, 4, 3, 0, 1), (64, 64, 1, 4, 3, 0, 1),
+        (128, 32, 1, 4, 3, 0, 1), (128, 64, 1, 8, 3, 128, 1), (128, 32, 1, 8, 3, 0, 1),
+        (256, 32, 1, 8, 3, 0, 1),
+    ],
+}  # fmt: skip
+PROCESSORS = 132
 
 Call = Callable[[int], Tensor]  # which copy of the weight
 
@@ -80,11 +89,8 @@ class Form:
         first = four_bit.weight_of(*self.parts, BF16)
         self.bytes += first.scale.nbytes
         copies = copies or max(2, math.ceil(ROTATED_BYTES / self.bytes))
-        self.weights = [first]
-        self.weights += [
-            first._replace(units=first.units.clone(), scale=first.scale.clone())
-            for _ in range(copies - 1)
-        ]
+        rest = [four_bit.weight_of(*self.parts, BF16) for _ in range(copies - 1)]
+        self.weights = [first, *rest]
 
     def exact(self, x: Tensor) -> Tensor:
         return x.float() @ dequantize(*self.parts).t()
@@ -123,23 +129,23 @@ def measure(report: Report, forms: list[str], tokens: list[int], shapes: list[st
 
 
 def widened_product(x: Tensor, form: Form) -> Tensor:
-    return F.linear(x, four_bit.dequantize(*form.parts, BF16))
+    return F.linear(x, four_bit.dequantize(form.weights[0]))
 
 
 def candidates(n: int, rows: int, columns: int) -> list[Config]:
-    """Configurations worth trying for n tokens."""
+    """Configurations worth trying for n tokens: those whose programs are spread evenly."""
     tokens = min(64, max(8, 1 << (n - 1).bit_length()))
     found = []
-    for height, units, slices, warps, stages in (
-        NARROW if tokens == 8 else MIDDLE if tokens <= 32 else WIDE
-    ):
-        for splits in (1, 2, 4):
-            programs = math.ceil(rows / height) * splits
-            iterations = columns / (4 * units * slices * splits)
-            if splits == 1 or (programs <= 900 and iterations >= 3):
-                for ahead in (0, 8):
-                    given = (height, tokens, units, slices, splits, warps, stages, ahead)
-                    found.append(Config(*given))
+    for height, units, slices, warps, stages, registers, apart in CANDIDATES[tokens]:
+        tiles, steps = math.ceil(rows / height), columns / (4 * units * slices)
+        for splits in range(1, 9):
+            programs = tiles * splits
+            even = programs / (PROCESSORS * math.ceil(programs / PROCESSORS))
+            if splits > 1 and (even < 0.84 or programs > 8 * PROCESSORS or steps / splits < 2.5):
+                continue
+            for ahead in (0, 8):
+                given = (height, tokens, units, slices, splits, warps, stages, ahead)
+                found.append(Config(*given, registers or None, bool(apart)))
     return found
 
 
@@ -172,7 +178,7 @@ def build(
 def sweep(forms: list[str], tokens: list[int], shapes: list[str], shown: int) -> None:
     """The best configurations, by shape and tokens."""
     build(forms, tokens, shapes, candidates)
-    print("rows tokens units slices splits warps stages ahead")
+    print(*Config._fields)
     for shape in shapes:
         rows, columns = SHAPES[shape]
         for name in forms:

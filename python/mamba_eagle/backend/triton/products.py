@@ -10,7 +10,7 @@ from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gpu import capability
-from mamba_eagle.layers.products import MatrixProduct
+from mamba_eagle.layers.products import MatrixProduct, PackedProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -125,23 +125,30 @@ def groups_supported(matrix: Float8Matrix, dtype: torch.dtype, device: torch.dev
     return plain and fits and dtype == torch.bfloat16 and capability(device)[0] == ROW_SCALES[0]
 
 
-class FourBitProduct(MatrixProduct):
-    """Few tokens are multiplied with the weight as it is; for more it is dequantized each time,
-    which takes little beside their product. So it is for inputs of 32 bits."""
+class FourBitProduct(PackedProduct):
+    """Inputs of 16 bits: few tokens are multiplied with the weight as it is; for more it is
+    dequantized each time, which takes little beside their product."""
+
+    few_bits = True
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
-        zero = matrix.zero
-        self.parts = (
-            matrix.codes.contiguous(),
-            matrix.scale.contiguous(),
-            None if zero is None else zero.contiguous(),
-            matrix.factor.contiguous(),
-        )
-        self.dtype = dtype
-        self.weight = None if dtype == torch.float32 else four_bit.weight_of(*self.parts, dtype)
+        outputs, inputs = matrix.shape
+        super().__init__(outputs, inputs)
+        parts = (matrix.codes, matrix.scale, matrix.zero, matrix.factor)
+        self.weight = four_bit.weight_of(*parts, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return four_bit.dequantize(self.weight.rows(ids))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self(x, None)
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
-        if self.weight is not None and len(x) <= FEW_TOKENS:
+        if len(x) <= FEW_TOKENS:
             return four_bit.product(x, self.weight, bias)
-        return F.linear(x, four_bit.dequantize(*self.parts, self.dtype), bias)
+        return F.linear(x, four_bit.dequantize(self.weight), bias)

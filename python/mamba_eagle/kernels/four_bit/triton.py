@@ -8,9 +8,10 @@ number moves between threads.
 
 What limits the speed is the number of instructions per weight. Two units share a register: shifts
 and masks place the bits of two codes where a 16-bit float has them, which gives E2M1 floats times a
-power of two, or integers plus a power of two. The groups' scales are multiplied to both at once.
-E2M1 times E4M3 has six significant bits at most, so that NVFP4's weights are exact in 16 bits; of
-integers the scale and the weight are rounded.
+power of two, or integers plus a power of two. The groups' scales are multiplied to both at once. A
+unit's bits are put in another order beforehand, so that few shifts do (``Places``). E2M1 times E4M3
+has six significant bits at most, so that NVFP4's weights are exact in 16 bits; of integers the
+scale and the weight are rounded.
 
 With slices, each warp multiplies all of the program's rows with columns of its own, and the warps'
 sums are added at the end: programs have few rows, and there are enough of them to fill a GPU.
@@ -44,25 +45,50 @@ class Config(NamedTuple):
     warps: int
     stages: int  # iterations in flight, one of which is multiplied
     ahead: int = 0  # of a row, 128 bytes each, fetched while the previous kernel drains; 2^k or 0
+    registers: int | None = None  # per thread, at most; None: the compiler's choice
+    apart: bool = False  # the inputs' four quarters are put apart by a launch of their own
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _placed_floats(kind: str, magnitude: int, mask: str) -> str:
-    """PTX: $0 to $3 = the numbers 0 to 3 of two units, $4, times two scales, $5.
+class Places(NamedTuple):
+    """Where a unit's 16 bits have the numbers 0 to 3, if these are E2M1 floats."""
 
-    kind: of 16-bit floats. magnitude: the lowest bit of E2M1's magnitude in such a float. mask: of
-    the magnitudes' bits in two floats.
-    """
-    lines = [".reg .b32 sign, size, zero;", "mov.b32 zero, 0x80008000;"]  # two times -0
+    signs: tuple[int, int, int, int]
+    sizes: tuple[int, int, int, int]  # the lowest of three bits, exponent and mantissa
+    size: int  # the lowest of them in a 16-bit float
+
+
+# Number 0 is where the float has it, number 1 three bits below: one shift and one mask find both
+# parts of it.
+PLACES = {
+    torch.bfloat16: Places((15, 12, 14, 13), (6, 3, 0, 9), 6),
+    torch.float16: Places((15, 12, 14, 13), (9, 6, 3, 0), 9),
+}
+
+
+def _shifted(register: str, source: str, left: int) -> str:
+    """PTX: register = source, shifted to the left, or to the right if that is less than 0."""
+    if left == 0:
+        return f"mov.b32 {register}, {source};"
+    return f"{'shl' if left > 0 else 'shr'}.b32 {register}, {source}, {abs(left)};"
+
+
+def _placed_floats(kind: str, places: Places) -> str:
+    """PTX: $0 to $3 = the numbers 0 to 3 of two units, $4, times two scales, $5."""
+    sign, size = 0x8000_8000, (7 << places.size) * 0x1_0001
+    lines = [".reg .b32 sign, size, zero;", f"mov.b32 zero, {sign:#x};"]  # two times -0
     for number in range(4):
-        left = 12 - 4 * number  # from the code's sign to bit 15
-        lines.append(f"shl.b32 sign, $4, {left};")
-        lines.append("and.b32 sign, sign, 0x80008000;")
-        left = magnitude - 4 * number
-        lines.append(f"{'shl' if left > 0 else 'shr'}.b32 size, $4, {abs(left)};")
-        lines.append(f"lop3.b32 size, size, {mask}, sign, 0xEA;")  # (size & mask) | sign
+        up = 15 - places.signs[number]
+        left = places.size - places.sizes[number]
+        lines.append(_shifted("size", "$4", left))
+        if up == left:
+            lines.append(f"and.b32 size, size, {sign | size:#x};")
+        else:
+            lines.append(_shifted("sign", "$4", up))
+            lines.append(f"and.b32 sign, sign, {sign:#x};")
+            lines.append(f"lop3.b32 size, size, {size:#x}, sign, 0xEA;")  # (size & mask) | sign
         lines.append(f"fma.rn.{kind} ${number}, size, $5, zero;")
     return "{" + " ".join(lines) + "}"
 
@@ -80,8 +106,8 @@ def _placed_integers(kind: str, power: str, one: str) -> str:
     return "{" + " ".join(lines) + "}"
 
 
-_FLOATS_BF16 = tl.constexpr(_placed_floats("bf16x2", 6, "0x01C001C0"))
-_FLOATS_F16 = tl.constexpr(_placed_floats("f16x2", 9, "0x0E000E00"))
+_FLOATS_BF16 = tl.constexpr(_placed_floats("bf16x2", PLACES[torch.bfloat16]))
+_FLOATS_F16 = tl.constexpr(_placed_floats("f16x2", PLACES[torch.float16]))
 _INTEGERS_BF16 = tl.constexpr(_placed_integers("bf16x2", "0x43004300", "0x3F803F80"))
 _INTEGERS_F16 = tl.constexpr(_placed_integers("f16x2", "0x64006400", "0x3C003C00"))
 _QUARTERS = tl.constexpr(
@@ -92,19 +118,33 @@ _QUARTERS = tl.constexpr(
 
 
 @triton.jit
-def _e2m1(code):
-    """E2M1 floats / 2^14: their bits as those of a float16, whose exponents are biased by 14 more;
-    subnormal ones come out right. code: integers of four bits -> float32."""
-    bits = ((code & 8) << 12) | ((code & 7) << 9)
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _e2m1(unit, SIGN: tl.constexpr, SIZE: tl.constexpr):
+    """One E2M1 float of each unit (int32), its bits at SIGN and from SIZE on -> float32. They are
+    those of a float16 that is 2^14 times smaller; subnormal ones come out right."""
+    bits = ((unit >> SIGN & 1) << 15) | ((unit >> SIZE & 7) << 9)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit
-def _numbers(code, zero, FLOATS: tl.constexpr):
-    if FLOATS:
-        return _e2m1(code) * 16384.0
+def _plain_floats(unit, dtype: tl.constexpr):
+    """Four tiles of float32, without scales."""
+    u = unit.to(tl.int32)
+    if dtype == tl.bfloat16:
+        return _e2m1(u, 15, 6), _e2m1(u, 12, 3), _e2m1(u, 14, 0), _e2m1(u, 13, 9)
     else:
-        return code.to(tl.float32) - zero
+        return _e2m1(u, 15, 9), _e2m1(u, 12, 6), _e2m1(u, 14, 3), _e2m1(u, 13, 0)
+
+
+@triton.jit
+def _plain_integers(unit, zero):
+    """Four tiles of float32, less zero points, without scales."""
+    u = unit.to(tl.int32)
+    return (
+        (u & 15).to(tl.float32) - zero,
+        (u >> 4 & 15).to(tl.float32) - zero,
+        (u >> 8 & 15).to(tl.float32) - zero,
+        (u >> 12 & 15).to(tl.float32) - zero,
+    )
 
 
 # What E2M1's bits stand for in a 16-bit float is too small by 2^126 or 2^14. Most of it is
@@ -155,13 +195,8 @@ def _four(code: tl.constexpr, registers: tl.constexpr, given, dtype: tl.constexp
 def _floats(unit, scale, dtype: tl.constexpr):
     """E2M1 floats times scales. unit: int16; scale: per unit -> four tiles of ``dtype``."""
     if INTERPRETED:
-        u = unit.to(tl.int32)
-        return (
-            _numbers(u & 15, 0, True) * scale,
-            _numbers(u >> 4 & 15, 0, True) * scale,
-            _numbers(u >> 8 & 15, 0, True) * scale,
-            _numbers(u >> 12 & 15, 0, True) * scale,
-        )
+        n0, n1, n2, n3 = _plain_floats(unit, dtype)
+        return n0 * scale, n1 * scale, n2 * scale, n3 * scale
     else:
         code: tl.constexpr = _FLOATS_BF16 if dtype == tl.bfloat16 else _FLOATS_F16
         return _four(code, "=r,=r,=r,=r,r,r", [unit, scale], dtype)
@@ -172,13 +207,8 @@ def _integers(unit, scale, zero, dtype: tl.constexpr):
     """Integers less zero points, times scales. unit: int16; scale: per unit; zero: also, less than
     0 by as much as ``_placed_integers`` needs -> four tiles of ``dtype``."""
     if INTERPRETED:
-        u = unit.to(tl.int32)
-        return (
-            _numbers(u & 15, zero, False) * scale,
-            _numbers(u >> 4 & 15, zero, False) * scale,
-            _numbers(u >> 8 & 15, zero, False) * scale,
-            _numbers(u >> 12 & 15, zero, False) * scale,
-        )
+        n0, n1, n2, n3 = _plain_integers(unit, zero)
+        return n0 * scale, n1 * scale, n2 * scale, n3 * scale
     else:
         code: tl.constexpr = _INTEGERS_BF16 if dtype == tl.bfloat16 else _INTEGERS_F16
         return _four(code, "=r,=r,=r,=r,r,r,r", [unit, scale, zero], dtype)
@@ -186,7 +216,7 @@ def _integers(unit, scale, zero, dtype: tl.constexpr):
 
 @triton.jit
 def _quarter(x, number: tl.constexpr, dtype: tl.constexpr):
-    return (x >> 16 * number).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return (x >> 16 * number).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -237,7 +267,7 @@ def _add_product(w, x, acc):
 # not specialized, so that all weights of a model and all numbers of tokens share machine code
 @triton.jit(do_not_specialize=["n", "aligned_groups", "share", "factor_stride"])
 def _product_kernel(
-    x,  # [n, units] int64, rows x_stride apart
+    x,  # [n, units] int64, rows x_stride apart; or its quarters [4, n, units], if APART
     codes,  # [out, units] int16
     scale,  # [out, groups] E4M3; or int32: the bits of a scale, and 2^16 times its zero point
     factor,  # [out] or one
@@ -262,6 +292,7 @@ def _product_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    APART: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     dtype: tl.constexpr = like.dtype.element_ty
@@ -269,18 +300,21 @@ def _product_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
-    is_row, is_token = (row < out)[None, :, None], (token < n)[None, :, None]
+    is_token = (token < n)[None, :, None]
     groups = aligned_groups * ALIGN  # so that the compiler knows of it
-    row_codes = codes + row.to(tl.int64)[None, :, None] * units
-    row_scales = scale + row.to(tl.int64)[None, :, None] * groups
+    # Rows past the last are the last one, and what is read past the end of a row, the next one or
+    # SLACK, is multiplied with zeros: so these loads need no masks.
+    own = tl.minimum(row, out - 1).to(tl.int64)
+    row_codes = codes + own[None, :, None] * units
+    row_scales = scale + own[None, :, None] * groups
     tokens = x + token.to(tl.int64)[None, :, None] * x_stride
+    quarter = n * units
     if SLICES > 1:
         acc = tl.zeros([SLICES, ROWS, TOKENS], tl.float32)
     else:
         acc = tl.zeros([ROWS, TOKENS], tl.float32)
     if AHEAD > 0:
-        own = codes + tl.minimum(row, out - 1).to(tl.int64) * units
-        _fetch(own, split * share * SLICES * UNITS, units, AHEAD)
+        _fetch(codes + own * units, split * share * SLICES * UNITS, units, AHEAD)
     previous_done(OVERLAP)
     for step in tl.range(0, share, num_stages=STAGES):
         first = ((split * share + step) * SLICES + tl.arange(0, SLICES))[:, None, None]
@@ -289,10 +323,17 @@ def _product_kernel(
             group = first * COUNT + tl.arange(0, COUNT)[None, None, :]
         else:
             group = first * UNITS // GROUP + tl.arange(0, COUNT)[None, None, :]
-        inside = unit < units
-        w = tl.load(row_codes + unit, mask=is_row & inside, other=0)
-        s = tl.load(row_scales + group, mask=is_row & (group < groups), other=0.0)
-        t = tl.load(tokens + unit, mask=is_token & inside, other=0)
+        w = tl.load(row_codes + unit)
+        s = tl.load(row_scales + group)
+        is_input = is_token & (unit < units)
+        if APART:
+            t0 = tl.load(tokens + unit, mask=is_input, other=0.0)
+            t1 = tl.load(tokens + (quarter + unit), mask=is_input, other=0.0)
+            t2 = tl.load(tokens + (2 * quarter + unit), mask=is_input, other=0.0)
+            t3 = tl.load(tokens + (3 * quarter + unit), mask=is_input, other=0.0)
+        else:
+            t = tl.load(tokens + unit, mask=is_input, other=0)
+            t0, t1, t2, t3 = _quarters(t, dtype)
         if FLOATS:
             s = _of_units(_whole_scale(s, dtype), UNITS)
             w0, w1, w2, w3 = _floats(w, s, dtype)
@@ -305,7 +346,6 @@ def _product_kernel(
                 power: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
                 z = (-power - z).to(dtype)
             w0, w1, w2, w3 = _integers(w, _of_units(s, UNITS), _of_units(z, UNITS), dtype)
-        t0, t1, t2, t3 = _quarters(t, dtype)
         acc = _add_product(w0, t0, acc)
         acc = _add_product(w1, t1, acc)
         acc = _add_product(w2, t2, acc)
@@ -326,48 +366,109 @@ def _product_kernel(
 
 
 class Weight(NamedTuple):
-    """A weight as the products read it."""
+    """A weight as these kernels read it."""
 
-    units: Tensor  # [out, in / 4] int16
-    scale: Tensor  # [out, groups] E4M3; or int32: a scale's 16 bits, and above them its zero point
+    units: Tensor  # [out, in / 4] int16, with SLACK units behind them
+    # [out, groups] E4M3; or int32, whose low bits are a scale, and the high ones its zero point;
+    # with SLACK numbers behind them
+    scale: Tensor
     factor: Tensor  # [out, 1] or [1, 1] float32
     one: Tensor  # [1, 1] float32, a one
-    dtype: torch.dtype  # of the inputs
+    dtype: torch.dtype  # of the inputs and of integers' scales
+
+    @property
+    def floats(self) -> bool:
+        """Whether codes are E2M1 floats."""
+        return self.scale.element_size() == 1
 
     @property
     def group(self) -> int:
         """Units per scale."""
         return self.units.shape[1] // self.scale.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.units.nbytes + self.scale.nbytes + self.factor.nbytes
+
+    def rows(self, ids: Tensor) -> Weight:
+        """Some rows, to be dequantized."""
+        factor = self.factor if len(self.factor) == 1 else self.factor[ids]
+        scale = self.scale.view(torch.uint8)[ids].view(self.scale.dtype)
+        return self._replace(units=self.units[ids], scale=scale, factor=factor)
+
+
+SLACK = 4096  # at least what one iteration reads of a row
+CHUNK = 1 << 24  # units that are put in order at a time
+
 
 def weight_of(
     codes: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor, dtype: torch.dtype
 ) -> Weight:
-    """From what torch.py describes, for inputs of 16 bits; the codes are not copied.
+    """A copy of what torch.py describes, for inputs of 16 bits.
 
     Groups are powers of two, at least 16 columns; without zero points their scales are E4M3.
     """
-    if zero is not None:
+    units = _with_slack(codes.contiguous().view(torch.int16))
+    if zero is None:
+        flat = units.flatten()
+        for first in range(0, len(flat), CHUNK):
+            part = flat[first : first + CHUNK]
+            part.copy_(_placed(part, PLACES[dtype]))
+    else:
         bits = scale.to(dtype).view(torch.int16).int() & 0xFFFF
         scale = bits | zero.int() << 16
     one = torch.ones(1, 1, device=codes.device)
-    units = codes.contiguous().view(torch.int16)
-    return Weight(units, scale.contiguous(), factor.contiguous(), one, dtype)
+    return Weight(units, _with_slack(scale), factor.contiguous(), one, dtype)
 
 
-PROGRAMS = 528  # four for each of a Hopper GPU's 132 multiprocessors
+def _with_slack(values: Tensor) -> Tensor:
+    """A copy [out, n] at the beginning of something larger, whose rest is zero."""
+    rows, columns = values.shape
+    numbers = values.contiguous().view(torch.uint8) if values.dtype.itemsize == 1 else values
+    room = numbers.new_zeros(rows * columns + SLACK)
+    copy = room[: rows * columns].view(rows, columns)
+    copy.copy_(numbers)
+    return copy.view(values.dtype)
+
+
+def _placed(units: Tensor, places: Places) -> Tensor:
+    """Units of E2M1 floats, four bits each, with their bits at their places."""
+    given, found = units.int(), torch.zeros_like(units, dtype=torch.int32)
+    for number in range(4):
+        code = given >> 4 * number
+        found |= (code & 7) << places.sizes[number]
+        found |= (code >> 3 & 1) << places.signs[number]
+    return found.to(torch.int16)
+
+
+PROCESSORS = 132  # a Hopper GPU's multiprocessors
+EVEN = 0.84  # share of the multiprocessors' time that equal programs must fill
 
 
 def choose_config(n: int, rows: int, columns: int) -> Config:
     """For a weight [rows, columns] and n tokens."""
     tokens = min(64, max(8, triton.next_power_of_2(n)))
-    if tokens > 16:
-        programs, steps, splits = triton.cdiv(rows, 128), triton.cdiv(columns, 256), 1
-        while programs * splits * 2 <= PROGRAMS and steps >= splits * 8:
-            splits *= 2
-        return Config(128, tokens, 64, 1, splits, 8, 3)
-    height = 32 if triton.cdiv(rows, 32) >= PROGRAMS // 2 else 16
-    return Config(height, tokens, 32, 4, 1, 4, 4)
+    if tokens == 8:
+        shape = Config(32, tokens, 32, 4, 1, 4, 3, ahead=8, registers=96)
+    else:
+        shape = Config(64, tokens, 32, 1, 1, 4, 4, ahead=8, apart=True)
+    tiles = triton.cdiv(rows, shape.rows)
+    iterations = triton.cdiv(columns, UNIT * shape.units * shape.slices)
+    return shape._replace(splits=_splits(tiles, iterations // 3))
+
+
+def _splits(tiles: int, largest: int) -> int:
+    """The fewest shares of the columns with which programs are spread evenly over the GPU, or those
+    with which they are most evenly."""
+    best, evenest = 1, 0.0
+    for splits in range(1, max(1, min(largest, 8)) + 1):
+        programs = tiles * splits
+        even = programs / (PROCESSORS * triton.cdiv(programs, PROCESSORS))
+        if even >= EVEN:
+            return splits
+        if even > evenest:
+            best, evenest = splits, even
+    return best
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -375,6 +476,47 @@ def _aligned(x: Tensor) -> Tensor:
     if x.stride(0) % UNIT or x.storage_offset() % UNIT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+@triton.jit
+def _apart_kernel(
+    x,  # [n, units] int64, rows x_stride apart
+    parts,  # [4, n, units]
+    units,
+    x_stride,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    previous_done(OVERLAP)
+    dtype: tl.constexpr = parts.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = unit < units
+    t0, t1, t2, t3 = _quarters(tl.load(x + token * x_stride + unit, mask=inside, other=0), dtype)
+    quarter = tl.num_programs(0).to(tl.int64) * units
+    at = parts + token * units + unit
+    tl.store(at, t0, mask=inside)
+    tl.store(at + quarter, t1, mask=inside)
+    tl.store(at + 2 * quarter, t2, mask=inside)
+    tl.store(at + 3 * quarter, t3, mask=inside)
+
+
+def _apart(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Units [n, units] int64 -> their numbers 0 to 3 [4, n, units]."""
+    n, units = tokens.shape
+    parts = torch.empty(4, n, units, dtype=dtype, device=tokens.device)
+    overlap, block = launches_overlap(tokens.device), 1024
+    _apart_kernel[(n, triton.cdiv(units, block))](
+        tokens,
+        parts,
+        units,
+        tokens.stride(0),
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return parts
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | None = None) -> Tensor:
@@ -388,9 +530,10 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     config = config or choose_config(n, out, UNIT * units)
     splits, overlap = config.splits, launches_overlap(device)
     groups = weight.scale.shape[1]
-    floats = weight.scale.element_size() == 1
-    align = math.gcd(groups, 4) if floats else 1  # the least that is copied has 4 bytes
+    align = math.gcd(groups, 4) if weight.floats else 1  # the least that is copied has 4 bytes
     tokens = _aligned(x).view(torch.int64)
+    if config.apart:
+        tokens = _apart(tokens, x.dtype)
     y = torch.empty(n, out, dtype=x.dtype, device=device)
     parts = torch.empty(splits, n, out, dtype=torch.float32, device=device) if splits > 1 else y
     grid = (triton.cdiv(out, config.rows), triton.cdiv(n, config.tokens), splits)
@@ -408,9 +551,9 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         units,
         groups // align,
         triton.cdiv(iterations, splits),
-        tokens.stride(0),
+        tokens.stride(-2),
         int(weight.factor.shape[0] > 1),
-        FLOATS=floats,
+        FLOATS=weight.floats,
         GROUP=weight.group,
         ALIGN=align,
         HAS_BIAS=bias is not None,
@@ -421,8 +564,10 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
         SPLIT=splits > 1,
         STAGES=config.stages,
         AHEAD=config.ahead if overlap else 0,
+        APART=config.apart,
         OVERLAP=overlap,
         num_warps=config.warps,
+        maxnreg=config.registers,
         launch_pdl=overlap,
     )
     if splits > 1:
@@ -435,54 +580,54 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
 
 @triton.jit
 def _dequantize_kernel(
-    codes,  # [out, IN / 2] uint8
-    scale,  # [out, IN / GROUP]
-    zero,  # [out, IN / GROUP] uint8, read if not FLOATS
+    codes,  # [out, UNITS] int16
+    scale,  # [out, UNITS / GROUP] E4M3 or int32
     factor,  # [out] or one
-    weight,  # [out, IN]
+    weight,  # [out, 4 * UNITS]
     factor_stride,
     FLOATS: tl.constexpr,
-    GROUP: tl.constexpr,
-    IN: tl.constexpr,
-    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,  # units
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,  # units per program
     OVERLAP: tl.constexpr,
 ):
     previous_done(OVERLAP)
+    dtype: tl.constexpr = weight.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    inside = 2 * byte < IN
-    both = tl.load(codes + row * (IN // 2) + byte, mask=inside, other=0).to(tl.int32)
-    group = row * (IN // GROUP) + 2 * byte // GROUP
-    s = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = unit < UNITS
+    w = tl.load(codes + row * UNITS + unit, mask=inside, other=0)
+    s = tl.load(scale + row * (UNITS // GROUP) + unit // GROUP, mask=inside, other=0.0)
+    if FLOATS:
+        n0, n1, n2, n3 = _plain_floats(w, dtype)
+        s = s.to(tl.float32)
+    else:
+        n0, n1, n2, n3 = _plain_integers(w, (s >> 16).to(tl.float32))
+        s = s.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     s *= tl.load(factor + row * factor_stride)
-    z = s
-    if not FLOATS:
-        z = tl.load(zero + group, mask=inside, other=0).to(tl.float32)
-    columns = weight + row * IN + 2 * byte
-    tl.store(columns, _numbers(both & 15, z, FLOATS) * s, mask=inside)
-    tl.store(columns + 1, _numbers(both >> 4, z, FLOATS) * s, mask=inside)
+    numbers = tl.join(tl.join(n0 * s, n2 * s), tl.join(n1 * s, n3 * s))  # 0 2, 1 3 -> 0 1 2 3
+    column = tl.program_id(1) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
+    at = weight + row * (4 * UNITS) + column
+    tl.store(at, tl.reshape(numbers, [BLOCK * 4]), mask=column < 4 * UNITS)
 
 
-def dequantize(
-    codes: Tensor, scale: Tensor, zero: Tensor | None, factor: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """As torch.py's, [out, in] of ``dtype``."""
-    rows, half = codes.shape
-    weight = torch.empty(rows, 2 * half, dtype=dtype, device=codes.device)
-    overlap, block = launches_overlap(codes.device), 1024
-    _dequantize_kernel[(rows, triton.cdiv(half, block))](
-        codes,
-        scale,
-        codes if zero is None else zero,
-        factor,
-        weight,
-        int(factor.shape[0] > 1),
-        FLOATS=zero is None,
-        GROUP=2 * half // scale.shape[1],
-        IN=2 * half,
-        BYTES=block,
+def dequantize(weight: Weight) -> Tensor:
+    """As torch.py's, [out, in] of the inputs' dtype."""
+    rows, units = weight.units.shape
+    whole = torch.empty(rows, UNIT * units, dtype=weight.dtype, device=weight.units.device)
+    overlap, block = launches_overlap(whole.device), 512
+    _dequantize_kernel[(rows, triton.cdiv(units, block))](
+        weight.units,
+        weight.scale,
+        weight.factor,
+        whole,
+        int(weight.factor.shape[0] > 1),
+        FLOATS=weight.floats,
+        GROUP=weight.group,
+        UNITS=units,
+        BLOCK=block,
         OVERLAP=overlap,
         num_warps=4,
         launch_pdl=overlap,
     )
-    return weight
+    return whole
