@@ -66,6 +66,76 @@ def test_the_floats_of_all_codes() -> None:
     assert [naive.float_of(code) for code in range(16)] == values + [-x for x in values]
 
 
+def pair(numbers: Tensor) -> int:
+    """Two 16-bit floats in one register."""
+    low, high = (numbers.view(torch.int16).int() & 0xFFFF).tolist()
+    return low | high << 16
+
+
+def floats(register: int, dtype: torch.dtype) -> Tensor:
+    halves = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.int32)
+    return halves.to(torch.int16).view(dtype).double()
+
+
+def run_ptx(code: str, dtype: torch.dtype, *given: int) -> list[Tensor]:
+    """$0 to $3 of the few instructions that the kernels use, as float64. given: $4 and on."""
+    registers = {f"${4 + i}": value for i, value in enumerate(given)}
+    whole = 0xFFFF_FFFF
+    for line in code.strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name in ("", ".reg"):
+            continue
+        to, *texts = (text.strip() for text in rest.split(","))
+        args = [registers[text] if text in registers else int(text, 0) for text in texts]
+        match name.partition(".")[0]:
+            case "mov":
+                made = args[0]
+            case "shl":
+                made = args[0] << args[1] & whole
+            case "shr":
+                made = args[0] >> args[1]
+            case "and":
+                made = args[0] & args[1]
+            case "lop3":
+                assert args[3] == 0xEA
+                made = args[0] & args[1] | args[2]
+            case "fma":
+                a, b, c = (floats(arg, dtype) for arg in args)
+                made = pair((a * b + c).to(dtype))
+            case _:
+                raise AssertionError(line)
+        registers[to] = made
+    return [floats(registers[f"${i}"], dtype) for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_machine_instructions_decode_every_code_and_scale(dtype: torch.dtype) -> None:
+    """What the interpreter does not run."""
+    triton = pytest.importorskip("mamba_eagle.kernels.four_bit.triton")
+    if dtype == torch.bfloat16:
+        e2m1, integers = triton._FLOATS_BF16.value, triton._INTEGERS_BF16.value
+        power, rest, one = 2.0**118, 256.0, 128.0
+    else:
+        e2m1, integers = triton._FLOATS_F16.value, triton._INTEGERS_F16.value
+        power, rest, one = 2.0**7, 2.0**7, 1024.0
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for scale in scales.tolist():
+        codes = torch.randint(0, 16, (2, 4), generator=generator)  # of two units
+        packed = sum(int(codes[h, i]) << 16 * h + 4 * i for h in range(2) for i in range(4))
+        units = torch.tensor([packed & 0xFFFF, packed >> 16]).to(torch.int16)
+        placed = triton._placed(units, triton.PLACES[dtype])
+        both = torch.full((2,), scale * power).to(dtype)
+        found = run_ptx(e2m1, dtype, pair(placed), pair(both))
+        wanted = [[naive.float_of(c) * scale for c in column] for column in codes.t().tolist()]
+        assert [(x * rest).tolist() for x in found] == wanted
+        zero, step = int(codes.sum()) % 17, torch.full((2,), 0.01 + scale / 1000).to(dtype)
+        below = torch.full((2,), -one - zero).to(dtype)
+        found = run_ptx(integers, dtype, packed, pair(step), pair(below))
+        numbers = (codes.t() - zero) * step.double()
+        assert torch.equal(torch.stack(found), numbers.to(dtype).double())
+
+
 @torch_or_triton
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_dequantized(form: str, case: Case) -> None:
