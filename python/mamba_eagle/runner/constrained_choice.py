@@ -1,12 +1,13 @@
 """The target's tokens for a batch in which some requests have grammars.
 
-A mask costs more than it costs to ask whether one token may follow. On a CPU, where the sampler's
-result is at hand, tokens are sampled without masks first, and only where the grammar refuses the
-target's own choice is a mask made and that node sampled again. The tokens are the same: whatever is
-the best of all tokens and allowed is the best of those that are allowed. That does not hold for
-filters, which keep other tokens under a mask, nor for penalties at the nodes of a tree, whose
-counts would have to be gathered again; requests with these get all masks first. Nodes beside the
-accepted path are not looked at, so their tokens may be ones that the grammar refuses.
+A mask costs more than it costs to ask whether one token may follow. So where the sampler's result
+is at hand, or masks would keep the device waiting, tokens are sampled without masks first, and only
+where the grammar refuses the target's own choice is a mask made and that node sampled again. The
+tokens are the same: whatever is the best of all tokens and allowed is the best of those that are
+allowed. That does not hold for filters, which keep other tokens under a mask, nor for penalties at
+the nodes of a tree, whose counts would have to be gathered again; requests with these get all masks
+first. Nodes beside the accepted path are not looked at, so their tokens may be ones that the
+grammar refuses.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
 from mamba_eagle.tree.tree import Tree
+
+# On a GPU so many masks are made while it verifies: each takes about 0.2 ms with 131,072 tokens,
+# and a step at least 3 ms.
+FEW_MASKS = 16
 
 
 class MasksFirst:
@@ -62,7 +67,7 @@ class MasksOnDemand(MasksFirst):
         table: RequestTable,
     ) -> None:
         super().__init__(constraints, chooser)
-        self.sampling, self.table = sampling, table
+        self.sampling, self.table, self.place = sampling, table, constraints.place
 
     def choose(
         self,
@@ -73,21 +78,20 @@ class MasksOnDemand(MasksFirst):
         view: TreeView | None = None,
     ) -> tuple[Tensor, Marks]:
         self.constraints.read_all()
+        trees = self._trees(len(slots), tree, view)
         walks: list[_Walk] = []
-        at_once: list[int] = []
+        at_once: dict[int, tuple[list[int], list[int]]] = {}
         for i, slot in enumerate(slots):
             grammar = self.constraints.grammar(slot)
             if grammar is not None and self._may_wait(slot):
-                walks.append(_Walk(i, grammar, self.sampling.needs_more_than_best(slot)))
+                walks.append(_Walk(i, grammar, *trees[i], self._is_resampled(slot)))
             elif grammar is not None:
-                at_once.append(i)
-        allowed, marks = None, Marks({}, {})
-        if at_once:
-            trees = self._trees(at_once, tree)
-            allowed, marks = self.constraints.masks(slots, trees, logits.shape[1])
+                at_once[i] = trees[i]
+        allowed, marks = self.constraints.masks(slots, at_once, logits.shape[1])
+        allowed = self._joined(allowed, self._masks_ahead(walks), logits.shape[1])
         target = self.chooser.sample(slots, logits, positions, tree, allowed)
         if walks:
-            self._walk(walks, slots, logits, positions, target, tree)
+            self._walk(walks, slots, logits, positions, target)
         for walk in walks:
             if walk.grammar.problem:
                 marks.problems[walk.index] = walk.grammar.problem
@@ -99,13 +103,22 @@ class MasksOnDemand(MasksFirst):
         traced = self.table.wants_trace[slot]
         return not traced and not self.sampling.filters_or_counts(slot)
 
+    def _is_resampled(self, slot: int) -> bool:
+        """Whether the sampler is asked again where a token is refused: more than the logits decides
+        on the best one."""
+        return self.sampling.needs_more_than_best(slot)
+
+    def _masks_ahead(self, walks: Sequence[_Walk]) -> list[_Walk]:
+        """Those whose roots have masks before anything is sampled."""
+        return []
+
     def _trees(
-        self, indices: Sequence[int], tree: Tree | None
-    ) -> dict[int, tuple[list[int], list[int]]]:
-        """Tokens and parents by index in the batch."""
-        if tree is None:
-            return {i: ([0], [0]) for i in indices}
-        return {i: (tree.tokens[i].tolist(), tree.parents[i].tolist()) for i in indices}
+        self, count: int, tree: Tree | None, view: TreeView | None
+    ) -> Sequence[tuple[list[int], list[int]]]:
+        """Tokens and parents of each request."""
+        if tree is None or tree.tokens.shape[1] == 1:
+            return [([0], [0])] * count
+        return list(zip(tree.tokens.tolist(), tree.parents.tolist()))
 
     def _walk(
         self,
@@ -114,49 +127,113 @@ class MasksOnDemand(MasksFirst):
         logits: Tensor,
         positions: Tensor,
         target: Tensor,
-        tree: Tree | None,
     ) -> None:
         """Follow the target's tokens through the trees; ``target`` gets those that were sampled
         again."""
         tokens = target.tolist()
-        if logits.shape[1] > 1:
-            assert tree is not None
-            drafted, parents = tree.tokens.tolist(), tree.parents.tolist()
-            for walk in walks:
-                walk.drafted, walk.parents = drafted[walk.index], parents[walk.index]
         while True:
             refused = [walk for walk in walks if walk.is_refused(tokens[walk.index], logits)]
             if not refused:
                 break
-            index = torch.tensor([walk.index for walk in refused])
-            nodes = torch.tensor([walk.node for walk in refused])
-            masks = np.stack([walk.mask for walk in refused]).view(np.int32)
+            index = self.place.to_device([walk.index for walk in refused])
+            nodes = self.place.to_device([walk.node for walk in refused])
             again = self.chooser.sample(
                 [slots[walk.index] for walk in refused],
                 logits[index, nodes][:, None],
                 positions[index, nodes][:, None],
                 None,
-                TokenMasks(torch.arange(len(refused)), torch.from_numpy(masks)),
+                self._as_masks(range(len(refused)), [walk.mask for walk in refused]),
             )
             for walk, token in zip(refused, again[:, 0].tolist()):
                 walk.write(tokens[walk.index], token)
         changed = [walk.index for walk in walks if walk.changed]
         if changed:
-            target[changed] = torch.tensor([tokens[i] for i in changed])
+            made = self.place.to_device([tokens[i] for i in changed])
+            target[self.place.to_device(changed)] = made
+
+    def _as_masks(self, rows: Sequence[int], masks: Sequence[Row | None]) -> TokenMasks:
+        """On the device. rows: of the logits [b * T, V]."""
+        found = [mask for mask in masks if mask is not None]
+        words = len(found[0])
+        buffer = self.place.host_buffer(4 * len(found) * words).view(torch.int32)
+        buffer = buffer.view(len(found), words)
+        np.stack(found, out=buffer.numpy().view(np.uint32))
+        return TokenMasks(
+            self.place.to_device(list(rows)), buffer.to(self.place.device, non_blocking=True)
+        )
+
+    def _joined(
+        self, allowed: TokenMasks | None, ahead: Sequence[_Walk], nodes: int
+    ) -> TokenMasks | None:
+        """Masks, and those of the roots of requests."""
+        if not ahead:
+            return allowed
+        rows, masks = self._as_masks(
+            [walk.index * nodes for walk in ahead], [walk.mask for walk in ahead]
+        )
+        if allowed is None:
+            return TokenMasks(rows, masks)
+        return TokenMasks(torch.cat([allowed.rows, rows]), torch.cat([allowed.masks, masks]))
+
+
+class MasksWhileVerifying(MasksOnDemand):
+    """On a GPU, which verifies meanwhile: masks of all nodes where they are few. They are made one
+    after the other, so where they are many it would be the device that waits. Then only roots get
+    theirs, of the requests whose grammars refuse or force tokens lately, and the other masks are
+    made on demand: the host waits for the sampler, for what it takes to launch the rest."""
+
+    def choose(
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None = None,
+        view: TreeView | None = None,
+    ) -> tuple[Tensor, Marks]:
+        count = sum(self.constraints.grammar(slot) is not None for slot in slots)
+        demand = view is not None and count * logits.shape[1] > FEW_MASKS
+        return (super() if demand else super(MasksOnDemand, self)).choose(
+            slots, logits, positions, tree, view
+        )
+
+    def _is_resampled(self, slot: int) -> bool:
+        """Always: logits are on the device."""
+        return True
+
+    def _masks_ahead(self, walks: Sequence[_Walk]) -> list[_Walk]:
+        ahead = []
+        for walk in walks:
+            if walk.grammar.narrow and (mask := walk.grammar.mask()) is not None:
+                walk.mask = mask
+                ahead.append(walk)
+        return ahead
+
+    def _trees(
+        self, count: int, tree: Tree | None, view: TreeView | None
+    ) -> Sequence[tuple[list[int], list[int]]]:
+        assert view is not None
+        return list(zip(*view.trees()))
 
 
 class _Walk:
     """One request's way through its tree, as far as the target's tokens are drafted."""
 
-    def __init__(self, index: int, grammar: RequestGrammar, is_noisy: bool) -> None:
-        """index: in the batch. is_noisy: more than the logits decides on the best token."""
-        self.index, self.grammar, self.is_noisy = index, grammar, is_noisy
+    def __init__(
+        self,
+        index: int,
+        grammar: RequestGrammar,
+        drafted: list[int],
+        parents: list[int],
+        is_resampled: bool,
+    ) -> None:
+        """index: in the batch. drafted: tokens by node, the root's aside. is_resampled: the sampler
+        is asked again where a token is refused."""
+        self.index, self.grammar, self.is_resampled = index, grammar, is_resampled
+        self.drafted, self.parents = drafted, parents
         self.node: int | None = 0  # None: the way has ended
         self.place = grammar.root
         self.mask: Row | None = None  # under which the node was sampled
         self.changed = False
-        self.drafted: list[int] = []  # tokens by node, and their parents
-        self.parents: list[int] = []
 
     def is_refused(self, target: list[int], logits: Tensor) -> bool:
         """Go on along the target's tokens; True at a node that has to be sampled again, under a
@@ -203,7 +280,7 @@ class _Walk:
             self.mask = grammar.mask(self.place)
             if self.mask is None:  # the grammar cannot tell: nothing may follow
                 self.mask = grammar.empty_mask()
-            if self.is_noisy:
+            if self.is_resampled:
                 return False
             token = best_allowed(own.float().numpy(), self.mask)
         self.write(target, token)

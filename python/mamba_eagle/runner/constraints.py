@@ -224,12 +224,16 @@ class TreeView:
         self._parents = constraints.place.to_host(tree.parents)
         self._here = constraints.place.timestamp()
 
-    def masks(self) -> tuple[TokenMasks | None, Marks]:
-        """Masks of all nodes; waits until the trees and the last step's tokens are here."""
-        constraints = self._constraints
+    def trees(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents [b, T]; waits until the trees and the last step's tokens are here."""
         self._here.wait()
-        constraints.read_all()
-        tokens, parents = self._tokens.tolist(), self._parents.tolist()
+        self._constraints.read_all()
+        return self._tokens.tolist(), self._parents.tolist()
+
+    def masks(self) -> tuple[TokenMasks | None, Marks]:
+        """Masks of all nodes; waits as ``trees``."""
+        tokens, parents = self.trees()
+        constraints = self._constraints
         trees = {
             i: (tokens[i], parents[i])
             for i, slot in enumerate(self._slots)

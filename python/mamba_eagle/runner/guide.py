@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
 from mamba_eagle.constrain.place import Place, Row
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.drafting.base import KeyedNoise
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.tree.candidates import Frontier
 
 
@@ -38,10 +40,10 @@ class GrammarGuide(KeyedNoise):
         self,
         constraints: Constraints,
         slots: Sequence[int],
-        noise: KeyedNoise | None,
-        backend: Backend,
+        sampling: SamplingState,
+        noise: BatchNoise | None,
     ) -> None:
-        self.noise, self.backend = noise, backend
+        self.noise, self.backend, self.vocab_size = noise, sampling.backend, sampling.vocab_size
         self.grammars: dict[int, RequestGrammar] = {}  # by index in the batch, those that lead
         self.lanes: dict[int, list[Place | None]] = {}  # None: nothing will be accepted there
         self.followed = True  # the lanes are those of the next call
@@ -52,9 +54,15 @@ class GrammarGuide(KeyedNoise):
             if grammar.narrow or grammar.forced(grammar.root) is not None:
                 self.grammars[i], self.lanes[i] = grammar, [grammar.root]
 
-    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
+        log_probs = whole_log_probs(logits, ids, self.vocab_size)
         if self.noise is not None:
-            log_probs = self.noise(log_probs, positions)
+            log_probs = self.noise.noisy(log_probs, positions)
+        best = self.backend.top_of(self._guided(log_probs).flatten(0, 1), k)
+        return best.unflatten(logits.shape[:2])
+
+    def _guided(self, log_probs: Tensor) -> Tensor:
+        """[b, lanes, V] -> the same, those of forbidden tokens -inf where a mask is worth it."""
         if not self.followed:
             return log_probs  # the drafter's lanes have no tokens, or it does not tell them
         self.followed = False

@@ -10,9 +10,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -20,9 +19,8 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
     CompileGrammar,
     FromRunner,
-    GrammarCompiled,
+    Plan,
     Profile,
-    ProfileReply,
     Shutdown,
     SimulateAcceptance,
     ToRunner,
@@ -53,9 +51,11 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     # after the signals are set: torch takes a second
     from mamba_eagle.kernels.threads import set_threads
     from mamba_eagle.runner.agreement import RanksDiffer
+    from mamba_eagle.runner.compiling import Compiling
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.profiler import StepProfiler
     from mamba_eagle.runner.ranks import join_ranks
+    from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
     set_threads(config.cpu_threads or default_threads(config.ranks_per_node))
     context = zmq.Context()
@@ -70,8 +70,8 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
-    compiling: dict[int, Future[Any]] = {}  # grammars that have been asked for, by number
-    profiler = StepProfiler()
+    compiling = Compiling(runner.constraints)
+    received: deque[ToRunner] = deque()  # and not yet handled
 
     def send_result() -> None:
         result = launched.popleft().result()
@@ -83,31 +83,21 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         while launched:
             send_result()
 
-    def record(asked: Profile) -> None:
-        """Rank 0 alone: the others' steps are the same."""
-        if rank > 0:
-            return
-        if asked.steps:
-            problem = profiler.start(asked.path, asked.steps)
-        else:
-            send_all()
-            problem = profiler.stop()
-        results.send(
-            ProfileReply(
-                call_id=asked.call_id, path=profiler.path, steps=profiler.steps, problem=problem
-            )
-        )
-
-    def send_compiled() -> None:
-        for number in [number for number, made in compiling.items() if made.done()]:
-            del compiling[number]
-            if rank == config.answering_rank:
-                results.send(GrammarCompiled(number=number))
-
+    profiler = StepProfiler(finish=send_all)
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
-        plan = next_plan(plans, launched, compiling)
+        if not received and (message := next_plan(plans, launched, bool(compiling))) is not None:
+            received.append(message)
+        while runner.drafts_ahead and (message := plans.receive(timeout_ms=0)) is not None:
+            received.append(message)
+        plan = None
+        if received:
+            try:
+                runner.look_ahead([each for each in received if isinstance(each, Plan)])
+            except PlanTooEarly as error:
+                sys.exit(f"error: {error}")
+            plan = received.popleft()
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
             runner.close()
@@ -116,31 +106,35 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         if isinstance(plan, SimulateAcceptance):
             runner.simulate_accept_length(plan.length)
         elif isinstance(plan, Profile):
-            record(plan)
+            if rank == 0:  # the others' steps are the same
+                results.send(profiler.answer(plan))
         elif isinstance(plan, CompileGrammar):
-            compiling[plan.number] = runner.constraints.compile(plan.text)
+            compiling.begin(plan)
         elif plan is not None:
             try:
                 with pulse.launching():
-                    launched.append(runner.launch(plan))
-            except RanksDiffer as error:
+                    step = runner.launch(plan)
+            except (RanksDiffer, PlanTooEarly) as error:
                 sys.exit(f"error: {error}")
+            if isinstance(step, Begun):
+                pulse.step_ended()  # nobody waits for what this rank finds
+            else:
+                launched.append(step)
             profiler.launched()
-            if profiler.is_full:
-                send_all()
-                profiler.stop()
         while launched and launched[0].done:
             send_result()
-        send_compiled()
+        for answer in compiling.take_done():
+            if rank == config.answering_rank:
+                results.send(answer)
 
 
 def next_plan(
-    plans: Receiver[ToRunner], launched: Sequence[Launched], compiling: Collection[int]
+    plans: Receiver[ToRunner], launched: Sequence[Launched], compiles: bool
 ) -> ToRunner | None:
     """The next message; None if the oldest launched step is done before one comes, or if a grammar
     may be."""
     if not launched:
-        return plans.receive(COMPILED_MS if compiling else -1)
+        return plans.receive(COMPILED_MS if compiles else -1)
     while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
         time.sleep(POLL_SECONDS)
     return plan
