@@ -17,6 +17,7 @@ import zmq
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
+    CompileGrammar,
     FromRunner,
     Plan,
     Profile,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # it imports torch
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5
+COMPILED_MS = 1  # between two looks at grammars that are being compiled, while nothing else is done
 
 
 def main() -> None:
@@ -49,6 +51,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     # after the signals are set: torch takes a second
     from mamba_eagle.kernels.threads import set_threads
     from mamba_eagle.runner.agreement import RanksDiffer
+    from mamba_eagle.runner.compiling import Compiling
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.profiler import StepProfiler
     from mamba_eagle.runner.ranks import join_ranks
@@ -67,6 +70,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
+    compiling = Compiling(runner.constraints)
     received: deque[ToRunner] = deque()  # and not yet handled
 
     def send_result() -> None:
@@ -83,7 +87,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
-        if not received and (message := next_plan(plans, launched)) is not None:
+        if not received and (message := next_plan(plans, launched, bool(compiling))) is not None:
             received.append(message)
         while runner.drafts_ahead and (message := plans.receive(timeout_ms=0)) is not None:
             received.append(message)
@@ -104,6 +108,8 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         elif isinstance(plan, Profile):
             if rank == 0:  # the others' steps are the same
                 results.send(profiler.answer(plan))
+        elif isinstance(plan, CompileGrammar):
+            compiling.begin(plan)
         elif plan is not None:
             try:
                 with pulse.launching():
@@ -117,12 +123,18 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
             profiler.launched()
         while launched and launched[0].done:
             send_result()
+        for answer in compiling.take_done():
+            if rank == config.answering_rank:
+                results.send(answer)
 
 
-def next_plan(plans: Receiver[ToRunner], launched: Sequence[Launched]) -> ToRunner | None:
-    """The next message; None if the oldest launched step is done before one comes."""
+def next_plan(
+    plans: Receiver[ToRunner], launched: Sequence[Launched], compiles: bool
+) -> ToRunner | None:
+    """The next message; None if the oldest launched step is done before one comes, or if a grammar
+    may be."""
     if not launched:
-        return plans.receive()
+        return plans.receive(COMPILED_MS if compiles else -1)
     while (plan := plans.receive(timeout_ms=0)) is None and not launched[0].done:
         time.sleep(POLL_SECONDS)
     return plan
