@@ -47,9 +47,7 @@ class PackedProduct(MatrixProduct):
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` [n] of the weight: [n, in] float32."""
 
-    @abstractmethod
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [n, in] float32 -> [n, out]."""
+    multiply: Callable[[Tensor], Tensor]  # x [n, in] float32 -> [n, out]
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)

@@ -21,7 +21,7 @@ class PanelProduct(PackedProduct):
             weight = short if torch.equal(short.float(), weight) else weight
         super().__init__(*weight.shape)
         self.weight = linear.panels(weight)
-        linear.PRODUCTS[weight.dtype].prepare()
+        self.multiply = linear.Product(self.weight, self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -29,9 +29,6 @@ class PanelProduct(PackedProduct):
 
     def rows(self, ids: Tensor) -> Tensor:
         return linear.rows_of(self.weight, ids).float()
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return linear.product(x, self.weight, self.outputs)
 
 
 class GroupedProduct(PackedProduct):
@@ -43,7 +40,7 @@ class GroupedProduct(PackedProduct):
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)
         self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
-        grouped.prepare(self.weight)
+        self.multiply = grouped.Product(self.weight, outputs)
 
     @property
     def nbytes(self) -> int:
@@ -51,9 +48,6 @@ class GroupedProduct(PackedProduct):
 
     def rows(self, ids: Tensor) -> Tensor:
         return grouped.rows_of(self.weight, ids)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return grouped.product(x, self.weight, self.outputs)
 
 
 class GroupedExperts:
