@@ -40,6 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEERS = Path(__file__).parent / "peers"
 BITS = {"16": "auto", "8": "int8", "4": "int4"}  # ours, by bits of a weight
 FORMATS = {"16": "F16", "8": "Q8_0", "4": "Q4_0"}  # llama.cpp's
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 BATCH_PROMPT = 16  # tokens of prompts in batches of more than one
 
 
@@ -207,10 +208,11 @@ class Player(NamedTuple):
     made: list[dict[str, Any]]
 
     def play(self) -> Round:
-        threads = {"OMP_NUM_THREADS": str(self.job.threads), "OMP_WAIT_POLICY": "passive"}
-        done = subprocess.run(
-            self.command, env={**os.environ, **threads}, capture_output=True, text=True
-        )
+        # ours waits as its server does, llama.cpp as it likes
+        others = {name: value for name, value in os.environ.items() if name not in WAITING}
+        waiting = {"OMP_WAIT_POLICY": "passive", **os.environ} if self.engine == "ours" else others
+        threads = {**waiting, "OMP_NUM_THREADS": str(self.job.threads)}
+        done = subprocess.run(self.command, env=threads, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(self.command)}:\n{done.stderr[-2000:]}")
         made = json.loads(done.stdout.splitlines()[-1])

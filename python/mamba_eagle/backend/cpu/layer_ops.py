@@ -14,12 +14,15 @@ from mamba_eagle.backend.cpu.products import (
 from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
+from mamba_eagle.kernels.silu_gate.cpu import silu_and_mul
 from mamba_eagle.layers.ops import Normed, Product
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
 from mamba_eagle.layers.products import MatrixProduct
 from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.grouped import GroupedMatrix
 from mamba_eagle.quantization.matrix import Matrix
+
+EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's gate
 
 
 class CpuOps(HostOps):
@@ -40,6 +43,13 @@ class CpuOps(HostOps):
         out = torch.empty_like(y)
         inputs = (y.numpy(), gate.contiguous().numpy(), weight.numpy())
         gated_group_rms_norm(*inputs, group_size, eps, out.numpy())
+        return out
+
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        n, width = both.shape
+        out = torch.empty(n, width // 2)
+        work = EXPONENTIAL * n * width
+        silu_and_mul(work, both.contiguous().numpy(), out.numpy())
         return out
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:
