@@ -28,6 +28,10 @@ EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's g
 class CpuOps(HostOps):
     name = "numba"
 
+    def __init__(self, panels: type[PanelProduct] = PanelProduct) -> None:
+        """panels: the product with weights of 16 and 32 bits."""
+        self._panels = panels
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         rms_norm(x.numpy(), weight.numpy(), eps, out.numpy())
@@ -59,7 +63,7 @@ class CpuOps(HostOps):
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         if isinstance(matrix, DenseMatrix):
-            return PanelProduct(matrix.values)
+            return self._panels(matrix.values)
         if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
             return GroupedProduct(matrix)
         return super().pack_matrix(matrix, dtype)
@@ -70,7 +74,7 @@ class CpuOps(HostOps):
         return super().pack_experts(matrix, dtype)
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        return PanelProduct(weight)
+        return self._panels(weight)
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()
