@@ -210,10 +210,9 @@ class Player(NamedTuple):
 
     def play(self) -> Round:
         # ours waits as its server does, llama.cpp as it likes
-        others = {name: value for name, value in os.environ.items() if name not in WAITING}
-        waiting = (
-            {"OMP_WAIT_POLICY": "passive", **os.environ} if self.engine != "llama.cpp" else others
-        )
+        waiting = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        if self.engine == "llama.cpp":
+            waiting = {name: value for name, value in os.environ.items() if name not in WAITING}
         threads = {**waiting, "OMP_NUM_THREADS": str(self.job.threads)}
         done = subprocess.run(self.command, env=threads, capture_output=True, text=True)
         if done.returncode != 0:
