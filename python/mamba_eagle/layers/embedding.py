@@ -46,4 +46,5 @@ class Embedding(Layer):
         """Read rows of what another layer holds, and give up the own weight. rows: ids [n] -> [n,
         size]."""
         self._rows = rows
-        self.weight = nn.Parameter(without_memory(self.weight), requires_grad=False)
+        shell = without_memory(self.weight.shape, self.weight.dtype)
+        self.weight = nn.Parameter(shell, requires_grad=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -27,14 +27,24 @@ def weights_come_late() -> Iterator[None]:
         _come_late.reset(token)
 
 
+def without_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that has only shape and dtype. Made of these, and not by an operation on another
+    such tensor: torch does most of those in Python, and for the first one loads its compiler and
+    sympy, which takes longer than all else of a start."""
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The parts [n, in], ..., one below the other; without memory if they have none."""
+    if any(part.device != META for part in parts):
+        return torch.cat(list(parts))
+    rows = sum(part.shape[0] for part in parts)
+    return without_memory((rows, *parts[0].shape[1:]), parts[0].dtype)
+
+
 def empty_weight(*shape: int) -> nn.Parameter:
     """A weight in the default dtype; without memory where weights come late."""
     return nn.Parameter(torch.empty(*shape, device=META if _come_late.get() else None))
-
-
-def without_memory(weight: Tensor) -> Tensor:
-    """Shape and dtype alone. ``empty_like`` would import torch's compiler, which takes seconds."""
-    return torch.empty(weight.shape, dtype=weight.dtype, device=META)
 
 
 class MatrixLayer(Layer):
@@ -56,8 +66,7 @@ class MatrixLayer(Layer):
         """Give the parameter its memory, if it has none."""
         empty: nn.Parameter = getattr(self, name)
         if empty.device == META:
-            made = torch.empty(empty.shape, dtype=empty.dtype, device=device)
-            self._replace(name, made)
+            self._replace(name, torch.empty(empty.shape, dtype=empty.dtype, device=device))
             for index, matrix in self._stacks.pop(name, {}).items():
                 getattr(self, name).detach()[index].copy_(matrix.dequantize())
 
@@ -65,7 +74,7 @@ class MatrixLayer(Layer):
         """Use ``matrix`` in place of the parameter, or of its slice ``index``."""
         weight: nn.Parameter = getattr(self, name)
         if index is None:
-            self._replace(name, without_memory(weight))
+            self._replace(name, without_memory(weight.shape, weight.dtype))
             self.matrices[name] = matrix
         elif weight.device != META:  # other slices are not of few bits
             weight.detach()[index].copy_(matrix.dequantize())

@@ -49,6 +49,7 @@ class Generate(Message):
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
     cache: CacheHints = CacheHints()
     priority: int = 0
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
@@ -157,6 +158,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] = []  # one per token of token_ids, if requested
     input_logprobs: list[TokenLogprob] = []  # once, with the first output, if requested
     trace: StepTrace | None = None  # of the step that generated token_ids, if requested
+    embedding: bytes = b""  # with the first output, if requested: float32, little-endian
 
 
 class Outputs(Message):
@@ -297,6 +299,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprob_start: int = -1  # position of the first requested logprob in this chunk; -1: none
     top_logprobs: int = 0
     return_logprob: bool = False
+    pooling: str = ""  # as Generate's; "mean" starts at position 0
 
 
 class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -317,9 +320,15 @@ class Release(msgspec.Struct, array_like=True):
 
 
 class Plan(Message):
-    """One step: releases first, then anchors, then prefill, then decode."""
+    """One step: releases first, then anchors, then prefill, then decode.
+
+    It needs the results of all steps up to ``after``, in the tables; steps between that one and
+    this may still be on their way through the pipeline stages. With one stage that is of no
+    consequence: plans are executed one after the other.
+    """
 
     step: int
+    after: int = -1  # never decreases from plan to plan; -1: all steps before
     untrack: list[int] = []  # request slots that become untracked, before everything else
     releases: list[Release] = []
     end_trails: list[int] = []  # request slots whose output is no longer kept
@@ -357,6 +366,7 @@ class RunnerReady(Message):
     journal_rows: int = 0  # of each
     keeps_outputs: bool = False  # whether rows of output tokens can be kept
     moves_anchors: bool = False  # whether an anchor can be brought forward by rows alone
+    cohorts: int = 1  # groups of requests whose decode steps it executes at the same time
     details: dict[str, str | int | float] = {}
 
 
@@ -367,6 +377,7 @@ class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprob: TokenLogprob | None = None  # of ``token``, if requested
     input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
     problem: str = ""  # what the request's grammar says if none could be sampled
+    embedding: bytes = b""  # after the last chunk, if requested: float32, little-endian
 
 
 class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):

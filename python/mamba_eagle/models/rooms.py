@@ -100,7 +100,7 @@ class FewBitRooms(Rooms):
             self.tied_matrix = value.to(self.device)
             if self.head_is_whole:  # which the embedding reads its rows from
                 assert self.tied is not None
-                empty = without_memory(self.tied.weight)
+                empty = without_memory(self.tied.weight.shape, self.tied.weight.dtype)
                 self.tied.weight = nn.Parameter(empty, requires_grad=False)
                 return
         held = self._matrix(target, value)

@@ -18,8 +18,8 @@ import zmq
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
     FromRunner,
+    Plan,
     Profile,
-    ProfileReply,
     Shutdown,
     SimulateAcceptance,
     ToRunner,
@@ -52,6 +52,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.profiler import StepProfiler
     from mamba_eagle.runner.ranks import join_ranks
+    from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
     set_threads(config.cpu_threads or default_threads(config.ranks_per_node))
     context = zmq.Context()
@@ -66,7 +67,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
-    profiler = StepProfiler()
+    received: deque[ToRunner] = deque()  # and not yet handled
 
     def send_result() -> None:
         result = launched.popleft().result()
@@ -78,25 +79,21 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         while launched:
             send_result()
 
-    def record(asked: Profile) -> None:
-        """Rank 0 alone: the others' steps are the same."""
-        if rank > 0:
-            return
-        if asked.steps:
-            problem = profiler.start(asked.path, asked.steps)
-        else:
-            send_all()
-            problem = profiler.stop()
-        results.send(
-            ProfileReply(
-                call_id=asked.call_id, path=profiler.path, steps=profiler.steps, problem=problem
-            )
-        )
-
+    profiler = StepProfiler(finish=send_all)
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
-        plan = next_plan(plans, launched)
+        if not received and (message := next_plan(plans, launched)) is not None:
+            received.append(message)
+        while runner.drafts_ahead and (message := plans.receive(timeout_ms=0)) is not None:
+            received.append(message)
+        plan = None
+        if received:
+            try:
+                runner.look_ahead([each for each in received if isinstance(each, Plan)])
+            except PlanTooEarly as error:
+                sys.exit(f"error: {error}")
+            plan = received.popleft()
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
             runner.close()
@@ -105,17 +102,19 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         if isinstance(plan, SimulateAcceptance):
             runner.simulate_accept_length(plan.length)
         elif isinstance(plan, Profile):
-            record(plan)
+            if rank == 0:  # the others' steps are the same
+                results.send(profiler.answer(plan))
         elif plan is not None:
             try:
                 with pulse.launching():
-                    launched.append(runner.launch(plan))
-            except RanksDiffer as error:
+                    step = runner.launch(plan)
+            except (RanksDiffer, PlanTooEarly) as error:
                 sys.exit(f"error: {error}")
+            if isinstance(step, Begun):
+                pulse.step_ended()  # nobody waits for what this rank finds
+            else:
+                launched.append(step)
             profiler.launched()
-            if profiler.is_full:
-                send_all()
-                profiler.stop()
         while launched and launched[0].done:
             send_result()
 

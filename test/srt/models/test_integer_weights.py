@@ -121,3 +121,7 @@ def test_where_there_are_no_products_integers_are_refused() -> None:
     (problem,) = quantization_problems("int8", choose_backend(torch.device("cpu"), torch.bfloat16))
     assert problem.startswith("--quantization int8: the backend is torch (on a CPU, weights are b")
     assert not quantization_problems("int8", choose_backend(torch.device("cpu"), torch.float32))
+    wrong = EngineConfig(quantization="nvfp4", device="cpu").problems()
+    assert wrong[0].startswith("--quantization nvfp4: --device cpu has no such products; use --dev")
+    (problem,) = quantization_problems("nvfp4", choose_backend(torch.device("cpu"), torch.float32))
+    assert problem.startswith("--quantization nvfp4: the backend is cpu (float32 on a CPU, numba")

@@ -30,7 +30,7 @@ class PanelProduct(PackedProduct):
             weight = short if torch.equal(short.float(), weight) else weight
         super().__init__(*weight.shape)
         self.weight = linear.panels(weight)
-        self.multiply = linear.Product(self.weight, self.outputs)
+        self._product = linear.Product(self.weight, self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -39,6 +39,9 @@ class PanelProduct(PackedProduct):
     def rows(self, ids: Tensor) -> Tensor:
         return linear.rows_of(self.weight, ids).float()
 
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
 
 class PromptProduct(PanelProduct):
     """The same, and with many rows oneDNN's product in bfloat16, from a second copy of the weight,
@@ -46,18 +49,15 @@ class PromptProduct(PanelProduct):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self._few = self.multiply
         self._second: Tensor | None = None
-        if self.weight.dtype == torch.bfloat16:
-            self.multiply = self._either
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self._second is None else 2 * self.outputs * self.inputs)
 
-    def _either(self, x: Tensor) -> Tensor:
-        if x.shape[0] < MANY_ROWS:
-            return self._few(x)
+    def multiply(self, x: Tensor) -> Tensor:
+        if x.shape[0] < MANY_ROWS or self.weight.dtype != torch.bfloat16:
+            return self._product(x)
         if self._second is None:
             whole = self.rows(torch.arange(self.outputs)).bfloat16()
             self._second = torch.ops.mkldnn._reorder_linear_weight(whole, MANY_ROWS)
@@ -73,7 +73,7 @@ class GroupedProduct(PackedProduct):
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)
         self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
-        self.multiply = grouped.Product(self.weight, outputs)
+        self._product = grouped.Product(self.weight, outputs)
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +81,9 @@ class GroupedProduct(PackedProduct):
 
     def rows(self, ids: Tensor) -> Tensor:
         return grouped.rows_of(self.weight, ids)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._product(x)
 
 
 class GroupedExperts:
