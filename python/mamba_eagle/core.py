@@ -267,6 +267,10 @@ def prompt_problem(token_ids: Sequence[Any], vocab_size: int, context_length: in
     )
 
 
+# How hidden states after the final norm become one vector of a prompt.
+POOLINGS = ("last", "mean")
+
+
 # ── draft trees ──────────────────────────────────────────────────────────────────────────────
 
 MAX_TREE_NODES = 64  # ancestor sets are packed into one int64

@@ -3,13 +3,15 @@
     with Engine("/models/nemotron", speculative_num_steps=3) as engine:
         print(engine.generate("1 + 1 =", {"max_new_tokens": 8})["text"])
 
-Scheduler and runner are processes of their own, as a server's. Calls may come from any thread and
-any event loop; requests that are under way at the same time are batched.
+Scheduler and runner are processes of their own, as a server's; with ``in_process=True`` they are a
+thread. Calls may come from any thread and any event loop; requests that are under way at the same
+time are batched.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,13 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.types import ASGIApp
 
-from mamba_eagle.config import ConfigError, ServerConfig
+from mamba_eagle.config import ConfigError, ServerConfig, engine_part
+from mamba_eagle.in_process import EngineThread
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.asgi_client import Call
 from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.http import make_app
 from mamba_eagle.server.launch import Ending, Launch
+from mamba_eagle.server.nodes import fault
 from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.text import TextTokenizer
@@ -33,7 +37,7 @@ T = TypeVar("T")
 Reply = dict[str, Any]
 Parameters = dict[str, Any]
 JOIN_SECONDS = 10.0  # for the processes to end, which takes 3 at most
-GENERATE, CHAT = "/generate", "/v1/chat/completions"
+GENERATE, CHAT, EMBEDDINGS = "/generate", "/v1/chat/completions", "/v1/embeddings"
 DONE = b"[DONE]"
 
 
@@ -56,11 +60,14 @@ class Answer(NamedTuple):
 class Engine:
     """A model that generates. Close it, or use it as a context manager."""
 
-    def __init__(self, model_path: str = "", **settings: Any) -> None:
+    def __init__(self, model_path: str = "", *, in_process: bool = False, **settings: Any) -> None:
         """Loads the model; returns when it is ready.
 
         Args:
             model_path: checkpoint folder or Hugging Face name; "": the embedded model.
+            in_process: no other processes are started, for debuggers, notebooks and places that
+                allow none. The texts are the same; tokens take longer, since the model's Python
+                code and the caller's share one interpreter.
             settings: a server's, by their flags' names with underscores.
 
         Raises: ConfigError (a ValueError) with every setting that cannot work; EngineError if the
@@ -74,9 +81,15 @@ class Engine:
         problems = chat_problems(config)
         if config.nnodes > 1:
             problems.append("nnodes: is for a server; an Engine runs on one machine")
+        elif in_process and config.num_ranks > 1:
+            problems.append(
+                f"in_process: --tp-size {config.tp_size} and --pp-size {config.pp_size} need "
+                f"{config.num_ranks} processes; leave them or in_process out"
+            )
         if problems:
             raise ConfigError(problems)
         self.config = resolve(config)
+        self._kind = _ThreadLaunch if in_process else _EngineLaunch
         self._ready: Future[_EngineLaunch] = Future()
         self._last_words = ""
         # Not a daemon: the kernel ends the processes with the thread that started them.
@@ -195,6 +208,14 @@ class Engine:
         logprobs = [reply["meta_info"]["input_token_logprobs"] for reply in replies]
         return [sum(value for value, *_ in values) for values in logprobs]
 
+    def embed(self, texts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[float]]:
+        """The vectors that POST /v1/embeddings replies, one for each text or list of token ids.
+
+        Raises: EngineError
+        """
+        reply = self._wait(_reply(self._app, EMBEDDINGS, {"input": list(texts)}))
+        return [one["embedding"] for one in reply["data"]]
+
     async def async_post(self, path: str, body: Parameters) -> Answer:
         """What any POST route replies, errors too."""
         return await self._bridge(_post(self._app, path, body))
@@ -209,7 +230,7 @@ class Engine:
         try:
             socket_dir = new_socket_dir()
             try:
-                ending = asyncio.run(_EngineLaunch(self.config, socket_dir, self._ready).run())
+                ending = asyncio.run(self._kind(self.config, socket_dir, self._ready).run())
             finally:
                 remove_socket_dir(socket_dir)
         except BaseException as error:
@@ -255,6 +276,29 @@ class _EngineLaunch(Launch):
         self.ready.set_result(self)
         await self.ending
         watching.cancel()
+
+
+class _ThreadLaunch(_EngineLaunch):
+    """With scheduler and runner in a thread of this process."""
+
+    engine: EngineThread | None = None
+
+    def start_engine(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def failed(error: Exception) -> None:
+            reason = fault(str(error) or type(error).__name__, code=1)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.fail, reason)
+
+        self.engine = EngineThread(engine_part(self.config), self.socket_dir, failed)
+
+    def end_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.end()
+
+    async def watch(self) -> None:
+        """Nobody sends heartbeats, and nobody could be ended."""
 
 
 # ── requests on that loop ────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ from types import FrameType
 
 from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.config_file import add_config_flag, with_config_file
+from mamba_eagle.torchless import hide_torch, show_torch
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> None:
@@ -32,11 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: ServerConfig = from_arguments(ServerConfig, parser.parse_args(arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_before_start)
+    hide_torch()
     from mamba_eagle.server.serve import launch  # slow to import: --help does not wait for it
 
     try:
         code = launch(config)
     except ConfigError as error:
+        show_torch()  # for whoever called this as a function
         return _report(error)
     sys.stdout.flush()
     sys.stderr.flush()

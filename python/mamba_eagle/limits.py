@@ -34,6 +34,7 @@ MAX_JSON_NUMBERS = 32_768  # outside lists of token ids
 # ── what a request may list ──────────────────────────────────────────────────────────────────
 
 MAX_PROMPTS = 4096  # also lists of /detokenize and texts of /tokenize
+MAX_EMBEDDINGS = 2048  # inputs of /v1/embeddings, as OpenAI's
 MAX_MESSAGES = 4096
 MAX_SAMPLES = 1024  # n
 MAX_CACHE_SALT = 256  # characters of cache_salt

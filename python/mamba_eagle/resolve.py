@@ -12,6 +12,7 @@ from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, flag_of
 from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.hub import NotFound, checkpoint_folder
+from mamba_eagle.torchless import show_torch
 
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -49,7 +50,7 @@ def drafter_problems(config: EngineConfig) -> list[str]:
     settings that never get there, so that everything is reported at once."""
     if head_problems(config):
         return []
-    # takes torch, which the server process needs for nothing else
+    show_torch()  # the server process needs it for nothing else
     from mamba_eagle.drafting.check import drafter_problems
 
     return drafter_problems(config)

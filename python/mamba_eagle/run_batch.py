@@ -25,7 +25,7 @@ from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_ar
 from mamba_eagle.core import shown
 from mamba_eagle.engine import Engine, EngineError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/generate")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate")
 
 
 class Line(NamedTuple):

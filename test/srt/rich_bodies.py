@@ -252,6 +252,19 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/score", {"query": [5], "items": [[6], [7, 8]], "label_token_ids": [5, 6]}),
     (
+        "/v1/embeddings",
+        {
+            "input": ["a", "b"],
+            "encoding_format": "float",
+            "normalize": False,
+            "model": "m",
+            "rid": "e1",
+            **SERVED,
+            "checkpoint": [],
+        },
+    ),
+    ("/v1/embeddings", {"input": [[5, 6], [7]], "encoding_format": "base64"}),
+    (
         "/tokenize",
         {
             "messages": TURNS,

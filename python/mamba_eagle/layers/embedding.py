@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.weights import META
+from mamba_eagle.layers.weights import META, without_memory
 
 
 class Embedding(Layer):
@@ -46,6 +46,5 @@ class Embedding(Layer):
         """Read rows of what another layer holds, and give up the own weight. rows: ids [n] -> [n,
         size]."""
         self._rows = rows
-        self.weight = nn.Parameter(
-            torch.empty_like(self.weight, device="meta"), requires_grad=False
-        )
+        shell = without_memory(self.weight.shape, self.weight.dtype)
+        self.weight = nn.Parameter(shell, requires_grad=False)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.products import PackedMatrix, PackedProduct
-from mamba_eagle.layers.weights import META, MatrixLayer, empty_weight, weights_come_late
+from mamba_eagle.layers.weights import (
+    META,
+    MatrixLayer,
+    empty_weight,
+    joined_rows,
+    weights_come_late,
+)
 from mamba_eagle.quantization.matrix import Matrix
 
 
@@ -54,7 +60,7 @@ class Linear(MatrixLayer):
         with weights_come_late():
             whole = Linear(parts[0].weight.shape[1], sum(sizes))
         weights = [part.weight.detach() for part in parts]
-        whole.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        whole.weight = nn.Parameter(joined_rows(weights), requires_grad=False)
         for part, view in zip(parts, whole.weight.split(sizes)):
             part.weight = nn.Parameter(view, requires_grad=False)
             part.is_part = True

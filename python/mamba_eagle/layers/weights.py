@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -25,6 +25,21 @@ def weights_come_late() -> Iterator[None]:
         yield
     finally:
         _come_late.reset(token)
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor that has only shape and dtype. Made of these, and not by an operation on another
+    such tensor: torch does most of those in Python, and for the first one loads its compiler and
+    sympy, which takes longer than all else of a start."""
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The parts [n, in], ..., one below the other; without memory if they have none."""
+    if any(part.device != META for part in parts):
+        return torch.cat(list(parts))
+    rows = sum(part.shape[0] for part in parts)
+    return without_memory((rows, *parts[0].shape[1:]), parts[0].dtype)
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
@@ -51,7 +66,7 @@ class MatrixLayer(Layer):
         """Give the parameter its memory, if it has none."""
         empty: nn.Parameter = getattr(self, name)
         if empty.device == META:
-            self._replace(name, torch.empty_like(empty, device=device))
+            self._replace(name, torch.empty(empty.shape, dtype=empty.dtype, device=device))
             for index, matrix in self._stacks.pop(name, {}).items():
                 getattr(self, name).detach()[index].copy_(matrix.dequantize())
 
@@ -59,7 +74,7 @@ class MatrixLayer(Layer):
         """Use ``matrix`` in place of the parameter, or of its slice ``index``."""
         weight: nn.Parameter = getattr(self, name)
         if index is None:
-            self._replace(name, torch.empty_like(weight, device=META))
+            self._replace(name, without_memory(weight.shape, weight.dtype))
             self.matrices[name] = matrix
         elif weight.device != META:  # other slices are not of few bits
             weight.detach()[index].copy_(matrix.dequantize())

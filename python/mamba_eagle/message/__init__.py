@@ -49,6 +49,7 @@ class Generate(Message):
     logprob_start: int = -1  # first prompt position whose logprob is requested; -1: none
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
     cache: CacheHints = CacheHints()
     priority: int = 0
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
@@ -157,6 +158,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[TokenLogprob] = []  # one per token of token_ids, if requested
     input_logprobs: list[TokenLogprob] = []  # once, with the first output, if requested
     trace: StepTrace | None = None  # of the step that generated token_ids, if requested
+    embedding: bytes = b""  # with the first output, if requested: float32, little-endian
 
 
 class Outputs(Message):
@@ -297,6 +299,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprob_start: int = -1  # position of the first requested logprob in this chunk; -1: none
     top_logprobs: int = 0
     return_logprob: bool = False
+    pooling: str = ""  # as Generate's; "mean" starts at position 0
 
 
 class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -374,6 +377,7 @@ class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprob: TokenLogprob | None = None  # of ``token``, if requested
     input_logprobs: list[TokenLogprob] = []  # from logprob_start to the end of the chunk
     problem: str = ""  # what the request's grammar says if none could be sampled
+    embedding: bytes = b""  # after the last chunk, if requested: float32, little-endian
 
 
 class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -62,8 +62,13 @@ from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
-from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
+from mamba_eagle.runner.constrained_choice import (
+    MasksFirst,
+    MasksOnDemand,
+    MasksWhileVerifying,
+)
 from mamba_eagle.runner.constraints import Constraints, TreeView
+from mamba_eagle.runner.heap import give_back_freed_memory
 from mamba_eagle.runner.memory import (
     DraftSize,
     MemoryPlan,
@@ -207,9 +212,11 @@ class ModelRunner:
     def _make_choice(self) -> MasksFirst:
         """Ranks that share the vocabulary exchange what they sample, so they make all masks first
         and do so once."""
-        if self.backend.place.on_host and self.chooser.has_all_logits:
-            return MasksOnDemand(self.constraints, self.chooser, self.sampling, self.table)
-        return MasksFirst(self.constraints, self.chooser)
+        if not self.chooser.has_all_logits:
+            return MasksFirst(self.constraints, self.chooser)
+        on_host = self.backend.place.on_host
+        kind = MasksOnDemand if on_host else MasksWhileVerifying
+        return kind(self.constraints, self.chooser, self.sampling, self.table)
 
     # ── one step ──
 
@@ -352,6 +359,7 @@ class ModelRunner:
         for slot in slots:
             self.sampling.release(slot)
             self.constraints.release(slot)
+            self.prompts.pooling.release(slot)
 
     def simulate_accept_length(self, length: float) -> None:
         """Make steps accept ``length`` nodes on average, whatever the target's tokens are.
@@ -500,6 +508,7 @@ class ModelRunner:
             load_weights(model, path, rooms, split)
         model.eval().requires_grad_(False)
         prepare_for_inference(model, ops)
+        give_back_freed_memory()
         return model
 
     def _draft_source(self, target: ModelConfig) -> DraftSource | None:

@@ -10,7 +10,6 @@ from mamba_eagle.message import (
     FromRunner,
     Plan,
     Profile,
-    ProfileReply,
     Shutdown,
     SimulateAcceptance,
     ToRunner,
@@ -44,7 +43,7 @@ class Worker:
         self.rank, self.answers = rank, rank == runner.config.answering_rank
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
-        self.profiler = StepProfiler()
+        self.profiler = StepProfiler(finish=self._send_all)
         runner.before_waiting = self._send_all
 
     def serve(self) -> None:
@@ -53,7 +52,8 @@ class Worker:
             if isinstance(message, SimulateAcceptance):
                 self.runner.simulate_accept_length(message.length)
             elif isinstance(message, Profile):
-                self._record(message)
+                if self.rank == 0:  # the others' steps are the same
+                    self.results.send(self.profiler.answer(message))
             elif message is not None:
                 self._launch(message)
             while self.launched and self.launched[0].done:
@@ -92,9 +92,6 @@ class Worker:
         else:
             self.launched.append(step)
         self.profiler.launched()
-        if self.profiler.is_full:
-            self._send_all()
-            self.profiler.stop()
 
     def _send_result(self) -> None:
         result = self.launched.popleft().result()
@@ -105,21 +102,3 @@ class Worker:
     def _send_all(self) -> None:
         while self.launched:
             self._send_result()
-
-    def _record(self, asked: Profile) -> None:
-        """Rank 0 alone: the others' steps are the same."""
-        if self.rank > 0:
-            return
-        if asked.steps:
-            problem = self.profiler.start(asked.path, asked.steps)
-        else:
-            self._send_all()
-            problem = self.profiler.stop()
-        self.results.send(
-            ProfileReply(
-                call_id=asked.call_id,
-                path=self.profiler.path,
-                steps=self.profiler.steps,
-                problem=problem,
-            )
-        )

@@ -188,6 +188,7 @@ class PrefillManager:
             output_start=request.prompt_len,
             top_logprobs=request.top_logprobs,
             return_logprob=request.return_logprob,
+            pooling=request.pooling,
             track=request.drafts.tracked,
         )
         if (rows := held.prompt_journal) is not None:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -53,15 +53,29 @@ CHECK_SECONDS = 1.0  # minimum time between two integrity checks
 GOODBYE_MS = 500  # time for Shutdown to reach the runner
 
 
+class Plans(Protocol):
+    """The pipe to the runner."""
+
+    def send(self, item: ToRunner) -> None: ...
+
+    def linger(self, milliseconds: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Results(Protocol):
+    """The pipe from the runner."""
+
+    def receive(self, timeout_ms: int = -1) -> FromRunner | None: ...
+
+    def close(self) -> None: ...
+
+
 class SchedulerProcess:
     """Three kinds of events: requests, room for a plan, results."""
 
     def __init__(self, config: EngineConfig, context: zmq.Context[Any], socket_dir: str) -> None:
         self.requests: Receiver[ToScheduler] = Receiver(context, socket_dir, "to_scheduler")
-        self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
-        self.plans: SenderToAll[ToRunner] = SenderToAll(
-            context, socket_dir, "to_runner", range(config.num_ranks)
-        )
         self.outputs: Sender[ToServer] = Sender(context, socket_dir, "to_server")
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
@@ -73,7 +87,15 @@ class SchedulerProcess:
         self.next_beat = 0.0
         self.poller = zmq.Poller()
         self.poller.register(self.requests.socket, zmq.POLLIN)
-        self.poller.register(self.results.socket, zmq.POLLIN)
+        self.connect_runner(context, socket_dir)
+
+    def connect_runner(self, context: zmq.Context[Any], socket_dir: str) -> None:
+        """Plans go to all ranks, results come from one."""
+        ranks = range(self.config.num_ranks)
+        self.plans: Plans = SenderToAll(context, socket_dir, "to_runner", ranks)
+        results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
+        self.results: Results = results
+        self.poller.register(results.socket, zmq.POLLIN)
 
     def start(self) -> None:
         """Waits for all ranks of the runner and tells the server process what there is room for,
@@ -105,13 +127,16 @@ class SchedulerProcess:
     def run(self) -> None:
         """Serves until a signal ends the process."""
         while True:
-            self.wait()
-            self.beat()
-            self.receive_requests()
-            self.send_plans()
-            self.receive_results()  # last: the runner is busy with the plan just sent
-            self.send_plans()
-            self.when_idle()
+            self.turn()
+
+    def turn(self) -> None:
+        self.wait()
+        self.beat()
+        self.receive_requests()
+        self.send_plans()
+        self.receive_results()  # last: the runner is busy with the plan just sent
+        self.send_plans()
+        self.when_idle()
 
     def wait(self) -> None:
         """Sleeps until a message comes or the next heartbeat is due."""

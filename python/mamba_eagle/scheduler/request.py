@@ -37,6 +37,7 @@ class Request:
         self.top_logprobs = message.top_logprobs
         self.logprob_start = message.logprob_start
         self.return_spec_trace = message.return_spec_trace
+        self._pooling = message.pooling
         self.cache_hints = message.cache
         self.salt = salt_number(message.cache.salt)
         self.tokens = indices(message.token_ids)  # prompt, then output
@@ -51,6 +52,7 @@ class Request:
         self.retractions = 0
         self.queue_time = -1.0  # seconds; negative: not admitted so far
         self.input_logprobs: list[TokenLogprob] = []
+        self.embedding = b""
         self._wait()
 
     def _wait(self) -> None:
@@ -91,7 +93,10 @@ class Request:
     @property
     def hit_limit(self) -> int:
         """The deepest position at which prefill may start: at least one token is processed, and
-        so are those whose logits give the logprobs of the prompt that were asked for."""
+        so are those whose logits give the logprobs of the prompt that were asked for, and all of
+        a mean: the cache keeps states, not what was computed on the way to them."""
+        if self.pooling == "mean":
+            return 0
         limit = len(self.to_prefill) - 1
         if self.wants_input_logprobs:
             limit = min(limit, max(self.logprob_start - 1, 0))
@@ -100,6 +105,11 @@ class Request:
     @property
     def wants_input_logprobs(self) -> bool:
         return self.return_logprob and self.logprob_start >= 0 and self.num_output == 0
+
+    @property
+    def pooling(self) -> str:
+        """How its prompt becomes an embedding; "" if that is not wanted, or was sent."""
+        return self._pooling if self.num_output == 0 else ""
 
     @property
     def processed(self) -> int:
@@ -167,8 +177,10 @@ class Request:
         logprobs: list[TokenLogprob] | None = None,
         trace: StepTrace | None = None,
     ) -> RequestOutput:
-        """What the client is told now; logprobs of the prompt go with the first call."""
+        """What the client is told now; logprobs and embedding of the prompt go with the first
+        call."""
         input_logprobs, self.input_logprobs = self.input_logprobs, []
+        embedding, self.embedding = self.embedding, b""
         return RequestOutput(
             rid=self.rid,
             token_ids=token_ids or [],
@@ -185,6 +197,7 @@ class Request:
             logprobs=(logprobs or []) if self.return_logprob else [],
             input_logprobs=input_logprobs,
             trace=trace,
+            embedding=embedding,
         )
 
 

@@ -307,6 +307,7 @@ class Scheduler:
         request.input_logprobs += result.input_logprobs
         if not is_last:
             return []
+        request.embedding = result.embedding
         if request.sampling.max_new_tokens == 0:  # the prompt was all that was wanted
             return [self._accept(request, [], [], None)]
         logprobs = [result.logprob] if result.logprob is not None else []

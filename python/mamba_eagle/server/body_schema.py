@@ -13,6 +13,7 @@ from mamba_eagle.limits import (
     MAX_CHECKPOINTS,
     MAX_CHOICES,
     MAX_DOCUMENTS,
+    MAX_EMBEDDINGS,
     MAX_MESSAGES,
     MAX_MODEL_LENGTH,
     MAX_PENALTY,
@@ -32,6 +33,7 @@ from mamba_eagle.limits import (
 )
 from mamba_eagle.server.anthropic_body import CHOICES, THINKING, ClientTool
 from mamba_eagle.server.chat_body import EFFORTS
+from mamba_eagle.server.embeddings import FORMATS as EMBEDDING_FORMATS
 from mamba_eagle.server.responses_body import FORMATS
 from mamba_eagle.server.tools import CHOICES as TOOL_CHOICES
 from mamba_eagle.server.tools import Function, NamedChoice, Tool
@@ -390,6 +392,27 @@ SCORE = fields_of(
     apply_softmax=flag("among the labels alone"),
     temperature=number("of apply_softmax", exclusiveMinimum=0, default=1),
     return_token_logprobs=flag("the labels' logprobs as well"),
+    model=MODEL,
+    rid=RID,
+    **SERVED,
+)
+EMBEDDINGS = fields_of(
+    "texts, or token ids",
+    needs=("input",),
+    input=one_of(
+        "one or several",
+        TEXT,
+        {"type": "array", "items": TEXT, "maxItems": MAX_EMBEDDINGS},
+        IDS,
+        {"type": "array", "items": IDS, "maxItems": MAX_EMBEDDINGS},
+    ),
+    encoding_format={
+        "enum": list(EMBEDDING_FORMATS),
+        "description": "a list of numbers, or float32 as bytes",
+        "default": EMBEDDING_FORMATS[0],
+    },
+    dimensions={"type": "null", "description": "vectors are never cut"},
+    normalize=flag("to a length of 1", True),
     model=MODEL,
     rid=RID,
     **SERVED,

@@ -25,6 +25,7 @@ from mamba_eagle.message import StateReply
 from mamba_eagle.server import (
     anthropic,
     cache_route,
+    embeddings,
     generate,
     openai,
     openapi,
@@ -98,7 +99,7 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
     app.state.server = state
     rooms = (
-        *(generate, openai, responses, anthropic, score),
+        *(generate, openai, responses, anthropic, score, embeddings),
         *(tokens, cache_route, profile_route, openapi, page_files),
     )
     parts = (router, *(room.router for room in rooms))

@@ -121,7 +121,7 @@ class Launch(ABC):
             return await self.ending
         finally:
             self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
-            await asyncio.to_thread(end_children, self.children)
+            await asyncio.to_thread(self.end_engine)
             self.nodes.close()
             self.manager.close()
             self.heartbeats.close()
@@ -150,13 +150,13 @@ class Launch(ABC):
 
     def _make_nodes(self, context: zmq.Context[Any]) -> Nodes:
         if self.config.nnodes == 1:
-            return Nodes(self._fail)
+            return Nodes(self.fail)
         return OtherNodes(
             self.config,
             engine_part(self.given),
             context,
             self.socket_dir,
-            self._fail,
+            self.fail,
             self.told_to_stop,
         )
 
@@ -183,6 +183,10 @@ class Launch(ABC):
             self.children.append(child)
             self.say(f"{role} process: pid {child.pid}")
 
+    def end_engine(self) -> None:
+        """Returns when it has ended; called in a thread."""
+        end_children(self.children)
+
     def _child_ended(self, child: Child) -> None:
         """An Ending, unless there was one before: only the launcher ends a child."""
         # If both are dead, the one that was killed has taken the other along: name that one.
@@ -192,7 +196,7 @@ class Launch(ABC):
         if not self.ending.done():
             self.nodes.judge(fault(first.how_it_ended(), first.process.returncode))
 
-    def _fail(self, reason: Fault) -> None:
+    def fail(self, reason: Fault) -> None:
         if not self.ending.done():
             self.manager.fail(reason.text)
         self.end(Ending(reason.code, reason.text))

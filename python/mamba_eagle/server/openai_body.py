@@ -54,7 +54,7 @@ def parse_completion(fields: Fields, state: ServerState) -> OpenAIJob:
     echo = fields.flag("echo")
     wanted = None if fields.raw("logprobs") is None else read_top_logprobs(fields, "logprobs")
     tokenizer = state.prompts.need_tokenizer("/v1/completions")
-    prompts = _prompts(fields, state, n)
+    prompts = read_prompts(fields, "prompt", state, n)
     if fields.text("suffix"):
         prompts = _with_suffix(fields, state, prompts)
     return make_job(
@@ -166,20 +166,23 @@ def _with_suffix(fields: Fields, state: ServerState, prompts: list[list[int]]) -
     return [state.prompts.check(state.infill.around(ids, suffix), "prompt") for ids in prompts]
 
 
-def _prompts(fields: Fields, state: ServerState, n: int) -> list[list[int]]:
-    """A string, token ids, or a list of either."""
-    value = fields.raw("prompt")
+def read_prompts(fields: Fields, name: str, state: ServerState, n: int = 1) -> list[list[int]]:
+    """A string, token ids, or a list of either; ``n`` samples of each.
+
+    Raises: RequestError 400
+    """
+    value = fields.raw(name)
     if isinstance(value, str):
         state.limit_samples(1, n)
-        return state.prompts.prompts([fields.text("prompt")], ["prompt"])
+        return state.prompts.prompts([fields.text(name)], [name])
     if not isinstance(value, list) or not value:
-        raise fields.wrong("prompt", "must be a string, a list of token ids, or a list of either")
+        raise fields.wrong(name, "must be a string, a list of token ids, or a list of either")
     batch = isinstance(value[0], (str, list))
     if batch:
-        limit_prompts(fields, "prompt", value)
+        limit_prompts(fields, name, value)
     state.limit_samples(len(value) if batch else 1, n * len(value) if batch else n)
     if isinstance(value[0], str):
-        return state.prompts.text_list(fields, "prompt")
+        return state.prompts.text_list(fields, name)
     if isinstance(value[0], list):
-        return state.prompts.id_lists(fields, "prompt")
-    return [state.prompts.check(value, "prompt")]
+        return state.prompts.id_lists(fields, name)
+    return [state.prompts.check(value, name)]

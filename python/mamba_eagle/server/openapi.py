@@ -25,6 +25,7 @@ BODIES: Mapping[str, Schema] = {
     "/v1/messages": bodies.MESSAGES,
     "/v1/messages/count_tokens": bodies.COUNT_TOKENS,
     "/v1/score": bodies.SCORE,
+    "/v1/embeddings": bodies.EMBEDDINGS,
     "/tokenize": bodies.TOKENIZE,
     "/v1/tokenize": bodies.TOKENIZE,
     "/detokenize": bodies.DETOKENIZE,

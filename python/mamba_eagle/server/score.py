@@ -29,7 +29,7 @@ from mamba_eagle.server.sse import sample_error, wait_until_done
 from mamba_eagle.server.state import ServerState, server_state
 from mamba_eagle.tokenizer.sample import PromptRequest
 
-# Of other servers' routes of this name: they need a model that gives embeddings or classes.
+# Of other servers' routes of this name: they need a model that was trained to compare or classify.
 REFUSED = (
     *("text_1", "text_2", "queries", "documents"),
     *("query_embed_overrides", "item_embed_overrides", "embed_override_token_id"),

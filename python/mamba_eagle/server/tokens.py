@@ -36,7 +36,8 @@ async def detokenize(request: Request) -> Response:
 
 @router.api_route("/tokenizer_info", methods=["GET", "HEAD"])
 async def tokenizer_info(request: Request) -> Response:
-    """What evaluators need to know of the tokenizer: special tokens and chat template."""
+    """What evaluators need to know of the tokenizer: special tokens, and the chat template that
+    this server renders with."""
     state = server_state(request)
     tokenizer = state.prompts.need_tokenizer("/tokenizer_info").hf
     return json_response(
@@ -45,7 +46,7 @@ async def tokenizer_info(request: Request) -> Response:
             "vocab_size": state.vocab_size,
             "model_max_length": state.context_length,
             **tokenizer.special_tokens_map,
-            "chat_template": getattr(tokenizer, "chat_template", None),
+            "chat_template": state.chat.template.source() or None,
         }
     )
 

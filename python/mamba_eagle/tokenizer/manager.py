@@ -218,6 +218,7 @@ class TokenizerManager:
                 logprob_start=prompt.logprob_start,
                 top_logprobs=prompt.top_logprobs,
                 return_spec_trace=prompt.return_spec_trace,
+                pooling=prompt.pooling,
                 cache=prompt.cache,
                 priority=prompt.priority,
                 arrival_time=sample.request.arrival,

@@ -25,6 +25,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     logprob_start: int = -1
     top_logprobs: int = 0
     return_spec_trace: bool = False
+    pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
     cache: CacheHints = CacheHints()
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
     priority: int = 0  # higher ones first
@@ -60,6 +61,7 @@ class Sample:
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self.traces: list[StepTrace] = []
+        self.embedding = b""  # float32, little-endian
         self.finish: FinishReason | None = None
         self.finish_time = 0.0
         self.last = RequestOutput(rid=engine_rid)  # the latest counters
@@ -78,6 +80,8 @@ class Sample:
             self.input_logprobs.extend(output.input_logprobs)
         if output.trace is not None:
             self.traces.append(output.trace)
+        if output.embedding:
+            self.embedding = output.embedding
         finish = output.finish
         final = len(output.token_ids) - 1 if finish is not None and finish.kind == "stop" else -1
         for position, token in enumerate(output.token_ids):

@@ -121,6 +121,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "max_output_tokens": [-1],
     "stop_sequences": [[""], ["x"] * 513],
     "truncation": ["auto"],
+    "encoding_format": ["", "hex"],
     "metadata": [{"a": 5}],
     "reasoning": [{"effort": 5}, {"effort": "x"}],
     "output_config": [{"effort": 5}, {"format": 5}, {"format": {"type": "x"}}],
@@ -226,6 +227,17 @@ ROUTES = [
         {"max_tokens": "integer", "stop_sequences": "texts", **ANTHROPIC, **CHAT, **SHARED},
     ),
     Route("/v1/messages/count_tokens", {"messages": MESSAGES}, ANTHROPIC),
+    Route(
+        "/v1/embeddings",
+        {"input": "a"},
+        {
+            "input": "prompt",
+            "encoding_format": "text",
+            "normalize": "flag",
+            "model": "text",
+            **SHARED,
+        },
+    ),
     Route(
         "/tokenize",
         {"messages": MESSAGES},

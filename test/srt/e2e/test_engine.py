@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from running_server import RunningServer
 
@@ -84,6 +86,50 @@ def test_library_file_and_server_give_the_same_texts(
 
 def _as_call(body: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": body["text"], "sampling_params": body["sampling_params"]}
+
+
+def test_one_process_gives_the_texts_of_three(engine: Engine) -> None:
+    """And everything else that an engine does. It leaves no thread behind."""
+    texts, sampling = zip(*((one["text"], one["sampling_params"]) for one in bodies(50)))
+    expected = [reply["text"] for reply in engine.generate(list(texts), list(sampling))]
+    children = psutil.Process().children()
+    settings = {"device": "cpu", "dtype": "float32", "max_running_requests": 8}
+    with Engine(in_process=True, **settings) as one:
+        assert psutil.Process().children() == children
+        found = [reply["text"] for reply in one.generate(list(texts), list(sampling))]
+        assert found == expected
+        for both in (one, engine):
+            pieces = [piece["text"] for piece in both.stream("Question: 2 + 3 =", GREEDY)]
+            assert len(pieces) > 1
+        assert one.score("2 + 3 =", [" 5", " 7"]) == pytest.approx(
+            engine.score("2 + 3 =", [" 5", " 7"]), abs=1e-4
+        )
+        for own, other in zip(one.embed(["a", "b"]), engine.embed(["a", "b"]), strict=True):
+            assert own == pytest.approx(other, abs=1e-5)
+        chat = {"messages": [{"role": "user", "content": "2 + 3"}], "max_tokens": 9}
+        alone, three = one.chat(**chat, temperature=0), engine.chat(**chat, temperature=0)
+        assert alone["choices"][0]["message"] == three["choices"][0]["message"]
+        with pytest.raises(EngineError, match="temperature = -1.0"):
+            one.generate("x", {"temperature": -1})
+
+        async def by_loop() -> str:
+            return (await one.async_generate(texts[1], sampling[1]))["text"]
+
+        assert asyncio.run(by_loop()) == expected[1]
+        endless = one.stream("Question:", {"max_new_tokens": 900, "ignore_eos": True})
+        next(endless)
+    with pytest.raises(EngineError):  # the engine was closed in the middle
+        list(endless)
+    assert not any("scheduler and runner" in thread.name for thread in threading.enumerate())
+    with pytest.raises(EngineError, match="closed"):
+        one.generate("x")
+
+
+def test_one_process_says_why_it_cannot_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in_process: --tp-size 2 and --pp-size 1 need 2 proc"):
+        Engine(in_process=True, tp_size=2)
+    with pytest.raises(EngineError, match="supports at most"):
+        Engine(in_process=True, device="cpu", context_length=10**7)
 
 
 def test_streams_in_pieces(engine: Engine) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import math
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from running_server import RunningServer
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +58,14 @@ def test_greedy_text_is_reproducible_and_streams_the_same(client: httpx.Client) 
     assert events[-1]["output_ids"] == first["output_ids"]
     for before, after in zip(events, events[1:]):
         assert after["text"].startswith(before["text"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_no_process_loads_what_it_does_not_use(server: RunningServer) -> None:
+    """transformers would load torch, and torch its compiler, which loads Triton."""
+    maps = {role: Path(f"/proc/{pid}/maps").read_text() for role, pid in server.pids().items()}
+    assert "libtorch" in maps["runner"] and "libtriton" not in maps["runner"]
+    assert "libtorch" not in maps["server"] and "libtorch" not in maps["scheduler"]
 
 
 def test_stop_string_cuts_the_greedy_text(client: httpx.Client) -> None:
@@ -188,6 +199,19 @@ def test_facts_and_metrics(client: httpx.Client) -> None:
     load = client.get("/get_load").json()
     assert load[0]["num_waiting_reqs"] == 0
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == info["max_model_len"]
+
+
+def test_embeddings_are_the_same_cold_cached_and_in_a_batch(client: httpx.Client) -> None:
+    texts = ["A bus has 12 seats. " * 9, "Two trains leave.", PROMPT]
+    both = [client.post("/v1/embeddings", json={"input": texts}).json() for _ in range(2)]
+    alone = [client.post("/v1/embeddings", json={"input": text}).json() for text in texts]
+    for made in (both[1], {"data": [one["data"][0] for one in alone]}):
+        for first, again in zip(both[0]["data"], made["data"], strict=True):
+            assert again["embedding"] == pytest.approx(first["embedding"], abs=1e-5)
+    first, second, third = (one["embedding"] for one in both[0]["data"])
+    assert math.hypot(*first) == pytest.approx(1, abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(first, second)) > 0.01
+    assert both[0]["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
 
 
 def test_scores_are_the_probabilities_of_the_next_token(client: httpx.Client) -> None:

@@ -294,3 +294,9 @@ def peer_text(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(peer_logits(model, torch.tensor([tokens]))[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def peer_hidden(model: nn.Module, prompt: list[int]) -> Tensor:
+    """[n, hidden_size]: what the head reads."""
+    out = model.base_model(input_ids=torch.tensor([prompt]), use_cache=False)
+    return out.last_hidden_state[0].float()

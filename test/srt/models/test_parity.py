@@ -1,5 +1,5 @@
-"""Every family gives the logits and the text that transformers gives: in one pass, and served with
-chunked prefill, checkpoints and verified trees, in both verify modes."""
+"""Every family gives the logits, the text and the embeddings that transformers gives: in one pass,
+and served with chunked prefill, state slots and verified trees, in both verify modes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_logits, peer_text
+from peer_models import CHUNK, PEERS, VOCAB, make_peer, peer_hidden, peer_logits, peer_text
 from runner_harness import Engine, Settings, greedy
 from safetensors.torch import save_file
 from tiny_model import HEAD_CONFIG, load_model
@@ -42,6 +43,7 @@ class Peer(NamedTuple):
     head: Path
     prompt: list[int]
     text: list[int]  # transformers' greedy continuation
+    hidden: torch.Tensor  # [prompt, hidden_size], after its final norm
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +58,9 @@ def peer(tmp_path_factory: pytest.TempPathFactory):
         ).tolist()
         with torch.no_grad():
             text = peer_text(model, prompt, NEW_TOKENS)
-        return Peer(model, folder / "model", write_head(folder / "head"), prompt, text)
+            hidden = peer_hidden(model, prompt)
+        head = write_head(folder / "head")
+        return Peer(model, folder / "model", head, prompt, text, hidden)
 
     return make
 
@@ -106,19 +110,26 @@ def test_logits_in_half_precision_are_near_those_of_transformers(
     assert error <= HALVES[dtype]
 
 
+def assert_embedding(found: bytes, wanted: torch.Tensor) -> None:
+    assert np.frombuffer(found, "<f4") == pytest.approx(wanted.numpy(), abs=1e-4)
+
+
 @pytest.mark.parametrize("settings", SERVED)
 @pytest.mark.parametrize("name", PEERS)
 def test_served_text_equals_that_of_transformers(name: str, settings: str, peer) -> None:
     made = peer(name)
     engine = Engine(made.folder, made.head, SERVED[settings], context_length=160)
-    live = engine.start(made.prompt, greedy(NEW_TOKENS), cuts=(7, 33), saves=(CHUNK * 2, 40))
+    asks = {"cuts": (7, 33), "saves": (CHUNK * 2, 40), "pooling": "mean"}
+    live = engine.start(made.prompt, greedy(NEW_TOKENS), **asks)
     engine.finish([live])
     assert live.output == made.text
+    assert_embedding(live.embedding, made.hidden.mean(0))
     # a request that finds the prefix in the cache
     for saved in live.saved.values():
-        again = engine.start(made.prompt, greedy(NEW_TOKENS), hit=saved)
+        again = engine.start(made.prompt, greedy(NEW_TOKENS), hit=saved, pooling="last")
         engine.finish([again])
         assert again.output == made.text
+        assert_embedding(again.embedding, made.hidden[-1])
         engine.release(again)
 
 

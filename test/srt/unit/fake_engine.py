@@ -6,6 +6,7 @@ each message. A request whose script is None stays silent until it is aborted.
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -206,6 +207,7 @@ class FakeEngine:
                     else [],
                     input_logprobs=self._input_logprobs(request),
                     trace=self._trace(now) if request.return_spec_trace and now else None,
+                    embedding=self.embed(request) if request.pooling else b"",
                 )
             )
             self._live[rid] = (request, rest, finish)
@@ -227,6 +229,11 @@ class FakeEngine:
         parents = [max(node - 1, 0) for node in range(size)]
         scores = [-0.5 * node for node in range(size)]
         return StepTrace([3, *tokens[:-1]], parents, scores, list(range(size)), tokens[-1])
+
+    def embed(self, request: Generate) -> bytes:
+        """The number of tokens, and the first and the last one, each as a number."""
+        ids = request.token_ids
+        return struct.pack("<3f", len(ids), ids[0], ids[-1])
 
     def _input_logprobs(self, request: Generate) -> list[TokenLogprob]:
         start = request.logprob_start

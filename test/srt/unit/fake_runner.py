@@ -63,6 +63,10 @@ def expected_text(prompt: list[int], sampling: SamplingParams) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def embedding_of(prompt: list[int]) -> bytes:
+    return str(prompt).encode()
+
+
 @dataclass
 class Slot:
     """A request as the runner sees it."""
@@ -292,7 +296,10 @@ class FakeRunner:
                 TokenLogprob(slot.tokens[position], -float(position))
                 for position in range(item.logprob_start, end)
             ]
+        if item.pooling:
+            assert not item.is_first or item.pooling == "last" or item.start == 0
         if item.is_last:
+            result.embedding = embedding_of(slot.tokens) if item.pooling else b""
             slot.decoding, slot.trail = True, item.trail
             if slot.sampling.max_new_tokens > 0:
                 first = DecodeResult(nodes=[0])
@@ -461,6 +468,7 @@ class Server:
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.traces: dict[str, list[StepTrace]] = {}
+        self.embeddings: dict[str, bytes] = {}
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -471,6 +479,9 @@ class Server:
             self.logprobs.setdefault(output.rid, []).extend(output.logprobs)
             if output.trace is not None:
                 self.traces.setdefault(output.rid, []).append(output.trace)
+            if output.embedding:
+                assert output.rid not in self.embeddings, "sent twice"
+                self.embeddings[output.rid] = output.embedding
             self.last[output.rid] = output
 
     def add(self, rid: str, prompt: list[int], sampling: SamplingParams, **rest) -> None:

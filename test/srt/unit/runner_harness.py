@@ -139,6 +139,7 @@ class Live:
     proposals: list[Proposal] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
+    embedding: bytes = b""
     saved: dict[int, Prefix] = field(default_factory=dict)
 
     @property
@@ -292,6 +293,7 @@ class Engine:
             return_logprob=live.asks.get("return_logprob", False),
             top_logprobs=live.asks.get("top_logprobs", 0),
             track=live.asks.get("track", True),
+            pooling=live.asks.get("pooling", ""),
         )
         first = live.asks.get("logprob_start", -1)
         if 0 <= first < end:
@@ -312,6 +314,7 @@ class Engine:
         live.folded = live.processed
         live.input_logprobs += result.input_logprobs
         if item.is_last:
+            live.embedding = result.embedding
             live.tokens.append(result.token)
             if result.logprob is not None:
                 live.logprobs.append(result.logprob)

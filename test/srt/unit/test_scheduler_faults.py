@@ -144,5 +144,8 @@ def test_what_a_prompt_cannot_return(token, logprobs, problem):
     found = prefill_problem(request(), item, result, VOCAB)
     assert (found == "") == (problem == "")
     assert re.search(problem, found), found
+    item.pooling = "last"
+    if logprobs == 3:
+        assert "0 bytes of an embedding" in prefill_problem(request(), item, result, VOCAB)
     item.is_last = False
     assert (prefill_problem(request(), item, result, VOCAB) == "") == (logprobs == 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from fake_runner import FakeRunner, Server, expected_text
+from fake_runner import FakeRunner, Server, embedding_of, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import PLAIN, Failure, SamplingParams
@@ -200,6 +200,28 @@ def test_logprobs_of_the_prompt_limit_the_hit():
         serving.finish()
         assert serving.last[rid].cached_tokens == cached
         assert len(serving.input_logprobs[rid]) == 1000 - start
+
+
+def test_a_mean_runs_the_whole_prompt_and_a_last_token_continues_from_the_cache():
+    """Also after it was retracted, and only for the prompt as it came."""
+    none = SamplingParams(max_new_tokens=0)
+    serving = server(pools=(3000, 60, 8), chunked_prefill_size=300)
+    serving.add("plain", TRUNK, SHORT)
+    serving.finish()
+    for rid, sampling, pooling, cached, retracted in (
+        ("last", none, "last", 999, 0),  # done in one step
+        ("mean", none, "mean", 0, 1),
+        ("also text", SHORT, "mean", 0, 1),
+    ):
+        serving.add(rid, TRUNK, sampling, pooling=pooling)
+        serving.step()
+        for request in list(serving.scheduler._admitted):
+            serving.scheduler._retract(request)
+        serving.finish()
+        last = serving.last[rid]
+        assert (last.cached_tokens, last.retractions) == (cached, retracted)
+        assert serving.embeddings.pop(rid) == embedding_of(TRUNK)
+    assert serving.texts["also text"] == expected_text(TRUNK, SHORT) and not serving.embeddings
 
 
 def test_nothing_is_reused_or_saved_without_the_cache():

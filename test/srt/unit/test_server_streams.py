@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from server_harness import listening, run, says, serving, silent
+from server_harness import TOKENIZER, listening, run, says, serving, silent
 from tiny_tokenizer import spell
 
 from mamba_eagle.message import Abort
@@ -135,5 +135,9 @@ def test_evaluators_learn_about_the_tokenizer() -> None:
             assert back == {"text": "hé", "prompt": "hé"}
             assert (await server.client.get("/ping")).status_code == 200
             assert set((await server.client.get("/version")).json()) == {"version"}
+            assert facts["chat_template"] == TOKENIZER.hf.chat_template
+        async with serving(silent, chat_template="{{ messages }}") as server:
+            facts = (await server.client.get("/tokenizer_info")).json()
+            assert facts["chat_template"] == "{{ messages }}"
 
     run(test())

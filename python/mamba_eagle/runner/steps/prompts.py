@@ -20,6 +20,7 @@ from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs
 from mamba_eagle.runner.steps.decode_step import DecodeStep
+from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
 
 
 class Logprobs:
@@ -51,6 +52,7 @@ class PendingPrefill:
     first_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in first_tokens
     input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in items
     marks: Marks = Marks({}, {})  # of the grammars, by index in first_tokens
+    embeddings: dict[int, Tensor] = field(default_factory=dict)  # [hidden_size], by index in items
     # what ``PromptRunner.finish`` needs: the finished prompts, and the features of all parts
     finished: Sequence[PrefillPart] = ()
     features: Tensor | None = None
@@ -73,6 +75,8 @@ class PendingPrefill:
                 if finished in self.first_logprobs:
                     result.logprob = self.first_logprobs[finished].read()[0]
                 finished += 1
+            if i in self.embeddings:
+                result.embedding = as_bytes(self.embeddings[i])
             results.append(result)
         return results
 
@@ -139,6 +143,7 @@ class PromptRunner:
     ) -> None:
         self.step, self.pool, self.eos_token_ids = step, pool, eos_token_ids
         self.journals = journals
+        self.pooling = Pooling(step.model.config.hidden_size)
         self.place = step.backend.place
         # by request slot: the position that output must not reach; a retracted request may have
         # generated some of its output before
@@ -180,6 +185,8 @@ class PromptRunner:
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
                 pending.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
+            if (vector := self.pooling.add(part, features)) is not None:
+                pending.embeddings[i] = self.place.to_host(vector)
         pending.finished = [part for part in parts if part.item.is_last]
         pending.features = features if pending.finished else None
         return pending

@@ -1,0 +1,83 @@
+"""Embeddings: a prompt's hidden states after the final norm, as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.prefill import PrefillPart
+
+
+class Pool(Protocol):
+    """Takes the hidden states of one prompt, chunk by chunk."""
+
+    def add(self, hidden: Tensor) -> None:
+        """hidden: [n, hidden_size] of the next n tokens."""
+
+    def vector(self) -> Tensor:
+        """[hidden_size] float32; after the last chunk."""
+
+
+class LastToken:
+    """The last token's, which has read all others."""
+
+    def add(self, hidden: Tensor) -> None:
+        self._hidden = hidden[-1].float()  # in float32 it is a view of all the chunk's
+
+    def vector(self) -> Tensor:
+        return self._hidden
+
+
+class MeanOfTokens:
+    """The mean of all tokens'."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, hidden: Tensor) -> None:
+        self._sum = self._sum + hidden.sum(0, dtype=torch.float32)
+        self._count += len(hidden)
+
+    def vector(self) -> Tensor:
+        assert isinstance(self._sum, Tensor)
+        return self._sum / self._count
+
+
+POOLS: dict[str, Callable[[], Pool]] = {"last": LastToken, "mean": MeanOfTokens}
+
+
+class Pooling:
+    """The prompts whose embeddings are wanted, by request slot."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self.hidden_size = hidden_size  # of a feature's columns, the first so many
+        self._open: dict[int, Pool] = {}
+
+    def add(self, part: PrefillPart, features: Tensor) -> Tensor | None:
+        """A prompt's vector, [hidden_size] float32, if it is wanted and this was its last chunk.
+
+        features: [n, F] of all chunks of the step.
+        """
+        item = part.item
+        if not item.pooling:
+            return None
+        if item.is_first:
+            # The cache has states, and no token's hidden state.
+            assert item.pooling == "last" or item.start == 0
+            self._open[item.slot] = POOLS[item.pooling]()
+        pool = self._open[item.slot]
+        pool.add(features[part.first : part.first + part.length, : self.hidden_size])
+        return self._open.pop(item.slot).vector() if item.is_last else None
+
+    def release(self, slot: int) -> None:
+        """The request has left, perhaps before its last chunk."""
+        self._open.pop(slot, None)
+
+
+def as_bytes(vector: Tensor) -> bytes:
+    """Float32, little-endian."""
+    return vector.numpy().astype("<f4", copy=False).tobytes()
