@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -160,10 +160,12 @@ def tree_times(args: argparse.Namespace) -> Iterator[results.Line]:
         for nodes in TREES:
             times = []
             for case in range(args.trees):
-                grammar = matchers.start(SamplingParams(grammar=grammars[case % len(grammars)]))
-                walk_ahead(grammar, vocabulary, luck)
-                tokens, parents = random_tree(grammar, nodes, vocabulary, luck)
-                grammar.advance([])  # forgets the masks that drew the tree
+                params = SamplingParams(grammar=grammars[case % len(grammars)])
+                known, grammar = matchers.start(params), matchers.start(params)
+                walk_ahead(known, vocabulary, luck)
+                tokens, parents = random_tree(known, nodes, vocabulary, luck)
+                grammar.advance(known.output)  # and knows nothing of the tree
+                grammar.is_over(grammar.root)
                 masks = np.full((nodes, vocabulary.words), 0xFFFFFFFF, dtype=np.uint32)
                 times.append(1e3 * cpu_ms(fill_masks, grammar, tokens, parents, masks))
             yield {"name": "tree_us", "vocabulary": size, "nodes": nodes, **quantiles(times)}
@@ -213,46 +215,103 @@ def engine_of(args: argparse.Namespace, batch: int, tokens: int, **changes: Any)
     return engine
 
 
-def step_ms(engine: BatchEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> float:
-    """Of one decode step of the whole batch."""
+class Replay:
+    """Lets an engine sample a given text, so that the same steps can be run without a grammar:
+    texts differ in how much of the drafts is accepted, and steps in how many requests they have."""
+
+    def __init__(self, engine: BatchEngine, first: int) -> None:
+        """first: position of the first output token, the same for all requests."""
+        self.chooser, self.first = engine.runner.chooser, first  # type: ignore[attr-defined]
+        self.sample = self.chooser.sample
+        self.texts: torch.Tensor | None = None  # [request slots, tokens]
+        self.seconds = 0.0  # of CPU time, spent here
+        self.chooser.sample = self
+
+    def __call__(
+        self, slots: list[int], logits: Any, positions: torch.Tensor, *others: Any
+    ) -> torch.Tensor:
+        tokens = self.sample(slots, logits, positions, *others)
+        if self.texts is None:
+            return tokens
+        began = time.process_time()
+        index = (positions - self.first).clamp_(0, self.texts.shape[1] - 1)
+        tokens = self.texts[slots].gather(1, index)
+        self.seconds += time.process_time() - began
+        return tokens
+
+    def end(self) -> None:
+        self.chooser.sample = self.sample
+
+
+class Timed(NamedTuple):
+    made: Generation
+    seconds: float  # of all decode steps
+
+    @property
+    def step_ms(self) -> float:
+        return 1e3 * self.seconds / len(self.made.step_seconds)
+
+
+def timed(
+    engine: BatchEngine, replay: Replay, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> Timed:
+    """CPU time; on a GPU the time that passes, since the host's CPU time says nothing there."""
+    clock = time.perf_counter if engine.runner.overlaps else time.process_time
     run = engine.start(prompts, params)
-    before = time.process_time()
+    own, before = replay.seconds, clock()
     made = run.finish()
-    spent = time.process_time() - before
-    if engine.runner.overlaps:  # a GPU: the host's CPU time says nothing
-        return 1e3 * made.median_decode_latency
-    return 1e3 * spent / len(made.step_seconds)
+    return Timed(made, clock() - before - (replay.seconds - own))
 
 
 def step_times(args: argparse.Namespace) -> Iterator[results.Line]:
-    """Steps with all requests constrained and with none, in turns."""
+    """Steps of a constrained text and the same steps without a grammar, in turns.
+
+    With drafts that follow the grammar there are fewer steps; ``time_ratio`` compares the whole
+    text's time.
+    """
     length = args.tokens
+    engine = engine_of(args, max(args.batch_size), 64 + length)
+    runner = engine.runner
+    constraints = runner.constraints  # type: ignore[attr-defined]
+    vocab = engine.ready.vocab_size
+    grammar = json_schema_grammar(ENDLESS, whitespace="").text
+    constrained = SamplingParams(temperature=0.0, max_new_tokens=length, grammar=grammar)
+    follows = constraints.steers_drafts and engine.shape.nodes > 1
+    ways = [None, False, True] if follows else [None, False]
     for batch in args.batch_size:
-        engine = engine_of(args, batch, 64 + length)
-        vocab = engine.ready.vocab_size
         prompts = synthetic_prompts(from_arguments(EngineConfig, args), vocab, batch, 64)
-        grammar = json_schema_grammar(ENDLESS, whitespace="").text
-        constrained = SamplingParams(temperature=0.0, max_new_tokens=length, grammar=grammar)
-        free = greedy(length)
-        follows = engine.runner.constraints.steers_drafts  # type: ignore[attr-defined]
-        ways = [None, False, True] if follows and engine.shape.nodes > 1 else [None, False]
-        times: dict[bool | None, list[float]] = {way: [] for way in ways}
+        constraints.steers_drafts = False
+        texts = engine.generate(prompts, constrained).tokens
+        assert all(len(text) == length for text in texts)
+        replay = Replay(engine, 64)
+        times: dict[bool | None, list[Timed]] = {way: [] for way in ways}
         for round_ in range(args.rounds + 1):
             for way in ways:
-                engine.runner.constraints.steers_drafts = bool(way)  # type: ignore[attr-defined]
-                spent = step_ms(engine, prompts, free if way is None else constrained)
+                constraints.steers_drafts = bool(way)
+                replay.texts = (
+                    torch.tensor(texts, device=runner.backend.device) if way is None else None
+                )
+                made = timed(
+                    engine, replay, prompts, greedy(length) if way is None else constrained
+                )
+                assert made.made.tokens == texts, "texts differ"
                 if round_:
-                    times[way].append(spent)
+                    times[way].append(made)
+        replay.end()
+        least = {way: min(each.seconds for each in times[way]) for way in ways}
         for way in ways[1:]:
+            own, free = (min(each.step_ms for each in times[each_way]) for each_way in (way, None))
             yield {
                 "name": "step_ms",
-                "algorithm": engine.runner.config.speculative_algorithm,  # type: ignore[attr-defined]
+                "algorithm": runner.config.speculative_algorithm,  # type: ignore[attr-defined]
                 "shape": engine.shape.name,
                 "batch": batch,
                 "drafts_follow_grammar": way,
-                "unconstrained": round(min(times[None]), 4),
-                "constrained": round(min(times[way]), 4),
-                "ratio": round(min(times[way]) / min(times[None]), 4),
+                "accept_length": round(times[way][0].made.accept_length, 3),
+                "unconstrained": round(free, 4),
+                "constrained": round(own, 4),
+                "ratio": round(own / free, 4),
+                "time_ratio": round(least[way] / least[None], 4),
             }
 
 
@@ -366,6 +425,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     add_arguments(parser, EngineConfig)
     args = parser.parse_args(argv)
+    args.cpu_threads = args.cpu_threads or 1
     torch.set_num_threads(1)
     where = {
         "machine": facts.device_name(args.device),

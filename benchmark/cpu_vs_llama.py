@@ -1,13 +1,16 @@
 """CPU throughput beside llama.cpp: the same geometries with random weights, at the same bits.
 
     python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python
-    python benchmark/cpu_vs_llama.py --folder /tmp/models --llama-python /tmp/llama/bin/python
+    pip download --no-deps --no-binary=:all: llama-cpp-python   # and unpack it: the converter
+    python benchmark/cpu_vs_llama.py --folder /tmp/models --llama-python /tmp/llama/bin/python \
+        --llama-source llama_cpp_python-VERSION/vendor/llama.cpp
 
 llama.cpp is built with g++ and cmake, and lives in an environment of its own. --folder gets the
-random checkpoints; the GGUF files beside them are made by llama.cpp's converter and quantizer. Each
-measurement is a process, and the contestants take turns. Without
---llama-python only ours are measured. Decode throughput is batch size over the median step, prompt
-throughput that of prompts one after the other. Appends lines to benchmark/results/cpu.jsonl.
+random checkpoints and the GGUF files made of them. A process measures one engine, model, number of
+bits and number of threads, in all shapes; processes take turns. Without --llama-python only ours
+are measured. Decode throughput is batch size over the median step, prompt throughput that of a
+batch of one. Batches of more requests follow short prompts: a recurrent state has no length.
+Appends lines to benchmark/results/cpu.jsonl.
 """
 
 from __future__ import annotations
@@ -34,22 +37,29 @@ from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.resolve import resolve
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
-PEER = Path(__file__).parent / "peers" / "llama_cpp_decode.py"
+PEERS = Path(__file__).parent / "peers"
 BITS = {"16": "auto", "8": "int8", "4": "int4"}  # ours, by bits of a weight
-FORMATS = {"16": "f16", "8": "Q8_0", "4": "Q4_0"}  # llama.cpp's
+FORMATS = {"16": "F16", "8": "Q8_0", "4": "Q4_0"}  # llama.cpp's
+BATCH_PROMPT = 16  # tokens of prompts in batches of more than one
+
+
+class Shape(NamedTuple):
+    batch: int
+    input_len: int
 
 
 class Job(NamedTuple):
+    """What one process measures."""
+
     model: str
     bits: str
     threads: int
-    batch: int
-    input_len: int
     steps: int
+    shapes: tuple[Shape, ...]
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.bits}bit-t{self.threads}-b{self.batch}-p{self.input_len}"
+        return f"{self.model}-{self.bits}bit-t{self.threads}"
 
 
 # ── random checkpoints of published geometries ───────────────────────────────────────────────
@@ -124,20 +134,31 @@ def checkpoint(folder: Path, name: str) -> Path:
     return path
 
 
-def gguf(folder: Path, name: str, bits: str) -> Path:
-    """The same weights as a GGUF file, all matrices in the format of these bits.
+def files(folder: Path, name: str, bits: list[str], llama_python: str, source: str) -> None:
+    """Writes the checkpoint and the GGUF files that are missing.
 
-    Raises: SystemExit if it has not been made.
+    Raises: subprocess.CalledProcessError if llama.cpp's tools fail.
     """
-    path = folder / f"{name}-{FORMATS[bits]}.gguf"
-    if not path.exists():
-        whole = folder / f"{name}-f16.gguf"
-        raise SystemExit(
-            f"{path} is missing. Make it with llama.cpp's tools from the checkpoint in "
-            f"{folder / name}: convert_hf_to_gguf.py --outtype f16 --outfile {whole} (the "
-            "vocabulary may be none), then llama-quantize --pure FROM TO FORMAT"
-        )
-    return path
+    checkpoint(folder, name)
+    if not llama_python:
+        return
+    tool, whole = str(PEERS / "llama_cpp_files.py"), gguf(folder, name, "16")
+    if not whole.exists():
+        if not source:
+            raise SystemExit(
+                f"{whole} is missing: --llama-source names the converter that makes it"
+            )
+        command = [sys.executable, tool, "convert", source, str(folder / name), str(whole)]
+        subprocess.run(command, check=True)
+    for each in bits:
+        if not (file := gguf(folder, name, each)).exists():
+            command = [llama_python, tool, "quantize", str(whole), str(file), FORMATS[each]]
+            subprocess.run(command, check=True)
+
+
+def gguf(folder: Path, name: str, bits: str) -> Path:
+    """The same weights as a GGUF file, all matrices in the format of these bits."""
+    return folder / f"{name}-{FORMATS[bits]}.gguf"
 
 
 # ── one measurement ──────────────────────────────────────────────────────────────────────────
@@ -145,37 +166,38 @@ def gguf(folder: Path, name: str, bits: str) -> Path:
 
 def measure_ours(folder: str, job: Job) -> dict[str, Any]:
     """In a process of its own."""
-    from mamba_eagle.kernels.threads import set_threads
     from mamba_eagle.layers.weights import weight_bytes
-    from mamba_eagle.runner.model_runner import ModelRunner
+    from mamba_eagle.runner.make import make_runner
 
     logging.disable(logging.WARNING)
-    set_threads(job.threads)
+    path = str(Path(folder) / job.model)
     config = EngineConfig(
-        model_path=str(Path(folder) / job.model),
-        tokenizer_path=str(Path(folder) / job.model),
+        model_path=path,
+        tokenizer_path=path,
         device="cpu",
         quantization=BITS[job.bits],
         cpu_threads=job.threads,
         speculative_algorithm="NONE",
     )
-    config = sized_for(resolve(config), job.batch, job.input_len + job.steps + 1)
-    begin = time.perf_counter()
-    runner = ModelRunner(config)
-    load = time.perf_counter() - begin
+    longest = max(shape.input_len for shape in job.shapes)
+    largest = max(shape.batch for shape in job.shapes)
+    config = sized_for(resolve(config), largest, longest + job.steps + 1)
+    cpu, begin = time.process_time(), time.perf_counter()
+    runner = make_runner(config)
+    load, load_cpu = time.perf_counter() - begin, time.process_time() - cpu
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
     engine = BatchEngine(config, runner)
-    prompts = synthetic_prompts(config, runner.ready.vocab_size, job.batch, job.input_len)
-    engine.generate(prompts, greedy(4))  # warm-up
-    made = engine.generate(prompts, greedy(job.steps + 1))
-    return {
-        "prompt_seconds": [made.prefill_seconds / job.batch] * job.batch,
-        "step_seconds": made.step_seconds,
-        "load_seconds": load,
-        "rss_mb": rss,
-        "max_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        "weight_mb": weight_bytes(runner.model) / 1e6,
-    }
+    made: dict[str, Any] = {"load_seconds": load, "load_cpu_seconds": load_cpu, "rss_mb": rss}
+    made["weight_mb"] = weight_bytes(runner.model) / 1e6
+    made["shapes"] = []
+    for shape in job.shapes:
+        prompts = synthetic_prompts(config, runner.ready.vocab_size, *shape)
+        engine.generate(prompts, greedy(3))  # warm-up
+        found = engine.generate(prompts, greedy(job.steps + 1))
+        seconds = found.prefill_seconds / shape.batch
+        made["shapes"].append({"prompt_seconds": [seconds], "step_seconds": found.step_seconds})
+    made["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return made
 
 
 class Player(NamedTuple):
@@ -193,57 +215,76 @@ class Player(NamedTuple):
             raise RuntimeError(f"{' '.join(self.command)}:\n{done.stderr[-2000:]}")
         made = json.loads(done.stdout.splitlines()[-1])
         self.made.append(made)
-        return Round(self.job.batch * len(made["step_seconds"]), sum(made["step_seconds"]))
+        steps = [each["step_seconds"] for each in made["shapes"]]
+        found = zip(self.job.shapes, steps, strict=True)
+        return Round(sum(shape.batch * len(each) for shape, each in found), sum(map(sum, steps)))
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant[Player, Round]]:
     found = []
+    shapes = [Shape(1, length) for length in args.input_len]
+    shapes += [Shape(batch, BATCH_PROMPT) for batch in args.batch_size if batch > 1]
+    given = [f"{shape.batch}:{shape.input_len}" for shape in shapes]
     for model in args.models:
-        checkpoint(args.folder, model)
+        files(args.folder, model, args.bits, args.llama_python, args.llama_source)
         for bits in args.bits:
             for threads in args.threads:
-                for batch, input_len in [(b, 64) for b in args.batch_size] + [(1, 512)]:
-                    job = Job(model, bits, threads, batch, input_len, args.steps)
-                    sizes = [str(part) for part in (threads, batch, input_len, args.steps)]
-                    own = [sys.executable, __file__, "--measure", json.dumps(job)]
-                    players = [Player("ours", job, [*own, "--folder", str(args.folder)], [])]
-                    if args.llama_python:
-                        file = str(gguf(args.folder, model, bits))
-                        command = [args.llama_python, str(PEER), file, *sizes]
-                        players.append(Player("llama.cpp", job, command, []))
-                    found += [Contestant(f"{p.engine}-{job.name}", p) for p in players]
+                job = Job(model, bits, threads, args.steps, tuple(shapes))
+                own = [sys.executable, __file__, "--measure", json.dumps(job)]
+                players = [Player("ours", job, [*own, "--folder", str(args.folder)], [])]
+                if args.llama_python:
+                    file, peer = gguf(args.folder, model, bits), PEERS / "llama_cpp_decode.py"
+                    sizes = [str(threads), str(args.steps), *given]
+                    command = [args.llama_python, str(peer), str(file), *sizes]
+                    players.append(Player("llama.cpp", job, command, []))
+                found += [Contestant(f"{p.engine}-{job.name}", p) for p in players]
     return found
 
 
-def line_of(player: Player) -> results.Line:
+# ── what it gives ────────────────────────────────────────────────────────────────────────────
+
+
+def lines_of(player: Player) -> list[results.Line]:
+    """One per shape."""
     job, made = player.job, player.made
-    steps = [seconds for each in made for seconds in each["step_seconds"]]
-    prompts = [seconds for each in made for seconds in each["prompt_seconds"]]
-    line = {
-        "name": f"{player.engine}-{job.name}",
-        "mode": player.engine,
-        **job._asdict(),
-        "value": round(job.batch / median(steps), 2),
-        "unit": "token/s",
-        "median_step_ms": round(1e3 * median(steps), 3),
-        "mean_step_ms": round(1e3 * mean(steps), 3),
-        "prompt_tokens_per_second": round(job.input_len / median(prompts), 1),
-        "rounds": len(made),
-    }
-    for key in ("load_seconds", "rss_mb", "max_rss_mb", "weight_mb"):
-        if key in made[0]:
-            line[key] = round(median(each[key] for each in made), 2)
-    return line
+    found = []
+    for i, shape in enumerate(job.shapes):
+        rounds = [each["shapes"][i] for each in made]
+        steps = [seconds for each in rounds for seconds in each["step_seconds"]]
+        prompts = [seconds for each in rounds for seconds in each["prompt_seconds"]]
+        line = {
+            "name": f"{player.engine}-{job.name}-b{shape.batch}-p{shape.input_len}",
+            "mode": player.engine,
+            "model": job.model,
+            "bits": job.bits,
+            "threads": job.threads,
+            **shape._asdict(),
+            "steps": job.steps,
+            "value": round(shape.batch / median(steps), 2),
+            "unit": "token/s",
+            "median_step_ms": round(1e3 * median(steps), 3),
+            "mean_step_ms": round(1e3 * mean(steps), 3),
+            "prompt_tokens_per_second": round(shape.input_len / median(prompts), 1),
+            "rounds": len(made),
+        }
+        for key in ("load_seconds", "load_cpu_seconds", "rss_mb", "max_rss_mb", "weight_mb"):
+            if key in made[0]:
+                line[key] = round(median(each[key] for each in made), 2)
+        found.append(line)
+    return found
+
+
+def key_of(line: results.Line) -> tuple[Any, ...]:
+    return tuple(line[key] for key in ("model", "bits", "threads", "batch", "input_len"))
 
 
 def report(field: list[Contestant[Player, Round]], about: dict[str, Any]) -> list[results.Line]:
-    """Prints a row per job; returns the result lines."""
-    lines = [line_of(each.player) for each in field]
-    theirs = {Job(*(line[key] for key in Job._fields)): line
-              for line in lines if line["mode"] == "llama.cpp"}  # fmt: skip
+    """Prints a row for each of the lines that it returns."""
+    lines = [line for each in field for line in lines_of(each.player)]
+    theirs = {key_of(line): line for line in lines if line["mode"] == "llama.cpp"}
     print(f"{'':48} {'token/s':>9} {'ratio':>6} {'prompt/s':>9} {'ratio':>6} {'load s':>7}")
     for line in lines:
-        peer = theirs.get(Job(*(line[key] for key in Job._fields)))
+        peer = theirs.get(key_of(line))
         ratios = []
         for key in ("value", "prompt_tokens_per_second"):
             ratio = line[key] / peer[key] if peer is not None else None
@@ -264,9 +305,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bits", nargs="+", default=list(BITS), choices=list(BITS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--input-len", type=int, nargs="+", default=[64, 512], help="of one prompt")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-seconds", type=float, help="begin no round that would end later")
     parser.add_argument("--llama-python", default="", help="empty: measure ours alone")
+    parser.add_argument("--llama-source", default="", help="has llama.cpp's converter")
+    parser.add_argument("--files-only", action="store_true", help="make the files, measure nothing")
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result-filename", default=str(RESULTS), help="empty: keep nothing")
     return parser
@@ -275,12 +320,16 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = make_parser().parse_args()
     if args.measure:
-        print(json.dumps(measure_ours(args.folder, Job(*json.loads(args.measure)))))
+        *sizes, shapes = json.loads(args.measure)
+        job = Job(*sizes, shapes=tuple(Shape(*each) for each in shapes))
+        print(json.dumps(measure_ours(args.folder, job)))
         return
     field = contestants(args)
-    play_rounds(field, Player.play, args.rounds)
-    about = {"cpu": facts.cpu_model(), "torch": torch.__version__}
-    about |= {"commit": facts.commit(), "date": facts.today()}
+    if args.files_only:
+        return
+    play_rounds(field, Player.play, args.rounds, args.max_seconds)
+    about = {"cpu": facts.cpu_model(), "cpu_features": facts.cpu_features()}
+    about |= {"torch": torch.__version__, "commit": facts.commit(), "date": facts.today()}
     lines = report(field, about)
     if args.result_filename:
         results.append(args.result_filename, lines)

@@ -5,9 +5,9 @@
 
 bf16: cuBLAS. tensor: cuBLASLt with one scale each. row: a scale per row and token, by CUTLASS.
 after: cuBLASLt without scales to float32, then a kernel that scales. triton: the kernel that scales
-rows and tokens as it ends. nvfp4: four bits, by the Triton kernel. Rounding of the inputs is not
-timed. Each result is compared with float32 first; the script fails where one is wrong. Launches go
-round copies of the weight, which together do not fit into the L2 cache.
+rows and tokens as it ends. Rounding of the inputs is not timed. Four bits: bench_four_bit.py. Each
+result is compared with float32 first; the script fails where one is wrong. Launches go round
+copies of the weight, which together do not fit into the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from torch import Tensor
 from mamba_eagle.bench.launches import ROTATED_BYTES, Report, graph_us
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
-from mamba_eagle.kernels.four_bit import triton as four_bit
-from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, quantized
 
 SHAPES = {  # [out, in] of Nemotron-Nano-9B-v2
@@ -40,7 +38,7 @@ SHAPES = {  # [out, in] of Nemotron-Nano-9B-v2
 }
 TOKENS = (1, 8, 32, 64, 256, 8192)
 FEW = 64  # tokens, up to which the Triton kernels are measured
-WITHIN = {"bf16": 5e-3, "nvfp4": 1e-2}  # relative error; of float8 products:
+WITHIN = {"bf16": 5e-3}  # relative error; of float8 products:
 FLOAT8_WITHIN = 6e-3
 
 Call = Callable[[int], Tensor]  # which copy of the weight
@@ -58,10 +56,6 @@ class Weight:
         self.dense = [dense.clone() for _ in range(min(self.copies, 3))]
         self.values = [self.matrix.values.clone() for _ in range(self.copies)]
         self.one = torch.ones(1, 1, device="cuda")
-        codes = torch.randint(0, 256, (rows, columns // 2), device="cuda", dtype=torch.uint8)
-        scale = torch.rand(rows, columns // 16, device="cuda").to(torch.float8_e4m3fn)
-        self.small = FourBitMatrix(codes, scale, None, 0.01 * self.one)
-        self.codes = [codes.clone() for _ in range(2 * self.copies)]
 
     def calls(self, x: Tensor) -> dict[str, Call]:
         """x [n, in] bfloat16."""
@@ -83,9 +77,6 @@ class Weight:
             made["triton"] = lambda i: float8.product(
                 given, self.values[i], scale, None, torch.bfloat16
             )
-            made["nvfp4"] = lambda i: four_bit.product(
-                x, self.codes[i], self.small.scale, None, self.small.factor, self.one, None
-            )
         return made
 
     def _scaled_after(self, given: Rounded, i: int) -> Tensor:
@@ -104,8 +95,6 @@ class Weight:
         """What a form should give, in float32."""
         if name == "bf16":
             return x.float() @ self.dense[0].float().t()
-        if name == "nvfp4":
-            return x.float() @ self.small.dequantize().t()
         given = float8.rounded(x, Rounding())
         sums = given.values.float() @ self.matrix.values.float().t()
         return sums if name == "tensor" else sums * given.scale * self.matrix.scale.t()
@@ -126,11 +115,11 @@ def measure(report: Report, tokens: tuple[int, ...]) -> None:
             for form, call in weight.calls(x).items():
                 if n <= 256:
                     check(form, name, call(0), weight.exact(form, x))
-                copies = {"bf16": len(weight.dense), "nvfp4": 2 * weight.copies}
-                count = 2 if n > 256 else copies.get(form, weight.copies)
+                copies = len(weight.dense) if form == "bf16" else weight.copies
+                count = 2 if n > 256 else copies
                 launches = [partial(call, i) for i in range(count)]
                 us = graph_us(launches, replays=9 if n <= 256 else 1)
-                size = rows * columns * {"bf16": 2.0, "nvfp4": 0.5625}.get(form, 1.0)
+                size = rows * columns * (2.0 if form == "bf16" else 1.0)
                 size += 2 * n * (rows + columns)
                 label = f"{name} {n} {form}"
                 fields = {"product": name, "form": form, "rows": n}

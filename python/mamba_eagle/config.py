@@ -19,6 +19,7 @@ from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
 
 ON_A_CPU = ("int8", "int4")  # --quantization that only a CPU multiplies
+ON_A_GPU = ("nvfp4",)  # and that only a GPU does
 # Of the runner on any machine: tens of thousands would end it while it starts them.
 MAX_THREADS = 256
 
@@ -96,14 +97,15 @@ class EngineConfig:
     quantization: str = setting(
         "auto",
         "weights and products of few bits; auto: as the checkpoint stores them, where the device "
-        "multiplies them so; fp8: float8 for any checkpoint; int8, int4: integers in groups of 32, "
-        "on a CPU, for checkpoints that are not quantized; none: all in --dtype",
-        ("auto", "fp8", "int8", "int4", "none"),
+        "multiplies them so; fp8: float8 for any checkpoint; for checkpoints that are not "
+        "quantized, nvfp4: floats of four bits, on a GPU; int8, int4: integers in groups of 32, on "
+        "a CPU; none: all in --dtype",
+        ("auto", "fp8", "nvfp4", "int8", "int4", "none"),
     )
     quantize_lm_head: bool = setting(
         False,
-        "with --quantization fp8 or int4, also multiply by lm_head in these bits; without, it "
-        "keeps --dtype with fp8 and has 8 bits with int4",
+        "with --quantization fp8, nvfp4 or int4, also multiply by lm_head in these bits; without, "
+        "it keeps --dtype with fp8 and nvfp4 and has 8 bits with int4",
     )
     cpu_threads: int | None = setting(
         None,
@@ -352,11 +354,21 @@ class EngineConfig:
 
     def _quantization_problems(self) -> list[str]:
         wrong = []
-        if self.quantize_lm_head and self.quantization not in ("fp8", *ON_A_CPU):
+        if self.quantize_lm_head and self.quantization in ("auto", "none"):
             wrong.append(
                 f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
-                "--quantization fp8, int8 or int4, or leave the flag out"
+                "--quantization fp8, nvfp4, int8 or int4, or leave the flag out"
             )
+        if self.quantization in ON_A_GPU:
+            wrong += [
+                f"--quantization {self.quantization}: {flag} {value} has no such products; use "
+                f"{remedy}"
+                for flag, value, none, remedy in (
+                    ("--device", self.device, "cpu", "--device cuda, or --quantization int4"),
+                    ("--dtype", self.dtype, "float32", "--dtype bfloat16"),
+                )
+                if value == none
+            ]
         if self.quantization in ON_A_CPU:
             wrong += [
                 f"--quantization {self.quantization}: {flag} {value} has no such products; use "

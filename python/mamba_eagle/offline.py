@@ -44,7 +44,7 @@ class OfflineEngine:
         """config: the one that ``runner`` was made from. prompts_first: as for ``Scheduler``."""
         self.runner = runner
         self.scheduler = Scheduler(config, runner.ready, prompts_first)
-        self.max_in_flight = 2 if runner.overlaps else 1
+        self.max_in_flight = self.scheduler.cohorts.max_in_flight if runner.overlaps else 1
         self._in_flight: deque[tuple[Plan, LaunchedStep]] = deque()
 
     def add(self, message: Generate) -> list[RequestOutput]:

@@ -31,6 +31,7 @@ from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
@@ -178,6 +179,14 @@ class Backend(ABC):
         """The k best entries of log_probs [n, V] float32 -> [n, k]."""
 
     @abstractmethod
+    def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
+        """The k best guesses of samples whose noise is known, and their log-probabilities given
+        that noise: logits [b, lanes, V'], any float dtype -> [b, lanes, k].
+
+        ids: [V'] int64, the target's token of each; None: V' is V.
+        """
+
+    @abstractmethod
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -210,6 +219,11 @@ class Backend(ABC):
         [n, V] float32."""
 
     # ── sampling ──
+
+    @abstractmethod
+    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
+        """Add the first number[i] of tokens[i] to counts[slots[i]]: counts [R, V] int32, slots and
+        number [b], tokens [b, D]; the host need not know how many."""
 
     @property
     def samples_in_kernels(self) -> bool:

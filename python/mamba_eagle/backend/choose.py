@@ -15,7 +15,7 @@ import torch
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host, Place
 from mamba_eagle.backend.torch.backend import TorchBackend
-from mamba_eagle.config import ON_A_CPU, ConfigError, EngineConfig
+from mamba_eagle.config import ON_A_CPU, ON_A_GPU, ConfigError, EngineConfig
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,6 +78,12 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 
 def quantization_problems(quantization: str, backend: Backend) -> list[str]:
     """Why ``--quantization`` cannot be had with a backend."""
+    if quantization in ON_A_GPU and backend.name != "triton":
+        return [
+            f"--quantization {quantization}: the backend is {backend.name} ({reason(backend)}), "
+            "and only triton multiplies such weights, in 16 bits on a GPU; use --device cuda, or "
+            "--quantization int4 on a CPU"
+        ]
     if quantization not in ON_A_CPU or backend.name == "cpu":
         return []
     return [

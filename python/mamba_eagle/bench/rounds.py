@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -60,12 +61,20 @@ def play_rounds(
     contestants: Sequence[Contestant[Player, SomeRound]],
     play: Callable[[Player], SomeRound],
     rounds: int,
+    max_seconds: float | None = None,
 ) -> None:
     """Each plays ``rounds`` rounds, in turn; another one begins each. Earlier rounds are dropped:
-    they were the warm-up, or answered another question."""
+    they were the warm-up, or answered another question.
+
+    max_seconds: no round begins that would end later, if it took as long as those before.
+    """
     for contestant in contestants:
         contestant.rounds.clear()
+    begin = time.perf_counter()
     for number in range(rounds):
+        spent = time.perf_counter() - begin
+        if number and max_seconds is not None and spent * (number + 1) / number > max_seconds:
+            break
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
             contestant.rounds.append(play(contestant.player))

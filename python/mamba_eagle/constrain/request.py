@@ -7,17 +7,18 @@ from concurrent.futures import Future
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher
 
+from mamba_eagle.constrain.place import FREE, UNKNOWN, Place, Row
 from mamba_eagle.constrain.vocabulary import NoVocabulary
 from mamba_eagle.core import SamplingParams
 
-Row = npt.NDArray[np.uint32]  # [W], one mask
-
 
 class RequestGrammar:
-    """Follows the output of a request; ``step_in`` and ``step_out`` try drafted tokens.
+    """Follows the output of a request, and drafted tokens behind it.
+
+    One matcher is moved between the places that are asked about. It stays where it was last, which
+    mostly is where the request goes on: then nothing is taken in twice.
 
     A grammar that fails has a ``problem``: its request cannot go on, and no other is touched.
 
@@ -33,9 +34,11 @@ class RequestGrammar:
         a mask."""
         self._base, self._words = base, words
         self.output: list[int] = []  # tokens taken in
-        self._path: list[int] = []  # drafted tokens that are tried behind them
-        self._masks: dict[tuple[int, ...], Row] = {}  # by path: those that drafting asked for
+        self.root = Place(None, -1, 0)  # behind the output
+        self._here = self.root  # where the matcher stands
         self.problem = ""
+        # whether the grammar refused or forced any token that the last step asked about
+        self.narrow = self._seen_narrow = True
         self._stops = frozenset(params.stop_tokens(tuple(eos)))
         self._ends = self._stops | frozenset(eos)
         self._min_new_tokens = params.min_new_tokens
@@ -59,10 +62,26 @@ class RequestGrammar:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The request has generated these tokens, or had generated them before it was retracted."""
+        if not tokens:
+            return
+        self.narrow, self._seen_narrow = self._seen_narrow, False
         self.output += tokens
-        self._masks.clear()
-        if "_matcher" in self.__dict__ and self._matcher is not None:
-            self._take_in(self._matcher, tokens)
+        place, taken = self.root, 0
+        for token in tokens:
+            below = place.below.get(token)
+            if below is None:
+                break
+            place, taken = below, taken + 1
+        if "_matcher" in self.__dict__ and self._matcher is not None and not self.problem:
+            matcher = self._stand_at(place)
+            if matcher is None:
+                del self.__dict__["_matcher"]  # another one takes in the whole output
+            elif taken < len(tokens):
+                self._take_in(matcher, tokens[taken:])
+        if taken < len(tokens):
+            place = Place(None, -1, len(self.output))
+        place.above = None
+        self.root = self._here = place
 
     def _take_in(self, matcher: LLMatcher, tokens: Sequence[int]) -> None:
         taken = matcher.try_consume_tokens(list(tokens))
@@ -70,104 +89,140 @@ class RequestGrammar:
         if taken < len(tokens) and tokens[taken] not in self._stops:
             self.problem = f"it does not go on with token {tokens[taken]}, which was generated"
 
-    def fill(self, row: Row) -> bool:
-        """Write the mask of what may follow the output and the drafted tokens stepped into.
-
-        False if the grammar cannot tell, because it exceeds its limits here: nothing may follow.
-        """
-        matcher, path = self._matcher, tuple(self._path)
-        if matcher is not None and not self.problem:
-            if path in self._masks:
-                row[:] = self._masks[path]
-                return True
-            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if not matcher.is_error():
-                self._hold(row, len(self.output) + len(path))
-                return True
-            self._recover(matcher.get_error())
-        row[:] = 0
-        return False
-
-    def mask(self) -> Row | None:
-        """The same mask, to be read only; None if the grammar cannot tell."""
-        known = self._masks.get(tuple(self._path))
-        if known is not None:
-            return known
-        row = np.empty(self._words, dtype=np.uint32)
-        if not self.fill(row):
+    def _stand_at(self, place: Place) -> LLMatcher | None:
+        """The matcher, behind the tokens that lead to ``place``; None after an error."""
+        matcher, here = self._matcher, self._here
+        if matcher is None or self.problem:
             return None
-        self._masks[tuple(self._path)] = row
-        return row
+        if here is place:
+            return matcher
+        back, forth = 0, []
+        while here is not place:
+            if here.depth >= place.depth:
+                assert here.above is not None
+                here, back = here.above, back + 1
+            else:
+                assert place.above is not None
+                forth.append(place.token)
+                place = place.above
+        if back:
+            matcher.rollback(back)
+        self._here = here
+        for token in reversed(forth):  # which it has taken before
+            if not self.step_in(token):
+                if matcher.is_error():
+                    self._recover(matcher.get_error())
+                return None
+        return matcher
 
-    def mask_behind(self, path: Sequence[int]) -> Row | None:
+    # ── what may follow a place ──
+
+    def forced(self, place: Place) -> int | None:
+        """The one token that may follow, if the grammar forces the text."""
+        if place.forced == UNKNOWN:
+            matcher = self._stand_at(place)
+            if matcher is None:
+                return None
+            # Where the grammar forces the text, a mask allows one way to spell it as tokens.
+            tokens = matcher.compute_ff_tokens()
+            place.forced = tokens[0] if tokens else FREE
+            self._seen_narrow |= bool(tokens)
+        return None if place.forced == FREE else place.forced
+
+    def below(self, place: Place, token: int) -> Place | None:
+        """The place behind one more token; None if the grammar refuses it.
+
+        It costs a fraction of a mask. None, too, where only the mask tells: for tokens that may
+        end the output, or after an error.
+        """
+        if token in self._ends:
+            return None
+        if token in place.below:
+            return place.below[token]
+        below, mask = None, place.mask
+        if mask is None or is_allowed(mask, token):
+            forced, matcher = self.forced(place), self._stand_at(place)
+            if matcher is not None and (forced is None or token == forced):
+                if matcher.try_consume_tokens([token]):
+                    below = self._here = Place(place, token, place.depth + 1)
+                elif matcher.is_error():
+                    self._recover(matcher.get_error())
+        place.below[token] = below
+        self._seen_narrow |= below is None
+        return below
+
+    def may_end_with(self, token: int) -> bool:
+        """Whether a token may end the output, so that only a mask tells whether it may follow."""
+        return token in self._ends
+
+    def mask(self, place: Place | None = None) -> Row | None:
+        """What may follow a place, by default the output; to be read only. None if the grammar
+        cannot tell, because it exceeds its limits here: then nothing may follow."""
+        place = place or self.root
+        if place.mask is None:
+            row = np.empty(self._words, dtype=np.uint32)
+            if self._stand_at(place) is None or not self.fill(row, row.ctypes.data):
+                return None
+            place.mask = row
+        return place.mask
+
+    def mask_behind(self, tokens: Sequence[int]) -> Row | None:
         """The mask behind drafted tokens; None if the grammar refuses one of them, or if nothing
         can follow."""
-        known = self._masks.get(tuple(path))
-        if known is not None:
-            return known
-        stepped, mask = 0, None
-        for token in path:
-            if self._matcher is None or not self.step_in(token):
-                break
-            stepped += 1
-        else:
-            mask = self.mask()
-        for _ in range(stepped):
-            self.step_out()
-        return mask
+        place: Place | None = self.root
+        for token in tokens:
+            place = self.below(place, token) if place is not None else None
+        return self.mask(place) if place is not None else None
 
-    @property
-    def knows_masks(self) -> bool:
-        """Whether any mask has been asked for since the request last went on."""
-        return bool(self._masks)
-
-    def known_mask(self) -> Row | None:
-        """``mask`` if it has been asked for before."""
-        return self._masks.get(tuple(self._path))
-
-    def known_mask_behind(self, path: Sequence[int]) -> Row | None:
-        """``mask_behind`` if it has been asked for before."""
-        return self._masks.get(tuple(path))
+    def is_over(self, place: Place) -> bool:
+        """Whether nothing but the end can follow."""
+        matcher = self._stand_at(place)
+        return matcher is None or matcher.is_stopped()
 
     def empty_mask(self) -> Row:
         """Nothing may follow."""
         return np.zeros(self._words, dtype=np.uint32)
 
-    def takes(self, token: int) -> bool:
-        """Step into a token if the grammar goes on with it, for a fraction of what a mask costs.
+    # ── a walk with masks of all nodes ──
 
-        False where only the mask tells: for tokens that may end the output, or after an error.
-        """
-        if token in self._ends or self.problem or self._matcher is None:
-            return False
-        # Where the grammar forces the text, a mask allows one way to spell it as tokens.
-        forced = self._matcher.compute_ff_tokens()
-        if forced and token != forced[0]:
-            return False
-        if self._matcher.try_consume_tokens([token]):
-            self._path.append(token)
-            return True
-        if self._matcher.is_error():
-            self._recover(self._matcher.get_error())
+    def start_walk(self) -> bool:
+        """Stand behind the output; False after an error."""
+        return self._stand_at(self.root) is not None
+
+    def fill(self, row: Row, address: int) -> bool:
+        """Write the mask of what may follow here; False if the grammar cannot tell, because it
+        exceeds its limits: nothing may follow. address: of ``row``, which numpy takes as long to
+        tell as a mask takes."""
+        matcher, here = self._matcher, self._here
+        if matcher is not None and not self.problem:
+            if here.mask is not None:
+                row[:] = here.mask
+                return True
+            matcher.unsafe_compute_mask_ptr(address, 4 * self._words)
+            if not matcher.is_error():
+                self._hold(row, here.depth)
+                return True
+            self._recover(matcher.get_error())
+        row[:] = 0
         return False
 
-    def allows(self, token: int) -> bool:
-        """As ``takes``, without the step."""
-        taken = self.takes(token)
-        if taken:
-            self.step_out()
-        return taken
+    def step_in(self, token: int) -> bool:
+        """Go on with a drafted token that the mask here allows; False if nothing can follow it."""
+        assert self._matcher is not None
+        if self._matcher.try_consume_tokens([token]) == 0:
+            return False
+        here = self._here
+        below = here.below.get(token)
+        if below is None:
+            below = here.below[token] = Place(here, token, here.depth + 1)
+        self._here = below
+        return True
 
-    def allows_behind(self, path: Sequence[int], token: int) -> bool:
-        """Whether the grammar goes on with drafted tokens and then this one; as ``takes``."""
-        stepped = 0
-        for each in (*path, token):
-            if not self.takes(each):
-                break
-            stepped += 1
-        for _ in range(stepped):
-            self.step_out()
-        return stepped == len(path) + 1
+    def step_out(self) -> None:
+        """Forget the token last stepped into."""
+        assert self._matcher is not None and self._here.above is not None
+        self._matcher.rollback(1)
+        self._here = self._here.above
 
     def _hold(self, row: Row, count: int) -> None:
         """Take end tokens out of a mask that has others. count: output tokens so far."""
@@ -181,26 +236,17 @@ class RequestGrammar:
     def _recover(self, message: str) -> None:
         """A matcher never leaves its error: behind drafted tokens another takes its place, since
         these need not be accepted."""
-        if not self._path:
+        if self._here is self.root:
             self.problem = message
             return
         matcher = self._base.result().deep_copy()
-        self._take_in(matcher, [*self.output, *self._path])
+        self._take_in(matcher, [*self.output, *self._here.way()])
         self.__dict__["_matcher"] = matcher
 
-    def step_in(self, token: int) -> bool:
-        """Try a drafted token that the last mask allowed; False if nothing can follow it."""
-        assert self._matcher is not None
-        if self._matcher.try_consume_tokens([token]) == 0:
-            return False
-        self._path.append(token)
-        return True
 
-    def step_out(self) -> None:
-        """Forget the token last stepped into."""
-        assert self._matcher is not None
-        self._matcher.rollback(1)
-        self._path.pop()
+def is_allowed(mask: Row, token: int) -> bool:
+    """Whether a mask has a token."""
+    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
 def _bits(tokens: Sequence[int] | frozenset[int], words: int) -> Row:

@@ -4,8 +4,8 @@ Refused nodes leave, and where the grammar forces the next tokens, these become 
 one token makes them certain to be accepted. Nothing is put into a text: the target samples at each
 of them as everywhere.
 
-Masks are looked at where a drafted token is refused, and where the drafter has asked for one. So a
-tree that fits, as within free text, costs a step of the matcher per node and no mask.
+Masks are looked at where a drafted token is refused though others may follow. So a tree that fits,
+as within free text, costs a step of the matcher per node and no mask.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.constrain.place import Place, Row
+from mamba_eagle.constrain.request import RequestGrammar, is_allowed
 
 
 class DraftTree(NamedTuple):
@@ -65,7 +65,7 @@ class _Growing:
         self.candidates = [_Candidate(tree.tokens[0], 0, 0, 0.0)]
         self.changed = False
         self._refused: list[tuple[int, int]] = []  # nodes, and their parents' candidates
-        self._visit(0, self.children[0])
+        self._visit(0, grammar.root, self.children[0])
         for node, above in self._refused:
             self._fill_up(node, above)
 
@@ -76,30 +76,44 @@ class _Growing:
         self.candidates.append(_Candidate(token, parent, depth, score))
         return len(self.candidates) - 1
 
-    def _visit(self, above: int, children: Sequence[int], is_forced: bool = False) -> None:
-        """The node of candidate ``above`` has been stepped into."""
+    def _visit(self, above: int, place: Place, children: Sequence[int]) -> None:
+        """``place`` is that of candidate ``above``."""
         if self.candidates[above].depth == self.max_depth:
             return
         grammar, tokens = self.grammar, self.tree.tokens
-        mask = grammar.known_mask()
-        if mask is None:
-            if not is_forced and all(grammar.allows(tokens[child]) for child in children):
-                for child in children:
-                    self._enter(child, self._add(tokens[child], above, self.tree.scores[child]))
+        forced = grammar.forced(place)
+        if forced is None:
+            if not all(grammar.below(place, tokens[child]) for child in children):
+                self._choose(above, place, children)
                 return
-            mask = grammar.mask()
-        if mask is None:
-            self._refuse(above, children)
+            if children or not grammar.is_over(place):
+                for child in children:
+                    added = self._add(tokens[child], above, self.tree.scores[child])
+                    self._enter(child, added, place)
+                return
+            forced = only_token(grammar.mask(place))  # the end
+        self._force(above, place, children, forced)
+
+    def _force(self, above: int, place: Place, children: Sequence[int], forced: int | None) -> None:
+        """One token may follow; None: none."""
+        same = [child for child in children if self.tree.tokens[child] == forced]
+        self._refuse(above, [child for child in children if child not in same])
+        if forced is not None:
+            self.changed |= not same
+            added = self._add(forced, above, self.candidates[above].score)
+            self._enter(same[0] if same else None, added, place)
+
+    def _choose(self, above: int, place: Place, children: Sequence[int]) -> None:
+        """Some children are refused, or may end the text."""
+        mask, tokens = self.grammar.mask(place), self.tree.tokens
+        only = only_token(mask)
+        if mask is None or only is not None:
+            self._force(above, place, children, only)
             return
-        forced = only_token(mask)
-        if forced is not None and all(tokens[child] != forced for child in children):
-            self.changed = True
-            self._enter(None, self._add(forced, above, self.candidates[above].score))
         for child in children:
-            token = tokens[child]
-            if int(mask[token >> 5]) >> (token & 31) & 1:
-                own = self.candidates[above].score if token == forced else self.tree.scores[child]
-                self._enter(child, self._add(token, above, own))
+            if is_allowed(mask, tokens[child]):
+                added = self._add(tokens[child], above, self.tree.scores[child])
+                self._enter(child, added, place)
             else:
                 self._refuse(above, [child])
 
@@ -107,12 +121,12 @@ class _Growing:
         self.changed |= bool(children)
         self._refused += [(child, above) for child in children]
 
-    def _enter(self, node: int | None, candidate: int) -> None:
+    def _enter(self, node: int | None, candidate: int, above: Place) -> None:
         """node: of the drafted tree; None if the grammar has added the candidate."""
         children = self.children[node] if node is not None else ()
-        if self.grammar.step_in(self.candidates[candidate].token):
-            self._visit(candidate, children, is_forced=node is None)
-            self.grammar.step_out()
+        place = self.grammar.below(above, self.candidates[candidate].token)
+        if place is not None:
+            self._visit(candidate, place, children)
         else:  # an end token
             self._refuse(candidate, children)
 
@@ -122,9 +136,9 @@ class _Growing:
             self._fill_up(child, own)
 
 
-def only_token(mask: npt.NDArray[np.uint32]) -> int | None:
+def only_token(mask: Row | None) -> int | None:
     """The token that a mask allows, if it is a single one."""
-    if np.count_nonzero(mask) != 1:
+    if mask is None or np.count_nonzero(mask) != 1:
         return None
     index = int(mask.argmax())
     word = int(mask[index])

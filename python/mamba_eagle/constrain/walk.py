@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.constrain.request import RequestGrammar, is_allowed
 
 Masks = npt.NDArray[np.uint32]  # [T, W]: bit ``v % 32`` of word ``v // 32`` is set: v is allowed
 
@@ -29,7 +29,9 @@ def fill_masks(
     children: list[list[int]] = [[] for _ in tokens]
     for node in range(1, len(tokens)):
         children[parents[node]].append(node)
-    if not grammar.fill(masks[0]):
+    address, row_bytes = masks.ctypes.data, masks.strides[0]
+    if not grammar.start_walk() or not grammar.fill(masks[0], address):
+        masks[0] = 0
         return list(range(1, len(tokens)))
     refused: list[int] = []
 
@@ -37,10 +39,10 @@ def fill_masks(
         row = masks[above]
         for node in children[above]:
             token = tokens[node]
-            if not int(row[token >> 5]) >> (token & 31) & 1:
+            if not is_allowed(row, token):
                 refuse(node)
             elif grammar.step_in(token):
-                if grammar.fill(masks[node]):
+                if grammar.fill(masks[node], address + node * row_bytes):
                     visit(node)
                 else:
                     refused.extend(children[node])

@@ -13,6 +13,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
@@ -27,11 +28,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 class KeyedNoise(Protocol):
     """What else the target will sample with: noise, and on a CPU the masks of grammars. A drafter
-    that adds it predicts the sampled token rather than the distribution."""
+    that heeds it predicts the sampled token rather than the distribution."""
 
-    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
-        """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] int64 -> [b, lanes, V]
-        float32, the log-probabilities with noise."""
+    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
+        """The k best tokens of each lane, and their log-probabilities with noise: logits
+        [b, lanes, V'] of tokens at ``positions`` [b] int64, any float dtype -> [b, lanes, k].
+
+        ids: [V'] int64, the target's token for each of the drafter's; None: they agree.
+        """
 
     def follow(self, frontier: Frontier) -> None:
         """The next call has these lanes, made of the last call's results. Drafters without lanes
@@ -71,6 +75,9 @@ class Drafter(ABC):
     # whether its own state, or anything else that it needs of a prefix besides keys and values, is
     # kept in state slots alone: then it processes again what the target takes from a journal
     recurrent = False
+    # whether the trees of a request depend on what other requests have done: then they are drafted
+    # in the order of the plans
+    learns_from_all = False
 
     @abstractmethod
     def observe_prefill(

@@ -46,25 +46,13 @@ class BlockTrees(ABC):
     ) -> TopTokens:
         """The k best tokens of each lane: logits [b, lanes, V'] of tokens at ``positions`` [b]
         -> [b, lanes, k]."""
-        shape, flat = logits.shape[:2], logits.flatten(0, 1)
         ids = self.model.target_ids()
         if noise is not None:
-            log_probs = self._whole(flat.float().log_softmax(-1), ids).unflatten(0, shape)
-            best = self.backend.top_of(noise(log_probs, positions).flatten(0, 1), k)
-            return best.unflatten(shape)
-        best = self.backend.top_log_probs(flat, k)
+            return noise.best(logits, ids, positions, k)
+        best = self.backend.top_log_probs(logits.flatten(0, 1), k)
         if ids is not None:
             best = best._replace(tokens=ids[best.tokens])
-        return best.unflatten(shape)
-
-    def _whole(self, log_probs: Tensor, ids: Tensor | None) -> Tensor:
-        """[n, V'] -> [n, V], -inf for tokens that the drafter does not know."""
-        if ids is None:
-            return log_probs
-        size = (log_probs.shape[0], self.model.config.vocab_size)
-        whole = log_probs.new_full(size, float("-inf"))
-        whole[:, ids] = log_probs
-        return whole
+        return best.unflatten(logits.shape[:2])
 
 
 class MarginalTrees(BlockTrees):

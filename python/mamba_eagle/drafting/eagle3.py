@@ -6,12 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
-from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.layers.weights import weight_bytes
@@ -61,19 +59,8 @@ class EagleThreeNetwork(DraftNetwork):
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         return self.lm_head(self.head.normed(outputs))
 
-    def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
-        own = super().best(depth, outputs, k, backend)
-        ids = self.head.target_ids()
-        return own if ids is None else own._replace(tokens=ids[own.tokens])
-
-    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """-inf for tokens outside the head's vocabulary."""
-        own = super().log_probs(depth, outputs)
-        if (ids := self.head.target_ids()) is None:
-            return own
-        whole = own.new_full((own.shape[0], self.config.vocab_size), float("-inf"))
-        whole[:, ids] = own
-        return whole
+    def target_ids(self) -> Tensor | None:
+        return self.head.target_ids()
 
     @property
     def num_bytes(self) -> int:

@@ -230,8 +230,8 @@ class ModelDrafter(Drafter):
         shape, outputs = outputs.shape[:2], outputs.flatten(0, 1)
         if noise is None:
             return self.network.best(depth, outputs, k, self.backend).unflatten(shape)
-        log_probs = self.network.log_probs(depth, outputs).unflatten(0, shape)
-        return self.backend.top_of(noise(log_probs, positions).flatten(0, 1), k).unflatten(shape)
+        logits = self.network.logits(depth, outputs).unflatten(0, shape)
+        return noise.best(logits, self.network.target_ids(), positions, k)
 
     def _lanes(self, slots: Tensor, prefix: Tensor, depth: int) -> Lanes:
         """Lanes that continue the first ``prefix`` [b] tokens, which include the root."""

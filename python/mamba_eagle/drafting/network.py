@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import ModelConfig
 
@@ -45,13 +46,20 @@ class DraftNetwork(ABC):
         """Logits of the tokens that follow entries at ``depth`` (the root: 0), over the network's
         own vocabulary: [n, O] -> [n, own V], any float dtype."""
 
+    def target_ids(self) -> Tensor | None:
+        """The target's token for each of its own, [own V] int64; None if they agree."""
+        return None
+
     def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """Log-probabilities of all V tokens: [n, O] -> [n, V] float32."""
-        return self.logits(depth, outputs).float().log_softmax(-1)
+        """Log-probabilities of all V tokens, -inf outside of its own: [n, O] -> [n, V] float32."""
+        logits = self.logits(depth, outputs)
+        return whole_log_probs(logits, self.target_ids(), self.config.vocab_size)
 
     def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
         """The k best of ``log_probs``: [n, O] -> [n, k]."""
-        return backend.top_log_probs(self.logits(depth, outputs), k)
+        own = backend.top_log_probs(self.logits(depth, outputs), k)
+        ids = self.target_ids()
+        return own if ids is None else own._replace(tokens=ids[own.tokens])
 
     @property
     @abstractmethod

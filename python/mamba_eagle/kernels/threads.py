@@ -35,11 +35,12 @@ def set_threads(count: int) -> None:
     """
     global _threads
     torch.set_flush_denormal(True)
-    torch.set_num_threads(count)
     _threads = count
     if numba is not None:
         _threads = min(count, numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(_threads)
+    # Last: where both use one OpenMP library, Numba's first call raises torch's number as well.
+    torch.set_num_threads(count)
 
 
 def num_threads() -> int:

@@ -13,6 +13,18 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
+def rounded_product(a, b):
+    """a · b in float32, rounded before anything is added to it: no fused multiply-add."""
+    if INTERPRETED:
+        return a * b
+    else:
+        a, b = tl.broadcast(a, b)
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def exact_dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a·b, both factors of the same dtype; PRECISION says how float32 is multiplied."""
     if INTERPRETED:

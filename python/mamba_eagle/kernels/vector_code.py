@@ -67,9 +67,10 @@ class Code:
         return b.load(address, align=_bytes(kind))
 
     def store(self, value: Any, pointer: Any, index: Any) -> None:
-        b = self.builder
-        address = b.bitcast(self.at(pointer, index, F32), FLOATS.as_pointer())
-        b.store(value, address, align=_bytes(F32))
+        """16 numbers from ``pointer[index]`` on."""
+        kind = value.type.element
+        address = self.builder.bitcast(self.at(pointer, index, kind), value.type.as_pointer())
+        self.builder.store(value, address, align=_bytes(kind))
 
     def variables(self, count: int) -> list[Any]:
         """Places for vectors of sums; LLVM keeps them in registers."""

@@ -45,11 +45,11 @@ class PackedProduct(MatrixProduct):
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` [n] of the weight: [n, in] float32."""
+        """Rows ``ids`` [n] of the weight: [n, in], of the dtype that products return."""
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """x [n, in] float32 -> [n, out]."""
+        """x [n, in] -> [n, out]."""
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
@@ -86,7 +86,7 @@ class PackedMatrix(Matrix):
         return self.product.nbytes * self.count // self.product.outputs
 
     def dequantize(self) -> Tensor:
-        return self.product.rows(torch.arange(self.first, self.first + self.count))
+        return self.product.rows(torch.arange(self.first, self.first + self.count)).float()
 
     def times(self, factor: float | Tensor) -> None:
         return None

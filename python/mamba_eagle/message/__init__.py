@@ -320,9 +320,15 @@ class Release(msgspec.Struct, array_like=True):
 
 
 class Plan(Message):
-    """One step: releases first, then anchors, then prefill, then decode."""
+    """One step: releases first, then anchors, then prefill, then decode.
+
+    It needs the results of all steps up to ``after``, in the tables; steps between that one and
+    this may still be on their way through the pipeline stages. With one stage that is of no
+    consequence: plans are executed one after the other.
+    """
 
     step: int
+    after: int = -1  # never decreases from plan to plan; -1: all steps before
     untrack: list[int] = []  # request slots that become untracked, before everything else
     releases: list[Release] = []
     end_trails: list[int] = []  # request slots whose output is no longer kept
@@ -360,6 +366,7 @@ class RunnerReady(Message):
     journal_rows: int = 0  # of each
     keeps_outputs: bool = False  # whether rows of output tokens can be kept
     moves_anchors: bool = False  # whether an anchor can be brought forward by rows alone
+    cohorts: int = 1  # groups of requests whose decode steps it executes at the same time
     details: dict[str, str | int | float] = {}
 
 

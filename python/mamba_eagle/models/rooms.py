@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.embedding import Embedding
-from mamba_eagle.layers.weights import META, MatrixLayer, matrix_layers
+from mamba_eagle.layers.weights import META, MatrixLayer, matrix_layers, without_memory
 from mamba_eagle.models.base import Target
 from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.matrix import Matrix
@@ -100,7 +100,8 @@ class FewBitRooms(Rooms):
             self.tied_matrix = value.to(self.device)
             if self.head_is_whole:  # which the embedding reads its rows from
                 assert self.tied is not None
-                self.tied.weight = nn.Parameter(self.tied.weight.to(META), requires_grad=False)
+                empty = without_memory(self.tied.weight.shape, self.tied.weight.dtype)
+                self.tied.weight = nn.Parameter(empty, requires_grad=False)
                 return
         held = self._matrix(target, value)
         if held is None:
@@ -141,7 +142,9 @@ class FewBitRooms(Rooms):
         embedding = self.embeddings.get(target.name)
         shorter = value.dtype != room.dtype and is_one(target.scale)
         if embedding and shorter and self.supported(DenseMatrix(value), self.device):
-            embedding.store(value.clone())
+            # a product takes over what is tied, and it makes its own copy
+            taken_over = embedding is self.tied and self.head_is_whole
+            embedding.store(value if taken_over else value.clone())
         else:
             super()._copy(room, target, value)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import Channel, Group
 from mamba_eagle.parallel.meeting import Meeting
 from mamba_eagle.parallel.shard import Shard
 
@@ -60,6 +62,8 @@ class ProcessGroup(Group):
         all ranks."""
         super().__init__(shard, device)
         self.ranks, self.group = list(range(shard.size)), None
+        # messages on their way, oldest first
+        self.posted: dict[Channel, deque[tuple[Any, Tensor]]] = {each: deque() for each in Channel}
         for members in ranks:
             made = dist.new_group(list(members))
             if dist.get_rank() in members:
@@ -74,7 +78,7 @@ class ProcessGroup(Group):
             self.take(room)
         if self.rank + 1 < self.size:
             self.hand_on(room)
-        self.from_last(room)
+        self.from_last(room, Channel.TOKENS)
 
     def _sum(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
@@ -93,16 +97,42 @@ class ProcessGroup(Group):
         dist.broadcast(x, src=self.ranks[0], group=self.group)
         return x
 
-    def _from_last(self, x: Tensor) -> Tensor:
-        dist.broadcast(x, src=self.ranks[-1], group=self.group)
+    def _from_last(self, x: Tensor, channel: Channel) -> Tensor:
+        """On GPUs a broadcast, in the order of the plans; on a CPU a message to each, which nobody
+        waits for."""
+        if self.device.type == "cuda":
+            dist.broadcast(x, src=self.ranks[-1], group=self.group)
+        elif self.rank + 1 < self.size:
+            dist.recv(x, src=self.ranks[-1], group=self.group, tag=channel)
+        else:
+            for rank in self.ranks[:-1]:
+                self._post(x, rank, channel)
         return x
 
     def _hand_on(self, x: Tensor) -> None:
-        dist.send(x, dst=self.ranks[self.rank + 1], group=self.group)
+        if self.device.type == "cuda":
+            dist.send(x, dst=self.ranks[self.rank + 1], group=self.group)
+        else:
+            self._post(x, self.ranks[self.rank + 1], Channel.HIDDEN)
 
     def _take(self, room: Tensor) -> Tensor:
-        dist.recv(room, src=self.ranks[self.rank - 1], group=self.group)
+        tag = 0 if self.device.type == "cuda" else Channel.HIDDEN  # NCCL has no tags
+        dist.recv(room, src=self.ranks[self.rank - 1], group=self.group, tag=tag)
         return room
 
+    def _post(self, x: Tensor, rank: int, channel: Channel) -> None:
+        """Send without waiting for it to be received, which another stage may do no sooner than it
+        begins the plans that follow. One plan more than there are stages is in flight, with two
+        messages of a kind for each stage at most: when twice as many have been sent since, the
+        oldest one has arrived."""
+        posted = self.posted[channel]
+        posted.append((dist.isend(x, rank, group=self.group, tag=channel), x))
+        stages = 1 if channel == Channel.HIDDEN else self.size - 1
+        if len(posted) > 4 * stages * (self.size + 1):
+            posted.popleft()[0].wait()
+
     def close(self) -> None:
+        for posted in self.posted.values():
+            while posted:
+                posted.popleft()[0].wait()
         dist.destroy_process_group()

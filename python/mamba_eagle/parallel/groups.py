@@ -11,11 +11,21 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.parallel.shard import Shard
+
+
+class Channel(IntEnum):
+    """What pipeline stages tell each other. Messages of a kind arrive in the order of the plans;
+    those of different kinds may pass each other."""
+
+    HIDDEN = 1  # from each stage to the next
+    TREES = 2  # from the last stage to all
+    TOKENS = 3  # the same; first tokens of prompts before the target's tokens
 
 
 class Group(ABC):
@@ -60,9 +70,10 @@ class Group(ABC):
         """Rank 0's tensor."""
         return x if self._quiet else self._from_first(x)
 
-    def from_last(self, x: Tensor) -> Tensor:
-        """The last rank's tensor."""
-        return x if self._quiet else self._from_last(x)
+    def from_last(self, x: Tensor, channel: Channel) -> Tensor:
+        """The last rank's tensor. On the last rank this may return before the others have it; x
+        must not change afterwards."""
+        return x if self._quiet else self._from_last(x, channel)
 
     def hand_on(self, x: Tensor) -> None:
         """To the next rank, which must ``take`` it; the last rank has none. This may return before
@@ -87,7 +98,7 @@ class Group(ABC):
     def _from_first(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _from_last(self, x: Tensor) -> Tensor: ...
+    def _from_last(self, x: Tensor, channel: Channel) -> Tensor: ...
 
     @abstractmethod
     def _hand_on(self, x: Tensor) -> None: ...
@@ -127,7 +138,7 @@ class Alone(Group):
     def _from_first(self, x: Tensor) -> Tensor:
         return x
 
-    def _from_last(self, x: Tensor) -> Tensor:
+    def _from_last(self, x: Tensor, channel: Channel) -> Tensor:
         return x
 
     def _hand_on(self, x: Tensor) -> None: ...

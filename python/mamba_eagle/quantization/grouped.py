@@ -4,12 +4,18 @@ Q8_0, Q4_0 and Q4_K hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels.grouped.cpu_weights import (
+    largest,
+    range_of,
+    round_to_bytes,
+    round_to_pairs,
+)
 from mamba_eagle.quantization.four_bit import pack
 from mamba_eagle.quantization.matrix import Matrix
 
@@ -119,45 +125,39 @@ class GroupedMatrix(Matrix):
 
 def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as eight bits: the largest number of a group becomes ±127."""
-
-    def rounded(rows: Tensor) -> GroupedMatrix:
-        values = rows.float().unflatten(-1, (-1, group))
-        scale = (values.abs().amax(-1) / 127).half()
-        numbers = (values / _divisor(scale)).round_().clamp_(-127, 127)
-        return GroupedMatrix(numbers.to(torch.int8).flatten(-2), scale)
-
-    return _in_parts(weight, rounded)
+    rows, stack = weight.flatten(0, -2), weight.shape[:-1]
+    codes = torch.empty(rows.shape, dtype=torch.int8)
+    scale = torch.empty(len(rows), rows.shape[1] // group, dtype=torch.float16)
+    for place, values in _in_float32(rows):
+        scale[place] = largest(values, group) / 127
+        round_to_bytes(values, group, scale[place].float(), codes[place])
+    return GroupedMatrix(codes.unflatten(0, stack), scale.unflatten(0, stack))
 
 
 def int4_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as four bits with a minimum: a group's range in 15 steps."""
+    rows, stack = weight.flatten(0, -2), weight.shape[:-1]
+    codes = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)
+    scale = torch.empty(len(rows), rows.shape[1] // group, dtype=torch.float16)
+    minimum = torch.empty_like(scale)
+    for place, values in _in_float32(rows):
+        lowest, highest = range_of(values, group)
+        minimum[place] = lowest
+        lowest = minimum[place].float()
+        scale[place] = (highest - lowest) / 15
+        round_to_pairs(values, group, scale[place].float(), lowest, codes[place])
+    return GroupedMatrix(*(part.unflatten(0, stack) for part in (codes, scale, minimum)))
 
-    def rounded(rows: Tensor) -> GroupedMatrix:
-        values = rows.float().unflatten(-1, (-1, group))
-        minimum = values.amin(-1).half()
-        scale = ((values.amax(-1) - minimum.float()) / 15).half()
-        codes = (values - minimum.float()[..., None]).div_(_divisor(scale)).round_().clamp_(0, 15)
-        return GroupedMatrix(pack_codes(codes.flatten(-2)), scale, minimum)
 
-    return _in_parts(weight, rounded)
-
-
-def _in_parts(weight: Tensor, rounded: Callable[[Tensor], GroupedMatrix]) -> GroupedMatrix:
-    """Round some rows at a time: what that needs besides stays in the cache."""
-    rows = weight.flatten(0, -2)
-    parts = [rounded(part) for part in rows.split(max(1, NUMBERS_AT_ONCE // rows.shape[1]))]
-    whole = GroupedMatrix.join(parts)
-    assert whole is not None
-    stack = weight.shape[:-1]
-    return replace(whole, **{n: part.unflatten(0, stack) for n, part in whole.tensors().items()})
+def _in_float32(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows at a time, in a buffer that stays in the cache."""
+    at_once = min(len(rows), max(1, NUMBERS_AT_ONCE // rows.shape[1]))
+    buffer = torch.empty(at_once, rows.shape[1])
+    for begin in range(0, len(rows), at_once):
+        place = slice(begin, min(begin + at_once, len(rows)))
+        yield place, buffer[: place.stop - begin].copy_(rows[place])
 
 
 def pack_codes(codes: Tensor) -> Tensor:
     """codes [..., out, in] of 0 to 15 -> [..., out, in / 2] uint8."""
     return pack(codes.flatten(0, -2)).unflatten(0, codes.shape[:-1])
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    """[..., groups] -> [..., groups, 1], nowhere zero."""
-    wide = scale.float()[..., None]
-    return torch.where(wide == 0, torch.ones_like(wide), wide)

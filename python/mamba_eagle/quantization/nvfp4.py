@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from mamba_eagle.quantization.four_bit import FourBitMatrix
+from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, to_e4m3
+from mamba_eagle.kernels.four_bit.torch import E2M1
+from mamba_eagle.quantization.four_bit import FourBitMatrix, pack
 from mamba_eagle.quantization.layout import Packed, Read, Stored
 
 GROUP = 16  # columns per scale
+ROWS = 8192  # that are rounded at a time
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,30 @@ def _matrices(
             )
         )
     return found
+
+
+def nvfp4_groups(weight: Tensor) -> FourBitMatrix:
+    """A weight [out, in] rounded to NVFP4: the largest number of a group becomes 6, the largest
+    scale 448. Halves go to the even code.
+
+    Raises: ValueError if columns are no multiple of 16.
+    """
+    rows, columns = weight.shape
+    if columns % GROUP:
+        raise ValueError(f"{columns} columns are no multiple of {GROUP}")
+    largest = weight.abs().amax().float().clamp(min=1e-30)
+    factor = largest / (E2M1[-1] * LARGEST)
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows, columns // GROUP, dtype=E4M3, device=weight.device)
+    bounds = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:])], device=weight.device)
+    for first in range(0, rows, ROWS):
+        part = weight[first : first + ROWS].float().unflatten(-1, (-1, GROUP)) / factor
+        own = to_e4m3(part.abs().amax(-1) / E2M1[-1])
+        scale[first : first + ROWS] = own
+        numbers = (part / own.float().clamp(min=1e-30)[..., None]).flatten(-2)
+        size = numbers.abs()
+        low = torch.bucketize(size, bounds, out_int32=True)  # a half to the lower code
+        high = torch.bucketize(size, bounds, out_int32=True, right=True)
+        code = torch.where(low % 2 == 0, low, high)
+        codes[first : first + ROWS] = pack(code + 8 * (numbers < 0))
+    return FourBitMatrix(codes, scale, None, factor.reshape(1, 1))

@@ -8,22 +8,24 @@ from torch import Tensor
 
 from mamba_eagle.quantization.grouped import GROUP, int4_groups, int8_groups
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, quantized
+from mamba_eagle.quantization.nvfp4 import nvfp4_groups
 
 HEAD = "lm_head.weight"
-MULTIPLE = 16  # columns of a float8 product
+MULTIPLE = 16  # columns of a float8 product, and of NVFP4's groups
 
 
 class Policy(NamedTuple):
     """How a model's weights are kept.
 
     auto: as they are stored, where the device multiplies them so. fp8: the same, float8 weights
-    also where it does not, and weights of a checkpoint that is not quantized become float8. int8,
-    int4: these become integers in groups, which a CPU multiplies. none: all in the model's dtype.
+    also where it does not, and weights of a checkpoint that is not quantized become float8. nvfp4:
+    these become floats of four bits, which a GPU multiplies. int8, int4: these become integers in
+    groups, which a CPU multiplies. none: all in the model's dtype.
     """
 
     mode: str = "auto"
-    # Whether lm_head follows: with fp8 it keeps its dtype otherwise, with int4 it becomes int8.
-    # With int8 it always does.
+    # Whether lm_head follows: with fp8 and nvfp4 it keeps its dtype otherwise, with int4 it becomes
+    # int8. With int8 it always does.
     lm_head: bool = False
 
     def keeps(self, matrix: Matrix, supported: bool) -> bool:
@@ -36,8 +38,8 @@ class Policy(NamedTuple):
     def bits(self, name: str, weight: Tensor) -> int | None:
         """Of a weight [..., out, in] that is stored in 16 or 32 bits; None: it keeps them."""
         columns, head = weight.shape[-1], name == HEAD and not self.lm_head
-        if self.mode == "fp8":
-            return None if columns % MULTIPLE or head else 8
+        if self.mode in ("fp8", "nvfp4"):
+            return None if columns % MULTIPLE or head else 8 if self.mode == "fp8" else 4
         if self.mode not in ("int8", "int4") or columns % GROUP:
             return None
         return 8 if self.mode == "int8" or head else 4
@@ -49,4 +51,6 @@ class Policy(NamedTuple):
             return None
         if self.mode == "fp8":
             return quantized(weight)
+        if self.mode == "nvfp4":
+            return nvfp4_groups(weight)
         return int8_groups(weight) if bits == 8 else int4_groups(weight)

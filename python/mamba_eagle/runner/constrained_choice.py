@@ -1,28 +1,36 @@
 """The target's tokens for a batch in which some requests have grammars.
 
-A mask costs more than it costs to ask whether one token may follow. On a CPU, where the sampler's
-result is at hand, tokens are sampled without masks first, and only where the grammar refuses the
-target's own choice is a mask made and that node sampled again. The tokens are the same: whatever is
-the best of all tokens and allowed is the best of those that are allowed. That does not hold for
-filters, which keep other tokens under a mask, nor for penalties at the nodes of a tree, whose
-counts would have to be gathered again; requests with these get all masks first. Nodes beside the
-accepted path are not looked at, so their tokens may be ones that the grammar refuses.
+A mask costs more than it costs to ask whether one token may follow. So where the sampler's result
+is at hand, or masks would keep the device waiting, tokens are sampled without masks first, and only
+where the grammar refuses the target's own choice is a mask made and that node sampled again. The
+tokens are the same: whatever is the best of all tokens and allowed is the best of those that are
+allowed. That does not hold for filters, which keep other tokens under a mask, nor for penalties at
+the nodes of a tree, whose counts would have to be gathered again; requests with these get all masks
+first. Nodes beside the accepted path are not looked at, so their tokens may be ones that the
+grammar refuses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable
-from mamba_eagle.constrain.request import RequestGrammar, Row
+from mamba_eagle.constrain.place import Row
+from mamba_eagle.constrain.request import RequestGrammar, is_allowed
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
 from mamba_eagle.tree.tree import Tree
+
+# On a GPU so many masks are made while it verifies: each takes about 0.2 ms with 131,072 tokens,
+# and a step at least 3 ms.
+FEW_MASKS = 16
 
 
 class MasksFirst:
@@ -59,7 +67,7 @@ class MasksOnDemand(MasksFirst):
         table: RequestTable,
     ) -> None:
         super().__init__(constraints, chooser)
-        self.sampling, self.table = sampling, table
+        self.sampling, self.table, self.place = sampling, table, constraints.place
 
     def choose(
         self,
@@ -70,21 +78,21 @@ class MasksOnDemand(MasksFirst):
         view: TreeView | None = None,
     ) -> tuple[Tensor, Marks]:
         self.constraints.read_all()
-        trees = self._trees(slots, tree)
-        walks = [
-            _Walk(i, self.constraints.grammar(slots[i]), *own)
-            for i, own in trees.items()
-            if self._may_wait(slots[i])
-        ]
-        waiting = {walk.index for walk in walks}
-        others = {i: own for i, own in trees.items() if i not in waiting}
-        allowed, marks = self.constraints.masks(slots, others, logits.shape[1])
-        allowed = _joined(allowed, [row for walk in walks for row in walk.known_rows()])
+        trees = self._trees(len(slots), tree, view)
+        walks: list[_Walk] = []
+        at_once: dict[int, tuple[list[int], list[int]]] = {}
+        for i, slot in enumerate(slots):
+            grammar = self.constraints.grammar(slot)
+            if grammar is not None and self._may_wait(slot):
+                walks.append(_Walk(i, grammar, *trees[i], self._is_resampled(slot)))
+            elif grammar is not None:
+                at_once[i] = trees[i]
+        allowed, marks = self.constraints.masks(slots, at_once, logits.shape[1])
+        allowed = self._joined(allowed, self._masks_ahead(walks), logits.shape[1])
         target = self.chooser.sample(slots, logits, positions, tree, allowed)
         if walks:
             self._walk(walks, slots, logits, positions, target)
         for walk in walks:
-            walk.leave()
             if walk.grammar.problem:
                 marks.problems[walk.index] = walk.grammar.problem
         return target, marks
@@ -95,15 +103,22 @@ class MasksOnDemand(MasksFirst):
         traced = self.table.wants_trace[slot]
         return not traced and not self.sampling.filters_or_counts(slot)
 
+    def _is_resampled(self, slot: int) -> bool:
+        """Whether the sampler is asked again where a token is refused: more than the logits decides
+        on the best one."""
+        return self.sampling.needs_more_than_best(slot)
+
+    def _masks_ahead(self, walks: Sequence[_Walk]) -> list[_Walk]:
+        """Those whose roots have masks before anything is sampled."""
+        return []
+
     def _trees(
-        self, slots: Sequence[int], tree: Tree | None
-    ) -> dict[int, tuple[list[int], list[int]]]:
-        """Tokens and parents by index in the batch, of the constrained requests."""
-        constrained = [i for i, slot in enumerate(slots) if self.constraints.grammar(slot)]
-        if tree is None:
-            return {i: ([0], [0]) for i in constrained}
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        return {i: (tokens[i], parents[i]) for i in constrained}
+        self, count: int, tree: Tree | None, view: TreeView | None
+    ) -> Sequence[tuple[list[int], list[int]]]:
+        """Tokens and parents of each request."""
+        if tree is None or tree.tokens.shape[1] == 1:
+            return [([0], [0])] * count
+        return list(zip(tree.tokens.tolist(), tree.parents.tolist()))
 
     def _walk(
         self,
@@ -117,86 +132,168 @@ class MasksOnDemand(MasksFirst):
         again."""
         tokens = target.tolist()
         while True:
-            refused = [walk for walk in walks if walk.is_refused(tokens[walk.index])]
+            refused = [walk for walk in walks if walk.is_refused(tokens[walk.index], logits)]
             if not refused:
-                return
-            index = torch.tensor([walk.index for walk in refused])
-            nodes = torch.tensor([walk.node for walk in refused])
-            masks = np.stack([walk.mask for walk in refused]).view(np.int32)
+                break
+            index = self.place.to_device([walk.index for walk in refused])
+            nodes = self.place.to_device([walk.node for walk in refused])
             again = self.chooser.sample(
                 [slots[walk.index] for walk in refused],
                 logits[index, nodes][:, None],
                 positions[index, nodes][:, None],
                 None,
-                TokenMasks(torch.arange(len(refused)), torch.from_numpy(masks)),
-            )[:, 0]
-            target[index, nodes] = again
-            for walk, token in zip(refused, again.tolist()):
-                tokens[walk.index][walk.node] = token
+                self._as_masks(range(len(refused)), [walk.mask for walk in refused]),
+            )
+            for walk, token in zip(refused, again[:, 0].tolist()):
+                walk.write(tokens[walk.index], token)
+        changed = [walk.index for walk in walks if walk.changed]
+        if changed:
+            made = self.place.to_device([tokens[i] for i in changed])
+            target[self.place.to_device(changed)] = made
+
+    def _as_masks(self, rows: Sequence[int], masks: Sequence[Row | None]) -> TokenMasks:
+        """On the device. rows: of the logits [b * T, V]."""
+        found = [mask for mask in masks if mask is not None]
+        words = len(found[0])
+        buffer = self.place.host_buffer(4 * len(found) * words).view(torch.int32)
+        buffer = buffer.view(len(found), words)
+        np.stack(found, out=buffer.numpy().view(np.uint32))
+        return TokenMasks(
+            self.place.to_device(list(rows)), buffer.to(self.place.device, non_blocking=True)
+        )
+
+    def _joined(
+        self, allowed: TokenMasks | None, ahead: Sequence[_Walk], nodes: int
+    ) -> TokenMasks | None:
+        """Masks, and those of the roots of requests."""
+        if not ahead:
+            return allowed
+        rows, masks = self._as_masks(
+            [walk.index * nodes for walk in ahead], [walk.mask for walk in ahead]
+        )
+        if allowed is None:
+            return TokenMasks(rows, masks)
+        return TokenMasks(torch.cat([allowed.rows, rows]), torch.cat([allowed.masks, masks]))
+
+
+class MasksWhileVerifying(MasksOnDemand):
+    """On a GPU, which verifies meanwhile: masks of all nodes where they are few. They are made one
+    after the other, so where they are many it would be the device that waits. Then only roots get
+    theirs, of the requests whose grammars refuse or force tokens lately, and the other masks are
+    made on demand: the host waits for the sampler, for what it takes to launch the rest."""
+
+    def choose(
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None = None,
+        view: TreeView | None = None,
+    ) -> tuple[Tensor, Marks]:
+        count = sum(self.constraints.grammar(slot) is not None for slot in slots)
+        demand = view is not None and count * logits.shape[1] > FEW_MASKS
+        return (super() if demand else super(MasksOnDemand, self)).choose(
+            slots, logits, positions, tree, view
+        )
+
+    def _is_resampled(self, slot: int) -> bool:
+        """Always: logits are on the device."""
+        return True
+
+    def _masks_ahead(self, walks: Sequence[_Walk]) -> list[_Walk]:
+        ahead = []
+        for walk in walks:
+            if walk.grammar.narrow and (mask := walk.grammar.mask()) is not None:
+                walk.mask = mask
+                ahead.append(walk)
+        return ahead
+
+    def _trees(
+        self, count: int, tree: Tree | None, view: TreeView | None
+    ) -> Sequence[tuple[list[int], list[int]]]:
+        assert view is not None
+        return list(zip(*view.trees()))
 
 
 class _Walk:
     """One request's way through its tree, as far as the target's tokens are drafted."""
 
     def __init__(
-        self, index: int, grammar: RequestGrammar | None, tokens: list[int], parents: list[int]
+        self,
+        index: int,
+        grammar: RequestGrammar,
+        drafted: list[int],
+        parents: list[int],
+        is_resampled: bool,
     ) -> None:
-        """index: in the batch."""
-        assert grammar is not None
-        self.index, self.grammar = index, grammar
+        """index: in the batch. drafted: tokens by node, the root's aside. is_resampled: the sampler
+        is asked again where a token is refused."""
+        self.index, self.grammar, self.is_resampled = index, grammar, is_resampled
+        self.drafted, self.parents = drafted, parents
         self.node: int | None = 0  # None: the way has ended
+        self.place = grammar.root
         self.mask: Row | None = None  # under which the node was sampled
-        self._tokens, self._parents, self._depth = tokens, parents, 0
-        self._children = {
-            (parents[node], tokens[node]): node for node in range(len(tokens) - 1, 0, -1)
-        }
+        self.changed = False
 
-    def known_rows(self) -> list[tuple[int, Row]]:
-        """Nodes, as indices in the batch's flat trees, whose masks drafting has asked for."""
-        if not self.grammar.knows_masks:
-            return []
-        paths: list[tuple[int, ...]] = [()]
-        for node in range(1, len(self._tokens)):
-            paths.append((*paths[self._parents[node]], self._tokens[node]))
-        first = self.index * len(paths)
-        known = [self.grammar.known_mask_behind(path) for path in paths]
-        self.mask = known[0]
-        return [(first + node, row) for node, row in enumerate(known) if row is not None]
-
-    def is_refused(self, target: list[int]) -> bool:
-        """Go on along the target's tokens; True at a node whose token the grammar refuses, which
-        then has a ``mask``. target: [T]"""
+    def is_refused(self, target: list[int], logits: Tensor) -> bool:
+        """Go on along the target's tokens; True at a node that has to be sampled again, under a
+        ``mask``. target [T] gets the tokens that are known without; logits: [b, T, V]"""
+        grammar = self.grammar
         while self.node is not None:
             token = target[self.node]
-            if token == NO_TOKEN or not self.grammar.takes(token):
-                return self._ends_or_is_refused(token)
-            self._depth += 1
-            self.node = self._children.get((self.node, token))
-            self.mask = None if self.node is None else self.grammar.known_mask()
-        return False
-
-    def _ends_or_is_refused(self, token: int) -> bool:
-        if self.mask is None:
-            self.mask = self.grammar.mask()
-            if self.mask is None:  # the grammar cannot tell: nothing may follow
-                self.mask = self.grammar.empty_mask()
-            if token == NO_TOKEN or not int(self.mask[token >> 5]) >> (token & 31) & 1:
+            below = grammar.below(self.place, token) if token != NO_TOKEN else None
+            if below is not None:
+                self.node, self.place, self.mask = self._child(self.node, token), below, None
+            elif self.mask is not None or self._may_end_with(token):
+                self.node = None
+            elif not self._knows_token(target, logits):
                 return True
-        self.node = None  # an end token, or none
         return False
 
-    def leave(self) -> None:
-        """The grammar is back where it was."""
-        for _ in range(self._depth):
-            self.grammar.step_out()
+    def _child(self, above: int, token: int) -> int | None:
+        for node in range(above + 1, len(self.drafted)):
+            if self.drafted[node] == token and self.parents[node] == above:
+                return node
+        return None
+
+    def write(self, target: list[int], token: int) -> None:
+        """What is sampled at the node, under the mask."""
+        assert self.node is not None
+        target[self.node], self.changed = token, True
+
+    def _may_end_with(self, token: int) -> bool:
+        """Whether the output may end with a token that was sampled without a mask."""
+        if not self.grammar.may_end_with(token):
+            return False
+        mask = self.grammar.mask(self.place)
+        return mask is not None and is_allowed(mask, token)
+
+    def _knows_token(self, target: list[int], logits: Tensor) -> bool:
+        """Whether the token that the mask leaves can be told at once; it is in ``target`` then."""
+        grammar, own = self.grammar, logits[self.index, self.node]
+        forced = grammar.forced(self.place)
+        if forced is not None and not grammar.may_end_with(forced):
+            # the mask would leave this token alone
+            token = forced if math.isfinite(own[forced]) else NO_TOKEN
+            self.mask = _ASKED
+        else:
+            self.mask = grammar.mask(self.place)
+            if self.mask is None:  # the grammar cannot tell: nothing may follow
+                self.mask = grammar.empty_mask()
+            if self.is_resampled:
+                return False
+            token = best_allowed(own.float().numpy(), self.mask)
+        self.write(target, token)
+        return True
 
 
-def _joined(allowed: TokenMasks | None, known: Sequence[tuple[int, Row]]) -> TokenMasks | None:
-    """Masks, and others by index of their node."""
-    if not known:
-        return allowed
-    rows = torch.tensor([row for row, _ in known])
-    masks = torch.from_numpy(np.stack([mask for _, mask in known]).view(np.int32))
-    if allowed is None:
-        return TokenMasks(rows, masks)
-    return TokenMasks(torch.cat([allowed.rows, rows]), torch.cat([allowed.masks, masks]))
+_ASKED: Row = np.empty(0, dtype=np.uint32)  # a mask that was not needed
+
+
+def best_allowed(logits: NDArray[np.float32], mask: Row) -> int:
+    """The lowest token id with the highest logit among those that a mask [W] allows; NO_TOKEN if
+    that logit is not finite. logits: [V]"""
+    bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+    scores = np.where(bits, logits, np.float32(-np.inf))
+    best = int(scores.argmax())
+    return best if np.isfinite(scores[best]) else NO_TOKEN

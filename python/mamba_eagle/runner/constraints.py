@@ -89,13 +89,17 @@ class Constraints:
 
     def any(self, slots: Sequence[int]) -> bool:
         """Whether a request of a batch has a grammar."""
-        return any(slot in self._of for slot in slots)
+        return not self._of.keys().isdisjoint(slots)
 
     # ── tokens that were sampled ──
 
     def observe_accepted(self, slots: Sequence[int], accepted: Truncated) -> None:
         """A decode step of these request slots has ended."""
-        if self.any(slots):
+        if not self.any(slots):
+            return
+        if self.place.on_host:
+            self._advance(slots, accepted.count.tolist(), accepted.tokens.tolist())
+        else:
             self._observe(slots, torch.cat([accepted.count[:, None], accepted.tokens], dim=1))
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
@@ -116,8 +120,17 @@ class Constraints:
         unread = self._unread.popleft()
         unread.here.wait()
         for grammar, (count, *tokens) in zip(unread.grammars, unread.tokens.tolist()):
-            if grammar is not None and count:
+            if grammar is not None:
                 grammar.advance(tokens[:count])
+
+    def _advance(
+        self, slots: Sequence[int], counts: Sequence[int], tokens: Sequence[list[int]]
+    ) -> None:
+        """These tokens were accepted, and nothing before them is unread."""
+        for slot, count, own in zip(slots, counts, tokens):
+            grammar = self._of.get(slot)
+            if grammar is not None:
+                grammar.advance(own[:count])
 
     def read_all(self) -> None:
         """Wait until all grammars are where their requests are."""
@@ -135,17 +148,19 @@ class Constraints:
         they refuse (constrain/reshape.py)."""
         if tree.tokens.shape[1] == 1:
             return tree
+        tokens, parents, scores = (
+            part.tolist() for part in (tree.tokens, tree.parents, tree.scores)
+        )
+        changed: dict[int, DraftTree] = {}
         for i, slot in enumerate(slots):
             grammar = self._of.get(slot)
             if grammar is None:
                 continue
-            own = DraftTree(
-                *(part[i].tolist() for part in (tree.tokens, tree.parents, tree.scores))
-            )
+            own = DraftTree(tokens[i], parents[i], scores[i])
             new = reshape(grammar, own, max_depth)
             if new is not own:
-                tree = _with_tree(tree, i, new)
-        return tree
+                changed[i] = new
+        return _with_trees(tree, changed) if changed else tree
 
     # ── masks ──
 
@@ -179,21 +194,20 @@ class Constraints:
         return TokenMasks(self.place.to_device(rows), sent), marks
 
 
-def _with_tree(tree: Tree, index: int, own: DraftTree) -> Tree:
-    """The trees of a batch, with another one for one request."""
-    parts = Tree(*(part.clone() for part in tree))
-    nodes = len(own.tokens)
-    depths, ancestors = [0] * nodes, torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        parent = own.parents[node]
-        depths[node] = depths[parent] + 1
-        ancestors[node] |= ancestors[parent]
-    parts.tokens[index] = torch.tensor(own.tokens)
-    parts.parents[index] = torch.tensor(own.parents)
-    parts.depths[index] = torch.tensor(depths)
-    parts.scores[index] = torch.tensor(own.scores)
-    parts.ancestors[index] = ancestors
-    return parts
+def _with_trees(tree: Tree, changed: dict[int, DraftTree]) -> Tree:
+    """The trees of a batch, with others for some requests."""
+    whole = Tree(*(part.clone() for part in tree))
+    parts = Tree(*(part.numpy() for part in whole))
+    for i, own in changed.items():
+        nodes = len(own.tokens)
+        depths, ancestors = [0] * nodes, np.eye(nodes, dtype=np.bool_)
+        for node in range(1, nodes):
+            parent = own.parents[node]
+            depths[node] = depths[parent] + 1
+            ancestors[node] |= ancestors[parent]
+        parts.tokens[i], parts.parents[i], parts.scores[i] = own
+        parts.depths[i], parts.ancestors[i] = depths, ancestors
+    return whole
 
 
 class TreeView:
@@ -205,12 +219,16 @@ class TreeView:
         self._parents = constraints.place.to_host(tree.parents)
         self._here = constraints.place.timestamp()
 
-    def masks(self) -> tuple[TokenMasks | None, Marks]:
-        """Masks of all nodes; waits until the trees and the last step's tokens are here."""
-        constraints = self._constraints
+    def trees(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents [b, T]; waits until the trees and the last step's tokens are here."""
         self._here.wait()
-        constraints.read_all()
-        tokens, parents = self._tokens.tolist(), self._parents.tolist()
+        self._constraints.read_all()
+        return self._tokens.tolist(), self._parents.tolist()
+
+    def masks(self) -> tuple[TokenMasks | None, Marks]:
+        """Masks of all nodes; waits as ``trees``."""
+        tokens, parents = self.trees()
+        constraints = self._constraints
         trees = {
             i: (tokens[i], parents[i])
             for i, slot in enumerate(self._slots)

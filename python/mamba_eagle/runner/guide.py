@@ -1,8 +1,9 @@
 """Lets a drafter's network see what grammars allow, on a CPU.
 
-It asks for a mask where the network's own best token is refused. Elsewhere the network knows how
-the text goes on, as within free text, and a mask would cost more than it gains. Each is computed
-once: ``RequestGrammar`` keeps it until its request goes on.
+Where the grammar forces a token, that token has probability 1. Elsewhere a mask is looked at only
+if the network's own best token is refused: within free text the network knows how the text goes on,
+and ranking by the grammar would gain nothing. A request whose last step met neither case is within
+free text, and its drafts are left alone until the grammar refuses something again.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
+from mamba_eagle.constrain.place import Place, Row
+from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.drafting.base import KeyedNoise
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.tree.candidates import Frontier
 
-Path = tuple[int, ...]  # drafted tokens
 
-
-def is_narrow(mask: npt.NDArray[np.uint32]) -> bool:
+def is_narrow(mask: Row) -> bool:
     """Whether it forbids so much that a drafter would often be wrong: most words of it are empty.
     Within a string of JSON most tokens are allowed, and the drafter is as good as without."""
     return 2 * np.count_nonzero(mask) < len(mask)
@@ -38,46 +40,85 @@ class GrammarGuide(KeyedNoise):
         self,
         constraints: Constraints,
         slots: Sequence[int],
-        noise: KeyedNoise | None,
-        backend: Backend,
+        sampling: SamplingState,
+        noise: BatchNoise | None,
     ) -> None:
-        self.noise, self.backend = noise, backend
-        self.grammars = [constraints.grammar(slot) for slot in slots]
-        self.paths: list[list[Path]] = [[()] for _ in slots]  # of each request's lanes
+        self.noise, self.backend, self.vocab_size = noise, sampling.backend, sampling.vocab_size
+        self.grammars: dict[int, RequestGrammar] = {}  # by index in the batch, those that lead
+        self.lanes: dict[int, list[Place | None]] = {}  # None: nothing will be accepted there
         self.followed = True  # the lanes are those of the next call
+        for i, slot in enumerate(slots):
+            grammar = constraints.grammar(slot)
+            if grammar is None:
+                continue
+            if grammar.narrow or grammar.forced(grammar.root) is not None:
+                self.grammars[i], self.lanes[i] = grammar, [grammar.root]
 
-    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
+        log_probs = whole_log_probs(logits, ids, self.vocab_size)
         if self.noise is not None:
-            log_probs = self.noise(log_probs, positions)
-        b, lanes, vocab = log_probs.shape
+            log_probs = self.noise.noisy(log_probs, positions)
+        best = self.backend.top_of(self._guided(log_probs).flatten(0, 1), k)
+        return best.unflatten(logits.shape[:2])
+
+    def _guided(self, log_probs: Tensor) -> Tensor:
+        """[b, lanes, V] -> the same, those of forbidden tokens -inf where a mask is worth it."""
         if not self.followed:
             return log_probs  # the drafter's lanes have no tokens, or it does not tell them
         self.followed = False
-        rows, masks = [], []
-        best = log_probs.argmax(-1).tolist()
-        for i, grammar in enumerate(self.grammars):
-            if grammar is None:
-                continue
-            for lane, path in enumerate(self.paths[i]):
-                if grammar.allows_behind(path, best[i][lane]):
+        b, lanes, vocab = log_probs.shape
+        flat = log_probs.reshape(b * lanes, vocab)
+        forced: dict[int, int] = {}  # tokens by row of ``flat``
+        free: list[tuple[int, RequestGrammar, Place]] = []  # rows
+        for i, places in self.lanes.items():
+            for row, place in enumerate(places, i * lanes):
+                if place is None:
                     continue
-                mask = grammar.mask_behind(path)
-                if mask is not None and is_narrow(mask):
-                    rows.append(i * lanes + lane)
-                    masks.append(mask)
-        if not rows:
+                token = self.grammars[i].forced(place)
+                if token is None:
+                    free.append((row, self.grammars[i], place))
+                else:
+                    forced[row] = token
+        masks = _narrow_masks(free, flat)
+        if not forced and not masks:
             return log_probs
-        flat, index = log_probs.reshape(b * lanes, vocab), torch.tensor(rows)
-        bits = torch.from_numpy(np.stack(masks).view(np.int32))
-        left = self.backend.mask_logits(flat[index], torch.arange(len(rows)), bits)
-        # NaN: the drafter knows none of the tokens that are allowed
-        left = left.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        return flat.index_copy(0, index, left).view_as(log_probs)
+        left = torch.full((len(forced) + len(masks), vocab), -torch.inf)
+        left.numpy()[range(len(forced)), list(forced.values())] = 0.0
+        if masks:
+            rows = torch.tensor(list(masks))
+            bits = torch.from_numpy(np.stack(list(masks.values())).view(np.int32))
+            own = self.backend.mask_logits(flat[rows], torch.arange(len(masks)), bits)
+            # NaN: the drafter knows none of the tokens that are allowed
+            own = own.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+            left[len(forced) :] = own
+        return flat.index_copy(0, torch.tensor([*forced, *masks]), left).view_as(log_probs)
 
     def follow(self, frontier: Frontier) -> None:
         self.followed = True
-        tokens, lanes = frontier.tokens.tolist(), frontier.lanes.tolist()
-        self.paths = [
-            [(*above[lane], token) for lane, token in zip(*own, strict=True)]
-            for above, *own in zip(self.paths, lanes, tokens, strict=True)
-        ]
+        tokens, lanes, scores = (part.tolist() for part in frontier)
+        for i, grammar in self.grammars.items():
+            above = self.lanes[i]
+            self.lanes[i] = [
+                _below(grammar, above[lane], token) if score > -np.inf else None
+                for lane, token, score in zip(lanes[i], tokens[i], scores[i], strict=True)
+            ]
+
+
+def _below(grammar: RequestGrammar, place: Place | None, token: int) -> Place | None:
+    return None if place is None else grammar.below(place, token)
+
+
+def _narrow_masks(
+    lanes: Sequence[tuple[int, RequestGrammar, Place]], log_probs: Tensor
+) -> dict[int, Row]:
+    """By row of ``log_probs`` [n, V], for lanes whose best token is refused."""
+    masks: dict[int, Row] = {}
+    if not lanes:
+        return masks
+    best = log_probs.argmax(-1).tolist()
+    for row, grammar, place in lanes:
+        if grammar.below(place, best[row]) is None:
+            mask = grammar.mask(place)
+            if mask is not None and is_narrow(mask):
+                masks[row] = mask
+    return masks

@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from mamba_eagle.config import EngineConfig
@@ -24,6 +25,7 @@ from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.ranks import join_ranks
 from mamba_eagle.runner.steps.launched import Launched
 from mamba_eagle.runner.threads import default_threads
+from mamba_eagle.runner.turns import Begun
 
 END_SECONDS = 60.0  # for the other ranks to end by themselves
 
@@ -57,7 +59,8 @@ class LeadingRunner:
         )
         self.ranks = join_ranks(config, config.answering_rank, self.folder)
         self.runner = ModelRunner(config, *self.ranks)
-        self.ready = self.runner.ready
+        # plans are executed one after the other here
+        self.ready = msgspec.structs.replace(self.runner.ready, cohorts=1)
 
     def _start(self, config: EngineConfig, rank: int) -> None:
         file = Path(self.folder, "config.json")
@@ -79,7 +82,7 @@ class LeadingRunner:
     def overlaps(self) -> bool:
         return self.runner.overlaps
 
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan) -> Launched | Begun:
         self.plans.send(plan)
         return self.runner.launch(plan)
 

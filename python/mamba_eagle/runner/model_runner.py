@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -62,8 +62,13 @@ from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
-from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
-from mamba_eagle.runner.constraints import Constraints
+from mamba_eagle.runner.constrained_choice import (
+    MasksFirst,
+    MasksOnDemand,
+    MasksWhileVerifying,
+)
+from mamba_eagle.runner.constraints import Constraints, TreeView
+from mamba_eagle.runner.heap import give_back_freed_memory
 from mamba_eagle.runner.memory import (
     DraftSize,
     MemoryPlan,
@@ -84,10 +89,12 @@ from mamba_eagle.runner.steps.decode_step import (
     DecodeStep,
     EagerRun,
     EagerSteps,
+    Verified,
 )
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
+from mamba_eagle.runner.turns import Begun, Turns, draftable
 from mamba_eagle.tree.shapes import step_shapes
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -148,6 +155,12 @@ class ModelRunner:
         # then: whoever sends results can do so first
         self.before_waiting: Callable[[], None] = lambda: None
         self._ended = self.backend.place.timestamp()  # end of the previous step
+        several = stages.size > 1 and self._num_cohorts() > 1
+        self.defers = several and not self.model_config.is_last_stage
+        self.drafts_ahead = several and source is not None
+        self.turns = Turns()
+        self._committed = -1  # the newest step that is, where nothing is deferred
+        self._drafted: dict[int, EagerRun | GraphedRun] = {}  # ahead, by step
         self.compilations: Compilations | None = None  # counted from the end of the start on
         self.warm_up()
         self.compilations = Compilations()
@@ -199,9 +212,11 @@ class ModelRunner:
     def _make_choice(self) -> MasksFirst:
         """Ranks that share the vocabulary exchange what they sample, so they make all masks first
         and do so once."""
-        if self.backend.place.on_host and self.chooser.has_all_logits:
-            return MasksOnDemand(self.constraints, self.chooser, self.sampling, self.table)
-        return MasksFirst(self.constraints, self.chooser)
+        if not self.chooser.has_all_logits:
+            return MasksFirst(self.constraints, self.chooser)
+        on_host = self.backend.place.on_host
+        kind = MasksOnDemand if on_host else MasksWhileVerifying
+        return kind(self.constraints, self.chooser, self.sampling, self.table)
 
     # ── one step ──
 
@@ -222,41 +237,100 @@ class ModelRunner:
         return self.launch(plan).result()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Launched:
+    def launch(self, plan: Plan) -> Launched | Begun:
         """Start to execute a plan.
 
         On a GPU this returns once all work has been launched, and the next plan may be launched
-        before the result is read. Steps are executed in the order of the plans.
+        before the result is read. Steps are executed in the order of the plans. On a CPU a stage
+        before the last one does what it can, and commits the step when a later plan needs it.
 
-        Raises: RanksDiffer with --check-ranks.
+        Raises: RanksDiffer with --check-ranks; PlanTooEarly.
         """
+        self.turns.wait_for(plan)
+        launched: list[Launched] = []
+        work = self._execute(plan, launched)
+        if next(work, self) is self:
+            return launched[0]
+        begun = Begun(plan, work, launched.pop, self.turns)
+        self.turns.add(begun)
+        if self._checks(plan):
+            self.turns.commit()
+        return begun
+
+    @torch.inference_mode()
+    def look_ahead(self, upcoming: Sequence[Plan]) -> None:
+        """Draft for plans that have come and are to be launched next, as far as the steps that they
+        need are committed: earlier stages wait for these trees. To be called before each launch, on
+        all ranks of a stage.
+
+        Raises: PlanTooEarly.
+        """
+        if not self.drafts_ahead:
+            return
+        (count,) = self.group.smallest([len(upcoming)])  # what all of them have received
+        for plan in draftable(upcoming[:count], self._committed, self.config.check_ranks):
+            if plan.step not in self._drafted:
+                assert plan.decode is not None
+                if plan.untrack:
+                    self.drafter.untrack(plan.untrack)
+                run = self.steps.prepare(plan.decode)
+                run.draft()
+                self._drafted[plan.step] = run
+
+    def _checks(self, plan: Plan) -> bool:
+        """Whether all ranks compare their tables after this step."""
+        every = self.config.check_ranks
+        return every > 0 and plan.step % every == 0
+
+    def _execute(self, plan: Plan, launched: list[Launched]) -> Iterator[None]:
+        """All that a plan asks for, appended to ``launched`` at the end. Pauses once, where it
+        needs the Turn, if this runner ``defers``."""
         now = self.backend.place.timestamp
         began = now()
-        if plan.untrack:
+        drafted = self._drafted.pop(plan.step, None)
+        if plan.untrack and drafted is None:
             self.drafter.untrack(plan.untrack)
         if plan.releases:
             self._release(plan.releases)
         self.journals.end_trails(plan.end_trails)
         self.journals.move(plan.moves)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
-        trees, decode_began = None, began
+        if prompts is not None and not self.defers:
+            self.prompts.finish(prompts)
+        commit, decode_began = None, began
         if plan.decode is not None:
-            run = self.steps.prepare(plan.decode)
+            run = drafted or self.steps.prepare(plan.decode)
             decode_began = now()
-            trees = self._decode(plan.decode, run)
-        every = self.config.check_ranks
-        if every and plan.step % every == 0:
+            commit = self._verify(plan.decode, run, drafted is not None)
+        if self.defers:
+            yield
+            if prompts is not None:
+                self.prompts.finish(prompts)
+        trees = commit() if commit is not None else None
+        if self._checks(plan):
             check_agreement(plan.step, self.table, self.scheme, self.group)
             check_agreement(plan.step, self.table, self.scheme, self.stages, "stage")
-        previous, self._ended = self._ended, now()
+        previous, self._ended, self._committed = self._ended, now(), plan.step
         times = Times(previous, began, decode_began, self._ended)
-        return Launched(plan.step, prompts, trees, times, self.num_compiled)
+        launched.append(Launched(plan.step, prompts, trees, times, self.num_compiled))
 
-    def _decode(self, batch: DecodeBatch, run: EagerRun | GraphedRun) -> PendingDecode:
-        tree, view = run.draft(), None
+    def _verify(
+        self, batch: DecodeBatch, run: EagerRun | GraphedRun, is_drafted: bool
+    ) -> Callable[[], PendingDecode]:
+        """Draft, unless that ``is_drafted``, and verify. Returns what commits the step."""
+        tree, view = run.tree if is_drafted else run.draft(), None
         if self.constraints.any(batch.slots):
             view = self.constraints.view(batch.slots, tree)
         verified = run.verify()
+        return lambda: self._commit(batch, run, verified, view)
+
+    def _commit(
+        self,
+        batch: DecodeBatch,
+        run: EagerRun | GraphedRun,
+        verified: Verified,
+        view: TreeView | None,
+    ) -> PendingDecode:
         target, marks = None, None
         at = (batch.slots, verified.logits, verified.positions + 1, verified.tree)
         if view is not None:
@@ -300,6 +374,7 @@ class ModelRunner:
     def close(self) -> None:
         """To be called before the ranks leave each other; nothing may be launched afterwards. NCCL
         waits for the graphs that hold its operations, and would wait for ever."""
+        self.turns.commit()
         self.steps.close()
 
     # ── start-up ──
@@ -433,6 +508,7 @@ class ModelRunner:
             load_weights(model, path, rooms, split)
         model.eval().requires_grad_(False)
         prepare_for_inference(model, ops)
+        give_back_freed_memory()
         return model
 
     def _draft_source(self, target: ModelConfig) -> DraftSource | None:
@@ -503,6 +579,14 @@ class ModelRunner:
             self.chooser = LastStageChooser(self.chooser, self.stages)
         self.constraints = kind(self._matchers(), backend.place)
 
+    def _num_cohorts(self) -> int:
+        """Groups of requests whose steps different stages execute at the same time. On a GPU a
+        captured step has one place for its inputs and outputs, and the operations of a communicator
+        have one order, so stages take turns there. So they do for drafters whose trees depend on
+        the steps before."""
+        can = self.backend.place.on_host and not self.drafter.learns_from_all
+        return self.stages.size if can else 1
+
     def _matchers(self) -> Matchers:
         path, model = self.config.tokenizer_path, self.model_config
 
@@ -539,6 +623,7 @@ class ModelRunner:
             journal_rows=self.journals.size,
             keeps_outputs=self._keeps_outputs(),
             moves_anchors=not self.drafter.recurrent,
+            cohorts=self._num_cohorts(),
             details={
                 "architecture": self.model_config.architecture,
                 "model_type": self.model_config.model_type,

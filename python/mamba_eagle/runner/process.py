@@ -18,6 +18,7 @@ import zmq
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import (
     FromRunner,
+    Plan,
     Profile,
     Shutdown,
     SimulateAcceptance,
@@ -51,6 +52,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.profiler import StepProfiler
     from mamba_eagle.runner.ranks import join_ranks
+    from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
     set_threads(config.cpu_threads or default_threads(config.ranks_per_node))
     context = zmq.Context()
@@ -65,6 +67,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
     launched: deque[Launched] = deque()
+    received: deque[ToRunner] = deque()  # and not yet handled
 
     def send_result() -> None:
         result = launched.popleft().result()
@@ -80,7 +83,17 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     runner.before_waiting = send_all
     runner.constraints.prepare()
     while True:
-        plan = next_plan(plans, launched)
+        if not received and (message := next_plan(plans, launched)) is not None:
+            received.append(message)
+        while runner.drafts_ahead and (message := plans.receive(timeout_ms=0)) is not None:
+            received.append(message)
+        plan = None
+        if received:
+            try:
+                runner.look_ahead([each for each in received if isinstance(each, Plan)])
+            except PlanTooEarly as error:
+                sys.exit(f"error: {error}")
+            plan = received.popleft()
         if isinstance(plan, Shutdown):
             ignore_end_signal()  # before pools and sockets are destroyed, as this returns
             runner.close()
@@ -94,9 +107,13 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         elif plan is not None:
             try:
                 with pulse.launching():
-                    launched.append(runner.launch(plan))
-            except RanksDiffer as error:
+                    step = runner.launch(plan)
+            except (RanksDiffer, PlanTooEarly) as error:
                 sys.exit(f"error: {error}")
+            if isinstance(step, Begun):
+                pulse.step_ended()  # nobody waits for what this rank finds
+            else:
+                launched.append(step)
             profiler.launched()
         while launched and launched[0].done:
             send_result()

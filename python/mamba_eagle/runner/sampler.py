@@ -27,6 +27,8 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling import tables as asked
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_log_probs
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -229,9 +231,7 @@ class SamplingState:
 
     def count(self, slots: Tensor, tokens: Tensor, count: Tensor) -> None:
         """As ``observe_accepted``, whether or not any request needs it: for graphs."""
-        valid = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
-        cells = slots.unsqueeze(1) * self.vocab_size + torch.where(valid, tokens, 0)
-        self.output_counts.view(-1).scatter_add_(0, cells.flatten(), valid.int().flatten())
+        self.backend.count_tokens(self.output_counts, slots, tokens, count)
 
     def _copied(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.backend.place.to_device(values, dtype)
@@ -249,8 +249,12 @@ class SamplingState:
         need = self._needs[slot]
         return need.order or need.min_p or need.history
 
+    def needs_more_than_best(self, slot: int) -> bool:
+        """Whether a request takes more than an argmax."""
+        return self._needs[slot] != _GREEDY
+
     def any_need(self, slots: list[int]) -> bool:
-        """Whether any request of a batch takes more than an argmax. slots: [b] request slots."""
+        """The same of any request of a batch. slots: [b] request slots."""
         return any(self._needs[slot] != _GREEDY for slot in slots)
 
 
@@ -265,16 +269,18 @@ class BatchNoise:
 
     def __init__(self, state: SamplingState, slots: Tensor) -> None:
         """slots: [b] int64 request slots."""
-        self.temperature = state.numbers[slots, 0][:, None, None]  # [b, 1, 1]
-        self.seeds = state.integers[slots, 0]  # [b]
-        self.gumbel = state.backend.gumbel
+        self.state, self.slots = state, slots
 
-    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
-        b, lanes, vocab = log_probs.shape
-        noise = self.gumbel(self.seeds, positions, vocab)[:, None]  # the same in all lanes
-        is_noisy = self.temperature > 0
-        noisy = (log_probs / self.temperature.clamp(min=1e-6) + noise).log_softmax(-1)
-        return torch.where(is_noisy, noisy, log_probs)
+    def _keys(self, positions: Tensor) -> NoiseKeys:
+        state = self.state
+        return NoiseKeys(self.slots, positions, state.numbers, state.integers, state.vocab_size)
+
+    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
+        return self.state.backend.top_noisy(logits, ids, self._keys(positions), k)
+
+    def noisy(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+        """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] -> with noise."""
+        return noisy_log_probs(log_probs, self._keys(positions), self.state.backend.gumbel)
 
     def follow(self, frontier: Frontier) -> None:
         """It is the same in all lanes."""

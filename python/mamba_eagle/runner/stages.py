@@ -27,7 +27,7 @@ from mamba_eagle.model_config import ModelConfig, Span
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.split import Split
-from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.groups import Channel, Group
 from mamba_eagle.parallel.stages import Weights, balanced, given_problems, spans_of
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
@@ -56,14 +56,14 @@ class LastStageChooser(Chooser):
         allowed: TokenMasks | None = None,
     ) -> Tensor:
         target = self.inner.sample(slots, logits, positions, tree, allowed)
-        return self.stages.from_last(target.contiguous())
+        return self.stages.from_last(target.contiguous(), Channel.TOKENS)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         return self.inner.logprobs(logits, tokens, top)
 
     def agree(self, tree: Tree) -> Tree:
         tree = self.inner.agree(tree)
-        self.stages.from_last(tree.packed())
+        self.stages.from_last(tree.packed(), Channel.TREES)
         return tree
 
 
@@ -84,7 +84,7 @@ class EarlierStageChooser(Chooser):
         tree: Tree | None,
         allowed: TokenMasks | None = None,
     ) -> Tensor:
-        return self.stages.from_last(torch.zeros_like(positions))
+        return self.stages.from_last(torch.zeros_like(positions), Channel.TOKENS)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """Nobody reads them: the last stage answers."""
@@ -93,7 +93,8 @@ class EarlierStageChooser(Chooser):
         return TokenLogprobs(nothing, none, none.long())
 
     def agree(self, tree: Tree) -> Tree:
-        return Tree.unpacked(self.stages.from_last(tree.packed()), tree.scores)
+        packed = self.stages.from_last(tree.packed(), Channel.TREES)
+        return Tree.unpacked(packed, tree.scores)
 
 
 class DrafterElsewhere(NoDrafter):
@@ -108,12 +109,14 @@ class DrafterElsewhere(NoDrafter):
 
 
 def agree_on_drafting(drafter: Drafter, stages: Group) -> None:
-    """All stages get trees within their captured steps, or all of them before."""
-    if isinstance(drafter, DrafterElsewhere):
-        drafter.on_device = True
-    on_device = bool(stages.smallest([drafter.on_device])[0])
-    if isinstance(drafter, DrafterElsewhere):
-        drafter.on_device = on_device
+    """All stages get trees within their captured steps, or all of them before; and all work at the
+    same time, or take turns."""
+    elsewhere = isinstance(drafter, DrafterElsewhere)
+    if elsewhere:
+        drafter.on_device, drafter.learns_from_all = True, False
+    found = stages.smallest([drafter.on_device, not drafter.learns_from_all])
+    if elsewhere:
+        drafter.on_device, drafter.learns_from_all = bool(found[0]), not found[1]
 
 
 class ConstraintsElsewhere(Constraints):

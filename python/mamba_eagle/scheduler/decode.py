@@ -21,14 +21,17 @@ class DecodeManager:
         self.slots = slots
 
     def schedule(
-        self, plan: PlanDraft, running: list[Request], in_flight: Sequence[PlanDraft]
+        self,
+        plan: PlanDraft,
+        ready: list[Request],
+        running: list[Request],
+        in_flight: Sequence[PlanDraft],
     ) -> Request | None:
-        """Adds to ``plan`` each request that can go on.
+        """Adds to ``plan`` each request of ``ready``, those of the running ones whose turn it is.
 
         A request that gets no KV slots skips the step. If nothing in flight will free any, returns
         the last of the running requests, to be retracted; it is not part of the decode step.
         """
-        ready = [request for request in running if request.decodable]
         if ready:
             plan.choice, untracked = self.policy.choose(
                 [request.drafts for request in ready],

@@ -39,6 +39,7 @@ class PlanDraft:
     """
 
     number: int
+    after: int = 0  # the steps up to this one are committed before it
     releases: list[Release] = field(default_factory=list)
     end_trails: list[int] = field(default_factory=list)  # request slots
     moves: list[AnchorMove] = field(default_factory=list)
@@ -63,6 +64,7 @@ class PlanDraft:
             )
         return Plan(
             step=self.number,
+            after=self.after,
             untrack=[each.held.slot for each in self.untracked if each.held is not None],
             releases=self.releases,
             end_trails=self.end_trails,

@@ -66,12 +66,13 @@ class PrefillManager:
             if request in requests:
                 requests.remove(request)
 
-    def schedule(self, plan: PlanDraft, holding: Sequence[Request]) -> list[Request]:
+    def schedule(self, plan: PlanDraft, holding: Sequence[Request], decodes: bool) -> list[Request]:
         """Fills ``plan`` with as many prompt tokens as the pace allows, begun prompts first.
 
-        holding: all requests that hold slots. Returns those that it admitted in addition.
+        holding: all requests that hold slots. decodes: whether any decode beside these prompts.
+        Returns those that it admitted in addition.
         """
-        budget = self.pace.tokens(decodes=bool(plan.decodes))
+        budget = self.pace.tokens(decodes)
         self.is_full = False
         for request in list(self.chunked):
             if budget > 0:

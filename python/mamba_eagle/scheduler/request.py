@@ -61,6 +61,7 @@ class Request:
         self.held: HeldSlots | None = None
         self.retracting = False
         self.plans_in_flight = 0  # plans sent for this request whose results are pending
+        self.newest_step = 0  # of the newest of its plans
         self.min_tokens_in_flight = 0  # fewest output tokens that those plans make
 
     # ── where it is ──────────────────────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ from mamba_eagle.message import (
     StepTrace,
     TokenLogprob,
 )
+from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.decode import DecodeManager
 from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
@@ -54,7 +55,7 @@ class Scheduler:
         self.shape = config.tree_shape  # the largest of any step
         self.policy = shape_policy(config)
         self.queue_timeout = config.queue_timeout  # seconds; 0: any
-        self.max_in_flight = 1 if config.disable_overlap_schedule else 2
+        self.cohorts = Cohorts(runner.cohorts, overlaps=not config.disable_overlap_schedule)
         self.slots = Slots(
             runner.max_kv_slots,
             runner.max_state_slots,
@@ -154,14 +155,16 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
-        if len(self._in_flight) >= self.max_in_flight:
+        if len(self._in_flight) >= self.cohorts.max_in_flight:
             return None
         self.slots.cache.unpin(time.monotonic())
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
         if not self.prompts_first:
             self._schedule_decode(plan)
-        self._admitted += self.prefill.schedule(plan, self._admitted)
+        beside = self._in_flight if self.cohorts.count > 1 else ()  # at work at the same time
+        decodes = any(each.decodes for each in (plan, *beside))
+        self._admitted += self.prefill.schedule(plan, self._admitted, decodes)
         if self.prefill.is_full:
             self._step_back()
         if self.prompts_first and not plan.chunks:
@@ -172,7 +175,8 @@ class Scheduler:
         return plan.as_message()
 
     def _schedule_decode(self, plan: PlanDraft) -> None:
-        last = self.decode.schedule(plan, self._admitted, self._in_flight)
+        ready = self.cohorts.choose(self._admitted)
+        last = self.decode.schedule(plan, ready, self._admitted, self._in_flight)
         if last is not None:
             self._retract(last)
             self._release_leaving(plan)
@@ -218,6 +222,7 @@ class Scheduler:
         on, for the plans after it."""
         self.stats.num_steps += 1
         self._in_flight.append(plan)
+        plan.after = self.cohorts.planned(plan)
         for fold in self.slots.take_folds():
             rows = JournalPart(fold.journal, fold.start, fold.end)
             plan.moves.append(AnchorMove(rows, fold.state_slot))
@@ -261,6 +266,7 @@ class Scheduler:
         part of it fails that request only.
         """
         plan = self._in_flight.popleft()
+        self.cohorts.answered(plan)
         answers = (result.step, len(result.prefill), len(result.decode))
         if answers != (plan.number, len(plan.chunks), len(plan.decodes)):
             raise RuntimeError(

@@ -123,6 +123,15 @@ def test_panels_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     assert torch.equal(linear.rows_of(linear.panels(weight), ids), weight[ids])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("outputs, inputs", [(70, 48), (32, 33)])
+def test_blocks_are_transposed(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """In vectors where inputs are a multiple of 16."""
+    weight = normal(outputs, inputs).to(dtype)
+    rows = linear.panels(weight).transpose(-1, -2).reshape(-1, inputs)
+    assert torch.equal(rows[:outputs], weight) and not rows[outputs:].any()
+
+
 def test_what_is_not_finite_stays_so() -> None:
     product = GroupedProduct(int8_groups(normal(16, 64)))
     x = normal(4, 64, seed=1)

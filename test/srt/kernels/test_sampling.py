@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, INTERPRETED, in_the_interpreter, runs_kernels
+from forms import (
+    DEVICE,
+    GPU,
+    INTERPRETED,
+    backend_of,
+    device_of,
+    every_form,
+    in_the_interpreter,
+    runs_kernels,
+)
 from tensor_checks import torch_backend
 from torch import Tensor
 
@@ -39,6 +48,7 @@ PARAMS = {
     "top-p-tiny": SamplingParams(seed=5, top_p=1e-30),
     "top-p-nearly-all": SamplingParams(seed=5, top_p=0.999999, temperature=2.0),
     "top-k-and-top-p": SamplingParams(seed=6, top_k=50, top_p=0.95),
+    "top-p-and-min-p": SamplingParams(seed=6, top_p=0.9, min_p=0.3),
     "min-p": SamplingParams(seed=7, min_p=0.2, temperature=1.3),
     "min-p-one": SamplingParams(seed=7, min_p=1.0),
     "all-filters": SamplingParams(seed=8, top_k=40, top_p=0.9, min_p=0.05, temperature=0.7),
@@ -134,6 +144,14 @@ def case(kinds: list[str], names: list[str], vocab: int, kernels: bool) -> Case:
     return Case(state, on_device, positions.to(state.device), logits.to(state.device))
 
 
+def nodes_of(positions: Tensor) -> SampledNodes:
+    """Nodes without a history that matters: positions [b, T], request i in slot i."""
+    b, nodes = positions.shape
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=positions.device).repeat(b, 1, 1)
+    slots = torch.arange(b, device=positions.device)
+    return SampledNodes(slots, positions, torch.zeros_like(positions), ancestors)
+
+
 def in_kernels(made: Case, **sizes: int) -> Tensor:
     from mamba_eagle.kernels.sampling.triton import sample_nodes
 
@@ -149,17 +167,19 @@ def in_torch(made: Case) -> Tensor:
     return sample(state, list(range(len(logits))), logits, positions, tree).cpu()
 
 
-SMALL = {"block": 32, "sub": 4, "short_list": 32, "tile": 128}
+SMALL = {"block": 32, "sub": 4, "short_list": 32, "few": 8, "tile": 128}
 
 
 @runs_kernels
 @pytest.mark.parametrize("first", range(3))
 def test_tokens_are_those_of_the_torch_sampler(first: int) -> None:
     """Different parameters side by side, at nodes with different logits. A short list holds the
-    whole vocabulary, so that a row is searched only where too few are on it."""
+    whole vocabulary, so that a row is searched only where too few are on it. All lists count as
+    short enough to compare all pairs, or some, or next to none."""
     names, kinds = list(PARAMS)[first::3], [KINDS[first], KINDS[first + 3]]
     made, clean = (case(kinds, names, 75, kernels=kernels) for kernels in (True, False))
-    found, expected = in_kernels(made, **{**SMALL, "short_list": 128}), in_torch(clean)
+    sizes = {**SMALL, "short_list": 128, "few": (128, 32, 4)[first]}
+    found, expected = in_kernels(made, **sizes), in_torch(clean)
     wrong = [name for name, a, b in zip(names, found, expected) if not torch.equal(a, b)]
     assert not wrong
     assert expected.unique().numel() > 3
@@ -167,9 +187,23 @@ def test_tokens_are_those_of_the_torch_sampler(first: int) -> None:
 
 @runs_kernels
 def test_rows_are_searched_where_a_short_list_overflows() -> None:
+    """With a single nominee some rows find none that is kept, and are searched bit by bit."""
     names = ["top-k", "top-p", "everything"]
     made, clean = (case(["ties"], names, 75, kernels=kernels) for kernels in (True, False))
-    assert torch.equal(in_kernels(made, **{**SMALL, "short_list": 1}), in_torch(clean))
+    sizes = {**SMALL, "short_list": 1, "few": 1, "each": 1, "nominees": 1}
+    assert torch.equal(in_kernels(made, **sizes), in_torch(clean))
+
+
+@runs_kernels
+def test_a_flat_distribution_is_decided_by_its_nominees(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:  # else the kernel is compiled already
+        from mamba_eagle.kernels.sampling import triton_search
+
+        monkeypatch.setattr(triton_search, "_best_of_row", None)
+    names = ["top-p", "top-p-and-min-p", "top-k-of-many", "penalties", "greedy"]
+    made, clean = (case(["flat"], names, 200, kernels=kernels) for kernels in (True, False))
+    sizes = {**SMALL, "block": 64, "short_list": 1, "few": 1, "each": 2, "nominees": 8}
+    assert torch.equal(in_kernels(made, **sizes), in_torch(clean))
 
 
 @runs_kernels
@@ -199,6 +233,21 @@ def test_tokens_that_a_grammar_forbids_are_not_there() -> None:
     found = in_kernels(made, **SMALL)
     assert torch.equal(found, in_torch(clean))
     assert allowed.gather(2, found[..., None]).all()
+
+
+@every_form
+def test_only_the_first_tokens_are_counted(form: str) -> None:
+    """Each as often as it occurs; what stands behind them may be no token at all."""
+    counts = torch.zeros(4, 30, dtype=torch.int32)
+    tokens = torch.tensor([[5, 7, 5, 29, 5], [0, 10**9, 3, 3, -1], [1, 2, 3, 4, 5]])
+    given = (counts, torch.tensor([2, 3, 0]), tokens, torch.tensor([4, 1, 0]))
+    counts, *others = (part.to(device_of(form)) for part in given)
+    for _ in range(2):
+        backend_of(form).count_tokens(counts, *others)
+    wanted = torch.zeros(4, 30, dtype=torch.int32)
+    wanted[2, [5, 7, 29]] = torch.tensor([4, 2, 2], dtype=torch.int32)
+    wanted[3, 0] = 2
+    assert torch.equal(counts.cpu(), wanted)
 
 
 def rule_of(params: SamplingParams, slot: int, position: int, vocab: int) -> naive.Rule:

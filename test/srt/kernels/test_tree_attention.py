@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from forms import needs_numba
@@ -89,10 +90,12 @@ def test_nodes_attend_to_prefix_and_path(
     out = torch.empty(b * T, heads, D)
     new = (q[:, old:], kv[0, :, old:], kv[1, :, old:])
     cpu.paged_tree_attention(
-        *(part.flatten(0, 1).contiguous().numpy() for part in new),
-        *pools.numpy(),
-        *(part.numpy() for part in (table, slots, prefix, own, parents)),
-        0.3,
+        0,
+        tuple(part.flatten(0, 1).contiguous().numpy() for part in new),
+        tuple(pools.numpy()),
+        tuple(part.numpy() for part in (table, slots, prefix)),
+        *(part.numpy() for part in (own, parents)),
+        np.float32(0.3),
         out.numpy(),
     )
     assert torch.equal(pools[:, own.flatten()], kv.flatten(1, 2)), "new nodes are in the pool"
@@ -127,11 +130,15 @@ def test_rows_of_a_block_attend_to_context_and_block(
     sinks = torch.randn(heads if with_sinks else 0, generator=generator)
     out = torch.empty(b * T, heads, D)
     cpu.paged_block_attention(
-        *(part.numpy() for part in (q, k, v, *pools, table, slots, prefix, own)),
+        0,
+        tuple(part.numpy() for part in (q, k, v)),
+        tuple(pools.numpy()),
+        tuple(part.numpy() for part in (table, slots, prefix)),
+        own.numpy(),
         window,
         causal,
         sinks.numpy(),
-        0.3,
+        np.float32(0.3),
         out.numpy(),
     )
     assert torch.equal(pools[:, own.flatten()], torch.stack([k, v])), "the rows are in the pool"
@@ -148,3 +155,29 @@ def test_rows_of_a_block_attend_to_context_and_block(
             mask = torch.cat([context, block_mask(T, window, causal)], dim=1)[None]
             found = sink_attention(new[0][None], keys, values, mask, 0.3, sinks)[0]
             torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@needs_numba
+def test_threads_change_no_bit_of_attention() -> None:
+    """In the parallel form of the kernel, which shares out requests and key heads."""
+    generator = torch.Generator().manual_seed(2)
+    (b, T, heads, kv_heads, D), kv_slots = (2, 5, 6, 3, 16), 60
+    order = torch.randperm(kv_slots, generator=generator)
+    table, own = order[:40].view(2, 20), order[40 : 40 + b * T].view(b, T)
+    sequences = (table, torch.tensor([1, 0]), torch.tensor([20, 7]))
+    parents = random_tree(b, T, 3, generator).parents
+    new = [torch.randn(b * T, n, D, generator=generator) for n in (heads, kv_heads, kv_heads)]
+    stored = torch.randn(2, kv_slots, kv_heads, D, generator=generator)
+    found = []
+    for form in (cpu.paged_tree_attention.serial, cpu.paged_tree_attention.parallel):
+        pools, out = stored.clone(), torch.empty(b * T, heads, D)
+        form(
+            tuple(part.numpy() for part in new),
+            tuple(pools.numpy()),
+            tuple(part.numpy() for part in sequences),
+            *(part.contiguous().numpy() for part in (own, parents)),
+            np.float32(0.3),
+            out.numpy(),
+        )
+        found.append((out, pools))
+    assert all(torch.equal(one, two) for one, two in zip(*found))

@@ -3,6 +3,7 @@ each, and the same texts with and without speculation."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,16 @@ def test_each_weight_is_there_once(mode: str, folder: Path) -> None:
     assert model.embed(torch.arange(4)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("mode", ["auto", "int8"])
+def test_loading_imports_no_compiler_of_torch(
+    mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which some operations on tensors without memory do: it takes seconds and 80 MB."""
+    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    engine(folder, quantization=mode)
+
+
 def test_where_there_are_no_products_integers_are_refused() -> None:
     wrong = EngineConfig(quantization="int4", device="cuda", dtype="bfloat16").problems()
     assert wrong[0].startswith("--quantization int4: --device cuda has no such products; use")
@@ -93,3 +104,7 @@ def test_where_there_are_no_products_integers_are_refused() -> None:
     (problem,) = quantization_problems("int8", choose_backend(torch.device("cpu"), torch.bfloat16))
     assert problem.startswith("--quantization int8: the backend is torch (on a CPU, weights are b")
     assert not quantization_problems("int8", choose_backend(torch.device("cpu"), torch.float32))
+    wrong = EngineConfig(quantization="nvfp4", device="cpu").problems()
+    assert wrong[0].startswith("--quantization nvfp4: --device cpu has no such products; use --dev")
+    (problem,) = quantization_problems("nvfp4", choose_backend(torch.device("cpu"), torch.float32))
+    assert problem.startswith("--quantization nvfp4: the backend is cpu (float32 on a CPU, numba")

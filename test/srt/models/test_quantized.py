@@ -15,10 +15,11 @@ from test_loading import edit, logits
 from tiny_model import load_model
 from torch import Tensor
 
-from mamba_eagle.kernels.four_bit.torch import dequantize
+from mamba_eagle.kernels.four_bit.torch import E2M1, dequantize
 from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.quantization.nvfp4 import nvfp4_groups
 
 BLOCK = (16, 32)
 
@@ -181,6 +182,19 @@ def write_nvfp4(folder: Path) -> Written:
 
 def test_nvfp4_weights_are_read_with_both_scales(tmp_path: Path) -> None:
     check(write_nvfp4(tmp_path))
+
+
+def test_weights_are_rounded_to_the_nearest_nvfp4() -> None:
+    weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight[3] = 0.0
+    matrix = nvfp4_groups(weight)
+    found, grid = matrix.dequantize(), torch.tensor([*E2M1, *(-x for x in E2M1)])
+    scale = (matrix.scale.float() * matrix.factor).repeat_interleave(16, 1)
+    nearest = (weight.float()[..., None] - scale[..., None] * grid).abs().amin(-1)
+    torch.testing.assert_close((found - weight.float()).abs(), nearest, rtol=0, atol=1e-6)
+    assert (found - weight.float()).norm() / weight.float().norm() < 0.12
+    assert found[3].abs().max() == 0.0
+    assert torch.equal(nvfp4_groups(found).dequantize(), found)
 
 
 def test_nvfp4_scales_that_are_missing_or_do_not_fit_are_all_named(tmp_path: Path) -> None:

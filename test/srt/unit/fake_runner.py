@@ -14,7 +14,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from mamba_eagle.core import SamplingParams
@@ -149,8 +149,10 @@ class FakeRunner:
         journals: int = 0,
         journal_rows: int = 128,
         moves_anchors: bool = True,
+        cohorts: int = 1,
     ):
         self.ready = RunnerReady(
+            cohorts=cohorts,
             max_kv_slots=kv_slots,
             max_state_slots=state_slots,
             max_running_requests=requests,
@@ -180,6 +182,13 @@ class FakeRunner:
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
     def execute(self, plan: Plan) -> StepResult:
+        prefill = self.begin(plan)
+        decode = self.commit(plan.decode) if plan.decode is not None else []
+        seconds = 1.0 + noise("seconds", plan.step) % 4 / 10  # no shape is clearly the best
+        return StepResult(step=plan.step, prefill=prefill, decode=decode, decode_seconds=seconds)
+
+    def begin(self, plan: Plan) -> list[PrefillResult]:
+        """All but what depends on the tokens that the target takes."""
         assert plan.step == self.last_step + 1, "plans must be numbered in order"
         self.last_step = plan.step
         assert plan.releases or plan.prefill or plan.decode, "an empty plan"
@@ -218,9 +227,9 @@ class FakeRunner:
         for item in plan.prefill:
             assert not fresh & set(item.prefix_kv_slots), "prefix KV is written in the same step"
         prefill = [self._prefill(item) for item in plan.prefill]
-        decode = self._decode(plan.decode) if plan.decode is not None else []
-        seconds = 1.0 + noise("seconds", plan.step) % 4 / 10  # no shape is clearly the best
-        return StepResult(step=plan.step, prefill=prefill, decode=decode, decode_seconds=seconds)
+        if plan.decode is not None:
+            self._verify(plan.decode)
+        return prefill
 
     def _write_row(self, journal: int, prefix: tuple[int, ...]) -> None:
         self.journals[journal][(len(prefix) - 1) % self.ready.journal_rows] = prefix
@@ -352,18 +361,25 @@ class FakeRunner:
         if fault is not None and before >= fault.after:
             fault.spoil(result, slot)
 
-    def _decode(self, batch: DecodeBatch) -> list[DecodeResult]:
+    def _verify(self, batch: DecodeBatch) -> None:
+        """Read what is processed, and write the nodes."""
         assert len(batch.slots) == len(set(batch.slots)) == len(batch.kv_slots)
         self.decode_steps[batch.shape.name] += 1
+        for slot, kv_slots in zip(batch.slots, batch.kv_slots):
+            assert self.slots[slot].decoding and len(kv_slots) == batch.shape.nodes
+            for kv in kv_slots:
+                self.kv[kv] = None  # rejected drafts are garbage
+            self._check(self.slots[slot])
+
+    def commit(self, batch: DecodeBatch) -> list[DecodeResult]:
+        """Of a step that has begun."""
         return [
             self._walk(self.slots[slot], batch, kv) for slot, kv in zip(batch.slots, batch.kv_slots)
         ]
 
     def _walk(self, slot: Slot, batch: DecodeBatch, kv_slots: list[int]) -> DecodeResult:
         """Accept a path of the tree that depends on the prefix and seed alone."""
-        assert slot.decoding and len(kv_slots) == batch.shape.nodes
-        for kv in kv_slots:
-            self.kv[kv] = None  # rejected drafts are garbage
+        assert all(self.kv[kv] is None for kv in kv_slots), "a step has lost its nodes"
         self._check(slot)
         if slot.ended:
             return DecodeResult(folded=slot.folded)
@@ -400,16 +416,53 @@ class FakeRunner:
         return StepTrace(tokens, parents, scores, walk.nodes, walk.tokens[-1])
 
 
+class EarlierStage(FakeRunner):
+    """A stage that begins each plan as soon as it is made, and commits it no sooner than another
+    one needs it."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.begun: deque[Plan] = deque()
+        self.answers: dict[int, list[DecodeResult]] = {}  # by step
+        self.most_begun = 0
+
+    def take(self, plan: Plan) -> None:
+        assert plan.after < plan.step
+        self.commit_until(plan.after)
+        open_slots = {slot for each in self.begun if each.decode for slot in each.decode.slots}
+        named = plan.decode.slots if plan.decode is not None else []
+        assert open_slots.isdisjoint(named), "a request goes on before its last step is committed"
+        self.begin(plan)
+        self.begun.append(plan)
+        self.most_begun = max(self.most_begun, len(self.begun))
+
+    def commit_until(self, step: int) -> None:
+        while self.begun and self.begun[0].step <= step:
+            plan = self.begun.popleft()
+            batch = plan.decode
+            self.answers[plan.step] = [] if batch is None else self.commit(batch)
+
+
 class Server:
     """Scheduler and fake runner, with results as late as the overlap allows; checks the
     scheduler's integrity after every step."""
 
-    def __init__(self, config, runner: FakeRunner, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        config,
+        runner: FakeRunner,
+        rng: random.Random | None = None,
+        earlier: EarlierStage | None = None,
+    ) -> None:
+        """earlier: a pipeline stage before the one that answers."""
+        self.earlier = earlier
         self.scheduler = Scheduler(config, runner.ready)
         self.runner = runner
-        self.runner.needs_history = needs_history(config.speculative_algorithm)
+        for each in (runner, earlier) if earlier is not None else (runner,):
+            each.needs_history = needs_history(config.speculative_algorithm)
         self.rng = rng
         self.plans: deque[Plan] = deque()
+        self.answers: dict[int, list[DecodeResult]] = {}  # by step
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, RequestOutput] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -439,11 +492,14 @@ class Server:
         """Send as many plans as the scheduler makes, then process one result."""
         while (plan := self.scheduler.plan()) is not None:
             self.plans.append(plan)
+            if self.earlier is not None:
+                self.earlier.take(plan)
             self.scheduler.check_integrity()
             if self.rng is not None and self.rng.random() < 0.3:
                 break
         if self.plans:
             result = self.runner.execute(self.plans.popleft())
+            self.answers[result.step] = result.decode
             self.take(self.scheduler.process(result))
             self.scheduler.check_integrity()
 
@@ -462,3 +518,6 @@ class Server:
         assert slots.journals.num_free + cache.num_journals == slots.journals.total
         assert slots.requests.num_free == slots.requests.total
         assert not self.runner.slots
+        if self.earlier is not None:
+            self.earlier.commit_until(self.scheduler.stats.num_steps)
+            assert self.earlier.answers == self.answers and not self.earlier.slots

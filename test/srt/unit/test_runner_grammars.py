@@ -47,6 +47,7 @@ from mamba_eagle.constrain.grammar import (
     regex_grammar,
 )
 from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.constrain.request import is_allowed
 from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary
 from mamba_eagle.constrain.walk import fill_masks
@@ -191,10 +192,14 @@ def test_a_token_is_taken_if_and_only_if_the_mask_has_it() -> None:
         params = SamplingParams(grammar=GRAMMARS[name].text, ignore_eos=luck.random() < 0.5)
         grammar = matchers.start(params)
         for _ in range(12):
+            taken = {i for i in range(VOCAB) if grammar.below(grammar.root, i)}
+            one = grammar.forced(grammar.root)
             mask = grammar.mask()
             assert mask is not None
-            allowed = {i for i in range(VOCAB) if int(mask[i >> 5]) >> (i & 31) & 1} - {EOS}
-            assert {i for i in range(VOCAB) if grammar.allows(i)} == allowed
+            allowed = {i for i in range(VOCAB) if is_allowed(mask, i)}
+            assert taken == allowed - {EOS}
+            assert one is None or allowed == {one}
+            allowed -= {EOS}
             states, forced = states + 1, forced + (len(allowed) == 1)
             if not allowed:
                 break
@@ -441,7 +446,7 @@ def test_12_an_error_behind_a_draft_harms_nothing_but_the_draft() -> None:
             return getattr(matcher, name)
 
         def is_error(self) -> bool:
-            return bool(grammar._path)
+            return grammar._here is not grammar.root
 
         def get_error(self) -> str:
             return "no fuel"

@@ -30,7 +30,7 @@ from mamba_eagle.backend.cpu.backend import CpuBackend
 from mamba_eagle.backend.place import Host
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
-from mamba_eagle.runner import model_runner
+from mamba_eagle.runner import constrained_choice, model_runner
 from mamba_eagle.runner.steps import graphs
 from mamba_eagle.runner.steps.decode_step import EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
@@ -135,11 +135,13 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     assert used <= set(steps.ladder) and len(used) > 1
 
 
-@pytest.mark.parametrize("name", ["none", "tree"])
+@pytest.mark.parametrize(("name", "few_masks"), [("none", 0), ("tree", 0), ("tree", 1000)])
 def test_with_grammars_draft_and_verify_are_graphs_of_their_own(
-    tiny: Tiny, graphed: None, name: str
+    tiny: Tiny, graphed: None, monkeypatch: pytest.MonkeyPatch, name: str, few_masks: int
 ) -> None:
-    """A batch in which some requests have one, and plain steps; texts are the plain model's."""
+    """A batch in which some requests have one, and plain steps; texts are the plain model's, with
+    masks of all nodes or on demand."""
+    monkeypatch.setattr(constrained_choice, "FEW_MASKS", few_masks)
     engine = constrain(tiny.engine(SETTINGS[name]))
     engine.runner.drafter.on_device = True  # as it is on a GPU
     lives = [

@@ -42,6 +42,9 @@ def terminate(*_):
 class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
     constraints = types.SimpleNamespace(prepare=lambda: None)
+    drafts_ahead = False
+    close = lambda self: None
+    look_ahead = lambda self, plans: None
 
     def __init__(self, config, group, stages):
         self.ready = RunnerReady(

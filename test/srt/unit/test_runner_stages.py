@@ -31,6 +31,7 @@ from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.message import Generate, Plan, StepResult
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.registry import model_class, parse_config
+from mamba_eagle.parallel.groups import Channel
 from mamba_eagle.runner import model_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.steps.graphs import GraphedSteps
@@ -258,8 +259,8 @@ def test_a_stage_that_learns_something_else_is_noticed(
     runner.compares_stages = False
     before: list[Tensor] = []
 
-    def tamper(stage: int, kind: str, x: Tensor) -> Tensor:
-        is_target = kind == "from_last" and x.dim() == 2 and x.shape[1] > 1
+    def tamper(stage: int, kind: Channel, x: Tensor) -> Tensor:
+        is_target = kind == Channel.TOKENS and x.shape[1] > 1
         return wrong(x, before) if is_target else x
 
     runner.ranks.posts[0].tamper = tamper

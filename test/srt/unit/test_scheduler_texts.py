@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_runner import EOS, FakeRunner, Server, expected_text
+from fake_runner import EOS, EarlierStage, FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
@@ -265,8 +265,10 @@ def test_any_mixture_of_settings_and_pools_serves_every_request(seed):
     )
     pool = [rng.choice(s) for s in ([115, 130, 160, 300, 2000], [1, 2, 3, 5, 9, 40], [1, 2, 4, 8])]
     journals = rng.choice([0, 1, 3, 30])
-    runner = FakeRunner(*pool, 400, rng.choice([0, 4, 9, 30]), journals, rng.choice([20, 40]))
-    server = Server(settings, runner, rng)
+    sizes = (*pool, 400, rng.choice([0, 4, 9, 30]), journals, rng.choice([20, 40]))
+    cohorts = 1 if seed == 197 else seed % 4 + 1
+    earlier = EarlierStage(*sizes) if cohorts > 1 else None
+    server = Server(settings, FakeRunner(*sizes, cohorts=cohorts), rng, earlier)
     wanted, stopped = {}, {}
     for i, prompt in enumerate(prompts(rng, 30)):
         sampling, rid = sampling_of(rng), f"r{i}"

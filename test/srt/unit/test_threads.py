@@ -62,6 +62,14 @@ def test_denormals_are_flushed_on_this_thread_and_on_all_workers(flush: bool, co
     assert int((x * 0.5).count_nonzero()) == x.numel()  # nothing changed outside of that thread
 
 
+@pytest.mark.skipif(numba is None, reason="numba is not installed")
+def test_one_thread_is_one_for_torch_too(counts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba's first call starts its pool, and raises the number of an OpenMP that both use."""
+    monkeypatch.setattr(numba, "set_num_threads", lambda count: torch.set_num_threads(2))
+    in_a_thread(lambda: threads.set_threads(1))
+    assert torch.get_num_threads() == 1
+
+
 def test_small_work_stays_on_one_thread(counts, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = threads.Threaded(halves)
     monkeypatch.setattr(kernel, "serial", lambda: "one")

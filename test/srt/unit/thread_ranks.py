@@ -11,9 +11,10 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -21,12 +22,13 @@ from torch import Tensor
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import Plan, StepResult
-from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.groups import ALONE, Channel, Group
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
 WAIT_SECONDS = 60  # for another rank; a longer wait is a test that hangs
+MAX_DELAY = 0.0005  # seconds
 
 
 class Meeting:
@@ -61,20 +63,20 @@ class Post:
 
     def __init__(self, turn: threading.Lock) -> None:
         self.turn, self.failed = turn, threading.Event()
-        self.boxes: dict[tuple[int, int, str], queue.Queue[Tensor]] = {}
+        self.boxes: dict[tuple[int, int, Channel], queue.Queue[Tensor]] = {}
         self.guard = threading.Lock()
         self.delays: tuple[random.Random, float] | None = None
         # may change what a stage receives: (stage, kind, tensor) -> tensor
-        self.tamper: Callable[[int, str, Tensor], Tensor] = lambda stage, kind, x: x
+        self.tamper: Callable[[int, Channel, Tensor], Tensor] = lambda stage, kind, x: x
 
-    def box(self, source: int, goal: int, kind: str) -> queue.Queue[Tensor]:
+    def box(self, source: int, goal: int, kind: Channel) -> queue.Queue[Tensor]:
         with self.guard:
             return self.boxes.setdefault((source, goal, kind), queue.Queue())
 
-    def send(self, source: int, goal: int, kind: str, x: Tensor) -> None:
+    def send(self, source: int, goal: int, kind: Channel, x: Tensor) -> None:
         self.box(source, goal, kind).put(x.clone())
 
-    def receive(self, source: int, goal: int, kind: str, like: Tensor) -> Tensor:
+    def receive(self, source: int, goal: int, kind: Channel, like: Tensor) -> Tensor:
         box = self.box(source, goal, kind)
         self.turn.release()
         try:
@@ -125,22 +127,22 @@ class ThreadGroup(Group):
     def _from_first(self, x: Tensor) -> Tensor:
         return self._all(x, "from_first")[0].clone()
 
-    def _from_last(self, x: Tensor) -> Tensor:
+    def _from_last(self, x: Tensor, channel: Channel) -> Tensor:
         assert self.post is not None
         last = self.size - 1
         if self.rank < last:
-            return self.post.receive(last, self.rank, "from_last", x)
+            return self.post.receive(last, self.rank, channel, x)
         for stage in range(last):
-            self.post.send(last, stage, "from_last", x)
+            self.post.send(last, stage, channel, x)
         return x
 
     def _hand_on(self, x: Tensor) -> None:
         assert self.post is not None
-        self.post.send(self.rank, self.rank + 1, "hidden", x)
+        self.post.send(self.rank, self.rank + 1, Channel.HIDDEN, x)
 
     def _take(self, room: Tensor) -> Tensor:
         assert self.post is not None
-        return self.post.receive(self.rank - 1, self.rank, "hidden", room)
+        return self.post.receive(self.rank - 1, self.rank, Channel.HIDDEN, room)
 
     def close(self) -> None: ...
 
@@ -228,6 +230,84 @@ class RunnerRanks:
         for earlier in results[: self.answering] if self.compares_stages else ():
             assert paths(earlier) == paths(results[self.answering]), "stages accepted other nodes"
         return results[self.answering]
+
+
+class WorkingRanks(RunnerRanks):
+    """Ranks that work at the same time, as the processes of a server do: each executes the plans
+    that have come, and sees no others before. To be closed."""
+
+    overlaps = True
+
+    def __init__(
+        self, config: EngineConfig, stages: int, size: int = 1, delays: random.Random | None = None
+    ) -> None:
+        """delays: draws what messages and plans take, up to ``MAX_DELAY``."""
+        super().__init__(config, size, stages)
+        self.delays = delays
+        for post in self.ranks.posts if delays else ():
+            post.delays = (delays, MAX_DELAY)
+        self.plans: list[queue.Queue[Plan | None]] = [queue.Queue() for _ in self.runners]
+        self.results: queue.Queue[StepResult | BaseException] = queue.Queue()
+        self.begun = [0] * len(self.runners)  # most steps that waited for their Turns at a time
+        self.drafted = 0  # plans whose trees were drafted ahead of an earlier plan
+        self.threads = [self.ranks.pool.submit(self._work, group) for group in self.ranks.groups]
+
+    def launch(self, plan: Plan) -> Answer:
+        for plans in self.plans:
+            plans.put(plan)
+        return Answer(self)
+
+    def execute(self, plan: Plan) -> StepResult:
+        return self.launch(plan).result()
+
+    def close(self) -> None:
+        for plans in self.plans:
+            plans.put(None)
+        for thread in self.threads:
+            thread.exception(WAIT_SECONDS)
+
+    def _work(self, group: ThreadGroup) -> None:
+        try:
+            self.ranks._turn(self._serve, group)
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                self.results.put(error)
+
+    def _serve(self, group: ThreadGroup) -> None:
+        runner, plans = self.runners[group.number], self.plans[group.number]
+        received: deque[Plan | None] = deque()
+        while True:
+            self.ranks.turn.release()
+            try:
+                if self.delays is not None:
+                    time.sleep(self.delays.random() * MAX_DELAY)
+                if not received:
+                    received.append(plans.get())
+                while runner.drafts_ahead and not plans.empty():
+                    received.append(plans.get())
+            finally:
+                self.ranks.turn.acquire()
+            runner.look_ahead([plan for plan in received if plan is not None])
+            plan = received.popleft()
+            if plan is None:
+                return runner.close()
+            self.drafted += sum(step > plan.step for step in runner._drafted)
+            step = runner.launch(plan)
+            self.begun[group.number] = max(self.begun[group.number], len(runner.turns))
+            if group.number == self.answering:
+                self.results.put(step.result())
+
+
+class Answer(NamedTuple):
+    """What a plan will be answered by. Answers come in the order of the plans."""
+
+    ranks: WorkingRanks
+
+    def result(self) -> StepResult:
+        found = self.ranks.results.get(timeout=WAIT_SECONDS)
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
 
 def paths(result: StepResult) -> Any:

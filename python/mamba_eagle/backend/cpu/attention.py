@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import BlockRows, LaneAttention, TreeNodes
 from mamba_eagle.backend.pools import KVPool
-from mamba_eagle.kernels.tree_attention.cpu import paged_block_attention, paged_tree_attention
+from mamba_eagle.kernels.tree_attention import cpu
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block_attention import BlockAttention
 
@@ -18,11 +18,13 @@ class CpuTreeAttention:
 
     def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
         self.keys, self.values = pool.k.numpy(), pool.v.numpy()
-        self.indices = tuple(part.numpy() for part in nodes[:5])
+        indices = tuple(part.numpy() for part in nodes[:5])
+        self.sequences, self.tree = indices[:3], indices[3:]
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
-        return _attend(self.keys, self.values, self.indices, layer, q, k, v)
+        pool = (self.keys[layer.index], self.values[layer.index])
+        return _attend(pool, self.sequences, self.tree, layer, q, k, v)
 
 
 class CpuLanes(LaneAttention):
@@ -49,8 +51,8 @@ class CpuLanes(LaneAttention):
         self.parents = np.concatenate([self.parents, parent], axis=1)
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        indices = (*self.sequences, self.own, self.parents)
-        return _attend(self.keys, self.values, indices, layer, q, k, v)
+        pool = (self.keys[layer.index], self.values[layer.index])
+        return _attend(pool, self.sequences, (self.own, self.parents), layer, q, k, v)
 
 
 class CpuBlocks:
@@ -58,40 +60,41 @@ class CpuBlocks:
 
     def __init__(self, pool: KVPool, rows: BlockRows) -> None:
         self.keys, self.values = pool.k.numpy(), pool.v.numpy()
-        self.indices = tuple(part.contiguous().numpy() for part in rows)
+        indices = tuple(part.contiguous().numpy() for part in rows)
+        self.sequences, self.own = indices[:3], indices[3]
 
     def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, sinks = torch.empty(q.shape), layer.attention_sink_bias
-        paged_block_attention(
-            *(part.contiguous().numpy() for part in (q, k, v)),
-            self.keys[layer.index],
-            self.values[layer.index],
-            *self.indices,
+        new = tuple(part.contiguous().numpy() for part in (q, k, v))
+        cpu.paged_block_attention(
+            cpu.multiply_adds(new[0], self.sequences[2], self.own),
+            new,
+            (self.keys[layer.index], self.values[layer.index]),
+            self.sequences,
+            self.own,
             layer.window,
             layer.causal,
             (torch.empty(0) if sinks is None else sinks.detach()).numpy(),
-            layer.scale,
+            np.float32(layer.scale),
             out.numpy(),
         )
         return out
 
 
 def _attend(
-    keys: np.ndarray,
-    values: np.ndarray,
-    indices: tuple[np.ndarray, ...],
+    pool: tuple[np.ndarray, np.ndarray],
+    sequences: tuple[np.ndarray, ...],
+    tree: tuple[np.ndarray, ...],
     layer: Attention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
+    """pool: keys and values of the layer; sequences, tree: as the kernel takes them."""
     out = torch.empty(q.shape)
-    paged_tree_attention(
-        *(part.contiguous().numpy() for part in (q, k, v)),
-        keys[layer.index],
-        values[layer.index],
-        *indices,
-        layer.scale,
-        out.numpy(),
+    new = tuple(part.contiguous().numpy() for part in (q, k, v))
+    work = cpu.multiply_adds(new[0], sequences[2], tree[0])
+    cpu.paged_tree_attention(
+        work, new, pool, sequences, *tree, np.float32(layer.scale), out.numpy()
     )
     return out

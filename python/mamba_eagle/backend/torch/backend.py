@@ -32,9 +32,11 @@ from mamba_eagle.backend.torch.attention import (
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
+from mamba_eagle.kernels.sampling.torch import count_tokens
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_log_probs, whole_log_probs
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
 from mamba_eagle.tree.accept import Truncated
@@ -123,6 +125,11 @@ class TorchBackend(Backend):
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         return TopTokens(*log_probs.topk(k))
 
+    def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
+        log_probs = whole_log_probs(logits, ids, noise.vocab_size)
+        noisy = noisy_log_probs(log_probs, noise, self.gumbel)
+        return self.top_of(noisy.flatten(0, 1), k).unflatten(logits.shape[:2])
+
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -141,6 +148,9 @@ class TorchBackend(Backend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
+        count_tokens(counts, slots, tokens, number)
 
 
 def _layer_ops(place: Place, dtype: torch.dtype) -> LayerOps:

@@ -37,10 +37,13 @@ from mamba_eagle.kernels.accept import triton as accept
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton import sample_nodes
+from mamba_eagle.kernels.sampling.triton_counts import count_tokens
 from mamba_eagle.kernels.sampling_noise.triton import gumbel
 from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
+from mamba_eagle.kernels.top_noisy.triton import top_noisy
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
@@ -147,6 +150,11 @@ class TritonBackend(TorchBackend):
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         return self.top_log_probs(log_probs, k)
 
+    def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
+        if k > MAX_TOP:
+            return super().top_noisy(logits, ids, noise, k)
+        return top_noisy(logits, ids, noise, k)
+
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -169,6 +177,9 @@ class TritonBackend(TorchBackend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
+        count_tokens(counts, slots, tokens, number)
 
     @property
     def samples_in_kernels(self) -> bool:

@@ -87,7 +87,8 @@ class TritonOps(CudaOps):
         device = next(iter(matrix.tensors().values())).device
         if isinstance(matrix, Float8Matrix) and multiplies(matrix, device):
             return Float8Product(matrix, dtype)
-        if isinstance(matrix, FourBitMatrix) and multiplies(matrix, device):
+        sixteen = dtype in (torch.bfloat16, torch.float16)
+        if isinstance(matrix, FourBitMatrix) and sixteen and multiplies(matrix, device):
             return FourBitProduct(matrix, dtype)
         return super().pack_matrix(matrix, dtype)
 

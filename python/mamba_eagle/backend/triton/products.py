@@ -10,7 +10,7 @@ from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gpu import capability
-from mamba_eagle.layers.products import MatrixProduct
+from mamba_eagle.layers.products import MatrixProduct, PackedProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -31,8 +31,9 @@ MAX_SCALED_AFTER = 128
 def multiplies(matrix: Matrix, device: torch.device) -> bool:
     """Whether there is a product that reads the matrix [out, in] as it is."""
     if isinstance(matrix, FourBitMatrix):
-        group = matrix.group
-        return group >= 16 and group & (group - 1) == 0
+        group, scale = matrix.group, matrix.scale.dtype
+        known = matrix.zero is not None or scale == E4M3
+        return known and group >= 16 and group & (group - 1) == 0
     if not isinstance(matrix, Float8Matrix) or capability(device) < FLOAT8:
         return False
     rounding, block = matrix.rounding, matrix.block
@@ -130,23 +131,30 @@ def groups_supported(matrix: Float8Matrix, dtype: torch.dtype, device: torch.dev
     return plain and fits and dtype == torch.bfloat16 and capability(device)[0] == ROW_SCALES[0]
 
 
-class FourBitProduct(MatrixProduct):
-    """Few tokens are multiplied with the weight as it is; for more it is dequantized each time,
-    which takes little beside their product."""
+class FourBitProduct(PackedProduct):
+    """Inputs of 16 bits: few tokens are multiplied with the weight as it is; for more it is
+    dequantized each time, which takes little beside their product."""
+
+    few_bits = True
 
     def __init__(self, matrix: FourBitMatrix, dtype: torch.dtype) -> None:
-        zero = matrix.zero
-        self.parts = (
-            matrix.codes.contiguous(),
-            matrix.scale.contiguous(),
-            None if zero is None else zero.contiguous(),
-            matrix.factor.contiguous(),
-        )
-        self.dtype = dtype
-        self.one = torch.ones(1, 1, device=matrix.codes.device)
+        outputs, inputs = matrix.shape
+        super().__init__(outputs, inputs)
+        parts = (matrix.codes, matrix.scale, matrix.zero, matrix.factor)
+        self.weight = four_bit.weight_of(*parts, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return four_bit.dequantize(self.weight.rows(ids))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self(x, None)
 
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
         if len(x) <= FEW_TOKENS:
-            return four_bit.product(x, *self.parts, self.one, bias)
-        return F.linear(x, four_bit.dequantize(*self.parts, self.dtype), bias)
+            return four_bit.product(x, self.weight, bias)
+        return F.linear(x, four_bit.dequantize(self.weight), bias)

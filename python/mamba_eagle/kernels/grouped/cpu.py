@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels.grouped.cpu_weights import order_nibbles
 from mamba_eagle.kernels.numba_math import exactly
 from mamba_eagle.kernels.vector_code import (
     F32,
@@ -34,6 +35,7 @@ from mamba_eagle.kernels.vector_code import (
     ir,
     vector_code,
 )
+from mamba_eagle.kernels.vector_transpose import transpose
 
 GROUP = 32
 QUAD = 4  # inputs per instruction
@@ -71,22 +73,14 @@ def blocks(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> Blocks:
         for part in (scale, minimum)
     )
     codes = _whole_blocks(codes)
+    # words of four neighbouring inputs; of four bits, of eight
+    words = codes.view(torch.int32) if bits == 8 else order_nibbles(codes)
+    made = torch.empty(len(words) // LANES, words.shape[1], LANES, dtype=torch.int32)
+    transpose(words, made)
+    packed = made.view(torch.uint8)
     if bits == 8:
-        words = codes.view(torch.int32)  # four neighbouring inputs
-        made = words.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous().view(torch.uint8)
-        made = made.bitwise_xor_(128)
-    else:
-        made = _nibbles(codes)
-    return Blocks(made.view(len(made), inputs // GROUP, -1), scale, minimum)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """[out, in / 2] -> [blocks, in / 8, 16, 4]: of eight inputs the first four in the low bits."""
-    quads = codes.unflatten(1, (-1, 2, 2))  # [out, in / 8, which four, which two of them]
-    low, high = quads & 15, quads >> 4
-    fours = torch.stack([low, high], dim=-1).flatten(-2)  # [out, in / 8, which four, 4]
-    packed = fours[:, :, 0] | (fours[:, :, 1] << 4)
-    return packed.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+        packed.bitwise_xor_(128)
+    return Blocks(packed.view(len(made), inputs // GROUP, -1), scale, minimum)
 
 
 def _whole_blocks(part: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from mamba_eagle.kernels.vector_code import (
     SpanKernel,
     vector_code,
 )
+from mamba_eagle.kernels.vector_transpose import transpose
 
 BLOCKS = 4  # of outputs, per panel
 PANEL = BLOCKS * LANES
@@ -40,13 +41,12 @@ def panels(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     count = -(-outputs // PANEL)
     made = torch.empty(count, BLOCKS, inputs, LANES, dtype=weight.dtype)
-    whole = outputs // PANEL
-    rows = weight[: whole * PANEL].view(whole, BLOCKS, LANES, inputs)
-    made[:whole].copy_(rows.transpose(-1, -2))
-    if whole < count:
-        rest = weight.new_zeros(PANEL, inputs)
-        rest[: outputs - whole * PANEL] = weight[whole * PANEL :]
-        made[whole].copy_(rest.view(BLOCKS, LANES, inputs).transpose(-1, -2))
+    blocks, whole = made.flatten(0, 1), outputs // LANES
+    transpose(weight[: whole * LANES], blocks[:whole])
+    if whole < len(blocks):
+        rest = weight.new_zeros((len(blocks) - whole) * LANES, inputs)
+        rest[: outputs - whole * LANES] = weight[whole * LANES :]
+        transpose(rest, blocks[whole:])
     return made
 
 

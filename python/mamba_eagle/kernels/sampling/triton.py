@@ -5,20 +5,11 @@
     collect   a filtered row: its tokens above the bound, to a short list  one read of the logits
               any other row: noise, the best token of each block
     choose    per row: exact top-k, top-p and min-p on the short list, noise, the best token
-    search    rows whose short list was too long or too short: the same, over the whole row
+    nominate, weigh, search    rows whose short list was too long or too short (triton_search.py)
 
-"Logits" are adjusted where they are read: penalties, bias, ban of stop tokens. A grammar's mask may
-be laid over the logits before: what is -inf stays so.
-
-Tokens are selected by integer keys, which are all different: the high part orders like the float,
-the low part ranks lower token ids first. The threshold of a filter is the largest key t such that
-the weights of all keys from t on reach a limit (top-k: weight 1, limit k; top-p: the mass, limit p
-of the total); it is found bit by bit. Weights are integers, so neither the order of addition nor
-the order of the short list matters.
-
-The tokens are those of runner/sampler.py on the same device, bit for bit. Hence: products that are
-added to something are rounded first (``_product``; no fused multiply-add), quotients are rounded
-correctly, and exponentials and noise are computed as there.
+A list of FEW tokens, as a top-k leaves, is ranked by comparing all pairs; of a longer one the
+thresholds are found bit by bit. Neither depends on the order of the list. What the kernels share is
+in triton_rows.py.
 """
 
 from __future__ import annotations
@@ -27,181 +18,45 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
-from mamba_eagle.kernels.sampling import tables as tables_module
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
-from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
-from mamba_eagle.kernels.triton_math import INTERPRETED
-
-NOISE, TOP_K, TOP_P, MIN_P, HISTORY, BIAS, BAN = (
-    tl.constexpr(getattr(tables_module, name))
-    for name in ("NOISE", "TOP_K", "TOP_P", "MIN_P", "HISTORY", "BIAS", "BAN")
+from mamba_eagle.kernels.sampling.triton_rows import (
+    ANY_PLACE,
+    IMPOSSIBLE,
+    INFINITE,
+    LOWEST,
+    NO_TOKEN,
+    NOISE,
+    TOP_K,
+    TOP_P,
+    above_floor,
+    adjusted,
+    float_of,
+    key_of,
+    key_rising,
+    key_token,
+    mass_limit,
+    mass_of,
+    noisy_key,
+    rising_of,
+    threshold,
+    token_of,
 )
-NO_TOKEN = tl.constexpr(-1)
-MASS = tl.constexpr(2.0**40)  # as in runner/sampler.py
-LOWEST = tl.constexpr(-(2**31))  # below every rising number
-INFINITE = tl.constexpr(0x7F800000)  # the rising number of +infinity; those of NaN are above it
-IMPOSSIBLE = tl.constexpr(-0x7F800001)  # of -infinity
-
-# views of larger tensors may begin anywhere, which is no reason for other machine code
-ANY_PLACE = ["slots", "positions", "tree_tokens", "ancestors"]
+from mamba_eagle.kernels.sampling.triton_search import (
+    nominate_kernel,
+    search_kernel,
+    weigh_kernel,
+)
+from mamba_eagle.kernels.sampling_noise.triton import row_key
 
 BLOCK = 4096  # tokens per program
 SUB = 128  # tokens whose largest logit is kept
 LIST = 4096  # tokens of a short list
-
-
-# ── numbers ──────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _product(a, b):
-    """a · b, rounded to float32 before anything is added to it."""
-    if INTERPRETED:
-        return a * b
-    else:
-        a, b = tl.broadcast(a, b)
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def _exp(x):
-    """As torch's exp on the same device; ``tl.exp`` is an approximation."""
-    if INTERPRETED:
-        return tl.exp(x)
-    else:
-        return libdevice.exp(x)
-
-
-@triton.jit
-def _mass(x, highest, temperature):
-    """How much a token counts in top-p, int64."""
-    share = _exp(tl.div_rn(x - highest, temperature + tl.zeros_like(x)))
-    return (share * MASS).to(tl.int64)
-
-
-@triton.jit
-def _rising(x):
-    """int32 in the order of the floats; NaN is the largest."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
-    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _float_of(rising):
-    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key(rising, token, ID_BITS: tl.constexpr):
-    """int64 from 0, by rising number and then by falling token id."""
-    last: tl.constexpr = (1 << ID_BITS) - 1
-    return ((rising.to(tl.int64) + 0x80000000) << ID_BITS) | (last - token).to(tl.int64)
-
-
-@triton.jit
-def _key_rising(key, ID_BITS: tl.constexpr):
-    return ((key >> ID_BITS) - 0x80000000).to(tl.int32)
-
-
-@triton.jit
-def _key_token(key, ID_BITS: tl.constexpr):
-    last: tl.constexpr = (1 << ID_BITS) - 1
-    return last - (key & last)
-
-
-@triton.jit
-def _token_of(best, ID_BITS: tl.constexpr):
-    """The token of the best score's key; NO_TOKEN if that score is not finite."""
-    rising = _key_rising(best, ID_BITS)
-    finite = (rising < INFINITE) & (rising > IMPOSSIBLE) & (best >= 0)
-    return tl.where(finite, _key_token(best, ID_BITS), NO_TOKEN)
-
-
-@triton.jit
-def _threshold(key, weight, limit, BITS: tl.constexpr):
-    """The largest t such that the weights of keys >= t reach ``limit``; 0 if all do not."""
-    found = tl.zeros([], tl.int64)
-    one = tl.full([], 1, tl.int64)
-    for step in range(BITS):
-        trial = found | (one << (BITS - 1 - step))
-        reached = tl.sum(tl.where(key >= trial, weight, 0), 0)
-        found = tl.where(reached >= limit, trial, found)
-    return found
-
-
-@triton.jit
-def _limit(total, top_p):
-    """The mass that top-p keeps of ``total``; at least the best token has some of it."""
-    share = (total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-    return tl.maximum(share, 1)
-
-
-# ── logits ───────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def _adjusted(
-    token,  # [n] int32
-    logits,
-    row_stride,
-    row,
-    request,
-    slot,
-    asked,  # flags
-    positions,
-    tree_tokens,
-    ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
-    T,
-):
-    """Logits of a row after penalties, bias and ban, float32; -inf beyond the vocabulary."""
-    valid = token < V
-    x = tl.load(logits + row * row_stride + token, mask=valid, other=float("-inf")).to(tl.float32)
-    cell = slot * V + token
-    if (asked & HISTORY) != 0:
-        count = tl.load(output_counts + cell, mask=valid, other=0)
-        for other in range(1, T):  # the root is counted already
-            on_path = tl.load(ancestors + row * T + other) != 0
-            drafted = tl.load(tree_tokens + request * T + other)
-            count += (on_path & (drafted == token)).to(tl.int32)
-        seen = tl.load(prompt_seen + cell, mask=valid, other=0) != 0
-        repetition = tl.load(numbers + slot * 6 + 3) + tl.zeros_like(x)
-        repeated = tl.where(x > 0, tl.div_rn(x, repetition), _product(x, repetition))
-        x = tl.where(seen | (count > 0), repeated, x)
-        x = x - _product(count.to(tl.float32), tl.load(numbers + slot * 6 + 4))
-        x = x - tl.where(count > 0, tl.load(numbers + slot * 6 + 5), 0.0)
-    if (asked & BIAS) != 0:
-        x = x + tl.load(bias + cell, mask=valid, other=0.0)
-    if (asked & BAN) != 0:
-        early = tl.load(positions + row) < tl.load(integers + slot * 3 + 2)
-        stop = tl.load(stops + cell, mask=valid, other=0) != 0
-        x = tl.where(early & stop, float("-inf"), x)
-    return x
-
-
-@triton.jit
-def _noisy_key(x, kept, token, noise_key, temperature, ID_BITS: tl.constexpr):
-    """Keys of ``x + temperature · noise``; -1 where not ``kept``."""
-    noise = gumbel_of(token_bits(noise_key, token))
-    score = x + _product(noise, temperature)
-    return tl.where(kept, _key(_rising(score), token, ID_BITS), -1)
-
-
-@triton.jit
-def _above_floor(x, highest, slot, asked, spans):
-    """Which tokens min-p keeps."""
-    floor = highest + tl.load(spans + slot)
-    return (x >= floor) | ((asked & MIN_P) == 0)
+FEW = 256  # tokens of a short list whose pairs are compared
+TILE = tl.constexpr(32)  # of these, how many with all others at once
+EACH = 4  # nominees of each block
+NOMINEES = 16  # of a row
+ROWS_AT_ONCE = 16  # whose blocks are searched side by side
 
 
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────
@@ -233,14 +88,27 @@ def _maxima_kernel(
     request = row // T
     slot = tl.load(slots + request)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    x = _adjusted(
+    x = adjusted(
         token, logits, row_stride, row, request, slot, tl.load(flags + slot), positions,
         tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts, bias, stops,
         V, T,
     )  # fmt: skip
-    rising = tl.where(token < V, _rising(x), LOWEST)
+    rising = tl.where(token < V, rising_of(x), LOWEST)
     largest = tl.max(tl.reshape(rising, (BLOCK // SUB, SUB)), 1)
     tl.store(maxima + row * SUBS + block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB), largest)
+
+
+@triton.jit
+def _ranked(rising, rank):
+    """The rank-th largest of rising numbers, int32."""
+    unsigned = rising.to(tl.uint32, bitcast=True) ^ 0x80000000
+    found = tl.zeros([], tl.int64)
+    one = tl.full([], 1, tl.int64)
+    for step in range(32):
+        trial = found | (one << (31 - step))
+        reached = tl.sum((unsigned >= trial.to(tl.uint32)).to(tl.int32), 0)
+        found = tl.where(reached >= rank, trial, found)
+    return (found - 0x80000000).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots"])
@@ -249,6 +117,7 @@ def _pivot_kernel(
     highest,  # [rows] int32, out: the largest
     pivots,  # [rows] int32, out: tokens below it are left out of the short list
     listed,  # [rows] int32, out: 0
+    queued,  # [1] int32, out: 0
     flags,
     integers,
     slots,
@@ -263,15 +132,19 @@ def _pivot_kernel(
     largest = tl.load(maxima + row * SUBS + place, mask=place < subs, other=LOWEST)
     tl.store(highest + row, tl.max(largest, 0))
     tl.store(listed + row, 0)
+    if row == 0:
+        tl.store(queued, 0)
     if (asked & (TOP_K | TOP_P)) != 0:
         # Each of these maxima is a token: at least ``rank`` tokens are not below the rank-th of
-        # them. Without a top-k the rank is a guess, which the kernels that follow check.
+        # them. Without a top-k the rank is a guess, which the kernels that follow check; so it is
+        # for a large one, where some subs hold several of its tokens: a fifth more than it needs.
         rank = tl.maximum(subs * 3 // 4, 1).to(tl.int64)
         if (asked & TOP_K) != 0:
             rank = tl.minimum(tl.load(integers + slot * 3 + 1), subs)
-        key = tl.where(place < subs, largest.to(tl.int64) + 0x80000000, -1)
-        ones = tl.full([SUBS], 1, tl.int64)
-        tl.store(pivots + row, (_threshold(key, ones, rank, 32) - 0x80000000).to(tl.int32))
+            if rank > subs // 2:
+                hit = 1.0 - tl.exp(-1.2 * tl.load(integers + slot * 3 + 1).to(tl.float32) / subs)
+                rank = tl.maximum((hit * subs).to(tl.int64), 1)
+        tl.store(pivots + row, _ranked(largest, rank))
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
@@ -309,40 +182,118 @@ def _collect_kernel(
     if (asked & NOISE) != 0:
         token = block * BLOCK + tl.arange(0, BLOCK)
         valid = token < V
-        x = _adjusted(
+        x = adjusted(
             token, logits, row_stride, row, request, slot, asked, positions,
             tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts, bias,
             stops, V, T,
         )  # fmt: skip
-        best = _float_of(tl.load(highest + row))
+        best = float_of(tl.load(highest + row))
         temperature = tl.load(numbers + slot * 6)
         at = row * tl.num_programs(0) + block
         if (asked & (TOP_K | TOP_P)) == 0:
             noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
-            kept = valid & _above_floor(x, best, slot, asked, spans)
-            key = _noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
+            kept = valid & above_floor(x, best, slot, asked, spans)
+            key = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
             tl.store(winners + at, tl.max(key, 0))
         else:
-            rising = _rising(x)
+            rising = rising_of(x)
             chosen = valid & (rising >= tl.load(pivots + row))
             count = chosen.to(tl.int32)
             first = tl.atomic_add(listed + row, tl.sum(count, 0))
             place = first + tl.cumsum(count, 0) - 1
-            key = _key(rising, token, ID_BITS)
+            key = key_of(rising, token, ID_BITS)
             tl.store(short + row * LIST + place, key, mask=chosen & (place < LIST))
             if (asked & TOP_K) == 0:
-                mass = tl.where(valid, _mass(x, best, temperature), 0)
+                mass = tl.where(valid, mass_of(x, best, temperature), 0)
                 tl.store(masses + at, tl.sum(mass, 0))
+
+
+@triton.jit
+def _least_of_few(key, own, shares, count, limit, BY_MASS: tl.constexpr):
+    """As ``threshold``, from comparing each key with all of the list: the largest key such that
+    those from it on reach ``limit``. own: the list, ``count`` keys, of which ``key`` is the start;
+    shares: their masses."""
+    reached = tl.zeros_like(key)
+    for begin in range(0, count, TILE):
+        place = begin + tl.arange(0, TILE)
+        other = tl.load(own + place, mask=place < count, other=-1)
+        weight = (other >= 0).to(tl.int64)
+        if BY_MASS:
+            weight = tl.load(shares + place, mask=place < count, other=0)
+        # a thread has a key, and sums over the others by itself
+        reached += tl.sum(tl.where(other[:, None] >= key[None, :], weight[:, None], 0), 0)
+    return tl.max(tl.where((reached >= limit) & (key >= 0), key, 0), 0)
+
+
+@triton.jit
+def _listed_token(
+    own,  # the short list: ``count`` keys
+    shares,  # [PLACES] int64, their masses: scratch, if all pairs are compared
+    count,
+    top,
+    row,
+    slot,
+    asked,
+    blocks,
+    masses,
+    spans,
+    positions,
+    numbers,
+    integers,
+    ID_BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The best of the tokens that the filters keep, and whether the list decides that."""
+    BITS: tl.constexpr = 32 + ID_BITS
+    place = tl.arange(0, PLACES)
+    key = tl.load(own + place, mask=place < count, other=-1)
+    temperature, high = tl.load(numbers + slot * 6), float_of(top)
+    x = float_of(key_rising(key, ID_BITS))
+    decides = count <= PLACES
+    lowest = tl.zeros([], tl.int64)
+    if (asked & TOP_K) != 0:
+        top_k = tl.load(integers + slot * 3 + 1)
+        decides = decides & (count >= top_k)
+        if PAIRS:
+            lowest = _least_of_few(key, own, shares, count, top_k, False)
+        else:
+            lowest = threshold(key, tl.full([PLACES], 1, tl.int64), top_k, BITS)
+    if (asked & TOP_P) != 0:
+        mass = tl.where(key >= lowest, mass_of(x, high, temperature), 0)
+        covered = tl.sum(mass, 0)
+        total = covered
+        if (asked & TOP_K) == 0:
+            block = tl.arange(0, BLOCKS)
+            parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
+            total = tl.sum(parts, 0)
+        limit = mass_limit(total, tl.load(numbers + slot * 6 + 1))
+        decides = decides & (covered >= limit)
+        if PAIRS:
+            tl.store(shares + place, mass)
+            tl.debug_barrier()  # other threads read it
+            least = _least_of_few(key, own, shares, count, limit, True)
+        else:
+            least = threshold(key, mass, limit, BITS)
+        lowest = tl.maximum(lowest, least)
+    kept = (key >= lowest) & above_floor(x, high, slot, asked, spans)
+    noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
+    token = key_token(key, ID_BITS).to(tl.int32)
+    scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
+    return token_of(tl.max(scored, 0), ID_BITS), decides
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
 def _choose_kernel(
     sampled,  # [rows] int64, out
-    unsettled,  # [rows] int32, out: 1 where the short list does not decide
+    queue,  # [rows] int32, out: rows that the short list does not decide, in any order
+    queued,  # [1] int32, changed: how many
     highest,
     maxima,
     listed,
     short,
+    shares,  # [rows, FEW] int64: scratch
     masses,
     winners,
     spans,
@@ -367,6 +318,7 @@ def _choose_kernel(
     SUB: tl.constexpr,
     BLOCKS: tl.constexpr,  # padded
     LIST: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     request = row // T
@@ -374,178 +326,40 @@ def _choose_kernel(
     asked = tl.load(flags + slot)
     top = tl.load(highest + row)
     token_found = tl.full([], NO_TOKEN, tl.int64)
-    left = tl.zeros([], tl.int32)
     if (top < INFINITE) & (top > IMPOSSIBLE):
-        block = tl.arange(0, BLOCKS)
         if (asked & NOISE) == 0:
             place = tl.arange(0, SUBS)
             subs = (V + SUB - 1) // SUB
             largest = tl.load(maxima + row * SUBS + place, mask=place < subs, other=LOWEST)
             first = tl.min(tl.where(largest == top, place, SUBS), 0)
             token = first * SUB + tl.arange(0, SUB)
-            x = _adjusted(
+            x = adjusted(
                 token, logits, row_stride, row, request, slot, asked, positions,
                 tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts,
                 bias, stops, V, T,
             )  # fmt: skip
-            is_best = (_rising(x) == top) & (token < V)
+            is_best = (rising_of(x) == top) & (token < V)
             token_found = tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0).to(tl.int64)
         elif (asked & (TOP_K | TOP_P)) == 0:
+            block = tl.arange(0, BLOCKS)
             best = tl.load(winners + row * blocks + block, mask=block < blocks, other=-1)
-            token_found = _token_of(tl.max(best, 0), ID_BITS)
+            token_found = token_of(tl.max(best, 0), ID_BITS)
         else:
             count = tl.load(listed + row)
-            settled = count <= LIST
-            place = tl.arange(0, LIST)
-            key = tl.load(short + row * LIST + place, mask=place < count, other=-1)
-            temperature, high = tl.load(numbers + slot * 6), _float_of(top)
-            x = _float_of(_key_rising(key, ID_BITS))
-            lowest = tl.zeros([], tl.int64)
-            if (asked & TOP_K) != 0:
-                top_k = tl.load(integers + slot * 3 + 1)
-                settled = settled & (count >= top_k)
-                ones = tl.full([LIST], 1, tl.int64)
-                lowest = _threshold(key, ones, top_k, 32 + ID_BITS)
-            if (asked & TOP_P) != 0:
-                mass = tl.where(key >= lowest, _mass(x, high, temperature), 0)
-                covered = tl.sum(mass, 0)
-                total = covered
-                if (asked & TOP_K) == 0:
-                    parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
-                    total = tl.sum(parts, 0)
-                limit = _limit(total, tl.load(numbers + slot * 6 + 1))
-                settled = settled & (covered >= limit)
-                lowest = tl.maximum(lowest, _threshold(key, mass, limit, 32 + ID_BITS))
-            if settled:
-                kept = (key >= lowest) & _above_floor(x, high, slot, asked, spans)
-                noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
-                token = _key_token(key, ID_BITS).to(tl.int32)
-                scored = _noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
-                token_found = _token_of(tl.max(scored, 0), ID_BITS)
+            own = short + row * LIST
+            if count <= FEW:
+                token_found, decides = _listed_token(
+                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses, spans,
+                    positions, numbers, integers, ID_BITS, BLOCKS, FEW, True,
+                )  # fmt: skip
             else:
-                left = tl.full([], 1, tl.int32)
+                token_found, decides = _listed_token(
+                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses, spans,
+                    positions, numbers, integers, ID_BITS, BLOCKS, LIST, False,
+                )  # fmt: skip
+            if not decides:
+                tl.store(queue + tl.atomic_add(queued, 1), row.to(tl.int32))
     tl.store(sampled + row, token_found)
-    tl.store(unsettled + row, left)
-
-
-@triton.jit
-def _row_weight(
-    least,
-    high,
-    temperature,
-    logits,
-    row_stride,
-    row,
-    request,
-    slot,
-    asked,
-    positions,
-    tree_tokens,
-    ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
-    T,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BY_MASS: tl.constexpr,
-):
-    """How many tokens have keys >= ``least``, or their mass: over the whole row, int64."""
-    reached = tl.zeros([], tl.int64)
-    for begin in range(0, V, BLOCK):
-        token = begin + tl.arange(0, BLOCK)
-        x = _adjusted(
-            token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-            ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
-
-        )  # fmt: skip
-        chosen = (token < V) & (_key(_rising(x), token, ID_BITS) >= least)
-        if BY_MASS:
-            reached += tl.sum(tl.where(chosen, _mass(x, high, temperature), 0), 0)
-        else:
-            reached += tl.sum(chosen.to(tl.int64), 0)
-    return reached
-
-
-@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
-def _search_kernel(
-    sampled,  # [rows] int64, changed where unsettled
-    unsettled,
-    highest,
-    spans,
-    flags,
-    logits,
-    row_stride,
-    slots,
-    positions,
-    tree_tokens,
-    ancestors,
-    numbers,
-    integers,
-    prompt_seen,
-    output_counts,
-    bias,
-    stops,
-    V,
-    T,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(unsettled + row) != 0:
-        BITS: tl.constexpr = 32 + ID_BITS
-        request = row // T
-        slot = tl.load(slots + request)
-        asked = tl.load(flags + slot)
-        temperature, high = tl.load(numbers + slot * 6), _float_of(tl.load(highest + row))
-        one = tl.full([], 1, tl.int64)
-        kth = tl.zeros([], tl.int64)
-        if (asked & TOP_K) != 0:
-            limit = tl.load(integers + slot * 3 + 1)
-            for step in range(BITS):
-                trial = kth | (one << (BITS - 1 - step))
-                reached = _row_weight(
-                    trial, high, temperature, logits, row_stride, row, request, slot, asked,
-                    positions, tree_tokens, ancestors, numbers, integers, prompt_seen,
-                    output_counts, bias, stops, V, T, ID_BITS, BLOCK, False,
-                )  # fmt: skip
-                kth = tl.where(reached >= limit, trial, kth)
-        lowest = kth
-        if (asked & TOP_P) != 0:
-            limit = tl.zeros([], tl.int64)
-            lowest = tl.zeros([], tl.int64)
-            for step in range(BITS + 1):  # first the total
-                bit = one << tl.minimum(BITS - step, BITS - 1)
-                trial = tl.where(step == 0, kth, lowest | bit)
-                reached = _row_weight(
-                    tl.maximum(trial, kth), high, temperature, logits, row_stride, row, request,
-                    slot, asked, positions, tree_tokens, ancestors, numbers, integers,
-                    prompt_seen, output_counts, bias, stops, V, T, ID_BITS, BLOCK,
-                    True,
-                )  # fmt: skip
-                if step == 0:
-                    limit = _limit(reached, tl.load(numbers + slot * 6 + 1))
-                else:
-                    lowest = tl.where(reached >= limit, trial, lowest)
-            lowest = tl.maximum(lowest, kth)
-        noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
-        best = tl.full([], -1, tl.int64)
-        for begin in range(0, V, BLOCK):
-            token = begin + tl.arange(0, BLOCK)
-            x = _adjusted(
-                token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
-                ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V,
-                T,
-            )  # fmt: skip
-            kept = (token < V) & (_key(_rising(x), token, ID_BITS) >= lowest)
-            kept = kept & _above_floor(x, high, slot, asked, spans)
-            scored = _noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
-            best = tl.maximum(best, tl.max(scored, 0))
-        tl.store(sampled + row, _token_of(best, ID_BITS))
 
 
 # ── launches ─────────────────────────────────────────────────────────────────────────────────
@@ -558,14 +372,17 @@ def sample_nodes(
     block: int = BLOCK,
     sub: int = SUB,
     short_list: int = LIST,
+    few: int = FEW,
+    each: int = EACH,
+    nominees: int = NOMINEES,
     tile: int = BLOCK,
 ) -> Tensor:
     """The target's token at every node: [b, T] int64, NO_TOKEN where none can be sampled.
 
     Args:
         logits: [b, T, V], any float dtype, rows contiguous.
-        block, sub, short_list, tile: powers of two, ``sub`` at most ``block``; tile: of a row that
-            is searched.
+        block, sub, short_list, few, each, nominees, tile: powers of two, ``sub`` at most ``block``,
+            ``few`` at most ``short_list``; tile: of a row that is searched bit by bit.
     """
     b, T, V = logits.shape
     rows, device = b * T, logits.device
@@ -579,7 +396,8 @@ def sample_nodes(
         return torch.empty(*shape, dtype=dtype, device=device)
 
     maxima, sampled = integers(rows, subs), integers(rows, dtype=torch.int64)
-    highest, pivots, listed, unsettled = (integers(rows) for _ in range(4))
+    highest, pivots, listed, queue = (integers(rows) for _ in range(4))
+    queued = integers(1)
     short = integers(rows, short_list, dtype=torch.int64)
     masses, winners = (integers(rows, blocks, dtype=torch.int64) for _ in range(2))
     seen, counts, bias, stops = tables[4:]
@@ -609,12 +427,14 @@ def sample_nodes(
         highest,
         pivots,
         listed,
+        queued,
         tables.flags,
         tables.integers,
         nodes.slots,
         triton.cdiv(V, sub),
         T,
         SUBS=subs,
+        num_warps=1,  # so that no sum leaves a warp
     )
     _collect_kernel[per_block](
         highest,
@@ -632,11 +452,13 @@ def sample_nodes(
     )
     _choose_kernel[per_row](
         sampled,
-        unsettled,
+        queue,
+        queued,
         highest,
         maxima,
         listed,
         short,
+        integers(rows, few, dtype=torch.int64),
         masses,
         winners,
         tables.spans,
@@ -647,16 +469,52 @@ def sample_nodes(
         SUB=sub,
         BLOCKS=triton.next_power_of_2(blocks),
         LIST=short_list,
+        FEW=few,
         num_warps=_warps(short_list),
     )
-    _search_kernel[per_row](
-        sampled,
-        unsettled,
+    found = integers(rows, blocks, each, dtype=torch.int64)
+    weights = integers(rows, nominees, blocks, dtype=torch.int64)
+    pool = {"POOL": triton.next_power_of_2(blocks * each), "EACH": each, "NOMINEES": nominees}
+    per_queued = (blocks, min(rows, ROWS_AT_ONCE))
+    nominate_kernel[per_queued](
+        found,
+        queue,
+        queued,
         highest,
         tables.spans,
         *reads,
         ID_BITS=ids,
+        BLOCK=block,
+        EACH=each,
+        num_warps=2 * _warps(block),
+    )
+    weigh_kernel[per_queued](
+        weights,
+        found,
+        queue,
+        queued,
+        highest,
+        *reads,
+        ID_BITS=ids,
+        BLOCK=block,
+        **pool,
+        num_warps=2 * _warps(block),
+    )
+    search_kernel[per_row](
+        sampled,
+        found,
+        weights,
+        masses,
+        queue,
+        queued,
+        highest,
+        tables.spans,
+        *reads,
+        blocks,
+        ID_BITS=ids,
         BLOCK=tile,
+        BLOCKS=triton.next_power_of_2(blocks),
+        **pool,
         num_warps=_warps(tile),
     )
     return sampled.view(b, T)

@@ -1,5 +1,6 @@
-"""Attention of tree nodes and of drafted blocks, straight from the paged pool, on a CPU: float32,
-one thread.
+"""Attention of tree nodes and of drafted blocks, straight from the paged pool, on a CPU: float32.
+
+Threads share out pairs of a request and a key head, each of which is computed as if it were alone.
 
 No keys are gathered and no mask is made: a node reads its request's prefix through the slot table,
 and its ancestors through parent indices; a row of a block knows what it sees by its place.
@@ -9,7 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from mamba_eagle.kernels.numba_math import ZERO, exp, kernel
+from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange
+from mamba_eagle.kernels.threads import threaded
+
+
+def multiply_adds(q: np.ndarray, prefix: np.ndarray, own: np.ndarray) -> int:
+    """Of a call: q [b*T, heads, D], prefix [b], own [b, E]."""
+    return 2 * q.size * (int(prefix.max(initial=0)) + own.shape[1])
 
 
 @kernel
@@ -61,55 +68,55 @@ def _add_values(weights, pool_v, kv_head, table, n, result):
 
 
 @kernel
-def paged_tree_attention(
-    q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, parents, scale, out
-):
+def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
+    """All nodes of request r, in the query heads that share a key head."""
+    (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
+    b, E = own.shape
+    T, D = q.shape[0] // b, q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    first, seen, old, before = r * T, prefix[r], E - T, kv_head * group
+    queries = np.empty((T * group, D), np.float32)
+    weights = np.empty((T * group, seen + E), np.float32)
+    result = np.empty((T * group, D), np.float32)
+    table = np.empty(seen + E, np.int64)
+    for j in range(seen):
+        table[j] = slot_table[slots[r], j]
+    for i in range(E):
+        table[seen + i] = own[r, i]
+    for i in range(T):
+        pool_k[own[r, old + i], kv_head] = k[first + i, kv_head]
+        pool_v[own[r, old + i], kv_head] = v[first + i, kv_head]
+        for h in range(group):
+            queries[i * group + h] = q[first + i, before + h]
+    for j in range(seen + E):
+        _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+    for i in range(T):
+        for h in range(group):
+            _softmax_over_path(weights[i * group + h], seen, parents[r], old + i)
+    _add_values(weights, pool_v, kv_head, table, seen + E, result)
+    for i in range(T):
+        for h in range(group):
+            out[first + i, before + h] = result[i * group + h]
+
+
+@threaded
+def paged_tree_attention(new, pool, sequences, own, parents, scale, out):
     """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
 
     b trees (or forests) of E nodes. The last T nodes are new; the others are already in the pool.
 
     Args:
-        q, out: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; pool_k, pool_v: [KV slots, kv_heads, D].
-        slot_table: [R, positions], the KV slots of each request slot; slots [b], request slots.
-        prefix: [b], how many positions of the table a tree's nodes see.
+        new: q [b*T, heads, D]; k, v [b*T, kv_heads, D]. out: as q.
+        pool: keys and values, [KV slots, kv_heads, D].
+        sequences: slot_table [R, positions], the KV slots of each request slot; slots [b], request
+            slots; prefix [b], how many positions of the table a tree's nodes see.
         own: [b, E], the nodes' KV slots; parents: [b, E], a root is its own parent.
+        scale: float32.
     """
-    b, E = own.shape
-    T = q.shape[0] // b
-    old = E - T
-    heads, D = q.shape[1:]
-    kv_heads = k.shape[1]
-    group = heads // kv_heads  # query heads that share a key head
-    scale = np.float32(scale)
-    longest = 0
-    for r in range(b):
-        longest = max(longest, prefix[r])
-    queries = np.empty((T * group, D), np.float32)
-    weights = np.empty((T * group, longest + E), np.float32)
-    result = np.empty((T * group, D), np.float32)
-    table = np.empty(longest + E, np.int64)
-    for r in range(b):
-        first, seen = r * T, prefix[r]
-        for j in range(seen):
-            table[j] = slot_table[slots[r], j]
-        for i in range(E):
-            table[seen + i] = own[r, i]
-        for i in range(T):
-            pool_k[own[r, old + i]] = k[first + i]
-            pool_v[own[r, old + i]] = v[first + i]
-        for kv_head in range(kv_heads):
-            for i in range(T):
-                for h in range(group):
-                    queries[i * group + h] = q[first + i, kv_head * group + h]
-            for j in range(seen + E):
-                _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
-            for i in range(T):
-                for h in range(group):
-                    _softmax_over_path(weights[i * group + h], seen, parents[r], old + i)
-            _add_values(weights, pool_v, kv_head, table, seen + E, result)
-            for i in range(T):
-                for h in range(group):
-                    out[first + i, kv_head * group + h] = result[i * group + h]
+    kv_heads = new[1].shape[1]
+    for task in prange(own.shape[0] * kv_heads):
+        r, kv_head = task // kv_heads, task % kv_heads
+        _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out)
 
 
 @kernel
@@ -140,9 +147,46 @@ def _softmax_over_path(scores, seen, parents, node):
 
 
 @kernel
-def paged_block_attention(
-    q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, window, causal, sinks, scale, out
-):
+def _block_head(r, kv_head, new, pool, sequences, own, window, causal, sinks, scale, out):
+    """All rows of request r, in the query heads that share a key head."""
+    (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
+    T, D = own.shape[1], q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    # the first position that any row sees
+    begin = max(0, prefix[r] - window + 1) if window else 0
+    first, seen = r * T, prefix[r] - begin
+    queries = np.empty((T * group, D), np.float32)
+    weights = np.empty((T * group, seen + T), np.float32)
+    result = np.empty((T * group, D), np.float32)
+    table = np.empty(seen + T, np.int64)
+    for j in range(seen):
+        table[j] = slot_table[slots[r], begin + j]
+    for i in range(T):
+        table[seen + i] = own[r, i]
+        pool_k[own[r, i], kv_head] = k[first + i, kv_head]
+        pool_v[own[r, i], kv_head] = v[first + i, kv_head]
+        for h in range(group):
+            queries[i * group + h] = q[first + i, kv_head * group + h]
+    for j in range(seen + T):
+        _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+    for i in range(T):
+        # keys [low, high) of the table
+        low = max(0, seen + i - window + 1) if window else 0
+        high = seen + i + 1 if causal else seen + T
+        if window:
+            high = min(high, seen + i + window)
+        for h in range(group):
+            head = kv_head * group + h
+            sink = sinks[head] if len(sinks) else -np.float32(np.inf)
+            _softmax_between(weights[i * group + h], low, high, sink)
+    _add_values(weights, pool_v, kv_head, table, seen + T, result)
+    for i in range(T):
+        for h in range(group):
+            out[first + i, kv_head * group + h] = result[i * group + h]
+
+
+@threaded
+def paged_block_attention(new, pool, sequences, own, window, causal, sinks, scale, out):
     """Write the rows' keys and values to the pool; they attend to prefix and block.
 
     b blocks of T rows, row i at position prefix + i.
@@ -152,50 +196,10 @@ def paged_block_attention(
         window: a row sees positions less than this far from its own; 0: all. causal: it sees no
             later row. sinks: [heads], logits of keys without values; [0]: there are none.
     """
-    b, T = own.shape
-    heads, D = q.shape[1:]
-    kv_heads = k.shape[1]
-    group = heads // kv_heads  # query heads that share a key head
-    scale = np.float32(scale)
-    longest = 0
-    for r in range(b):
-        longest = max(longest, prefix[r])
-    if window:
-        longest = min(longest, window)
-    queries = np.empty((T * group, D), np.float32)
-    weights = np.empty((T * group, longest + T), np.float32)
-    result = np.empty((T * group, D), np.float32)
-    table = np.empty(longest + T, np.int64)
-    for r in range(b):
-        # the first position that any row sees
-        begin = max(0, prefix[r] - window + 1) if window else 0
-        first, seen = r * T, prefix[r] - begin
-        for j in range(seen):
-            table[j] = slot_table[slots[r], begin + j]
-        for i in range(T):
-            table[seen + i] = own[r, i]
-            pool_k[own[r, i]] = k[first + i]
-            pool_v[own[r, i]] = v[first + i]
-        for kv_head in range(kv_heads):
-            for i in range(T):
-                for h in range(group):
-                    queries[i * group + h] = q[first + i, kv_head * group + h]
-            for j in range(seen + T):
-                _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
-            for i in range(T):
-                # keys [low, high) of the table
-                low = max(0, seen + i - window + 1) if window else 0
-                high = seen + i + 1 if causal else seen + T
-                if window:
-                    high = min(high, seen + i + window)
-                for h in range(group):
-                    head = kv_head * group + h
-                    sink = sinks[head] if len(sinks) else -np.float32(np.inf)
-                    _softmax_between(weights[i * group + h, : seen + T], low, high, sink)
-            _add_values(weights, pool_v, kv_head, table, seen + T, result)
-            for i in range(T):
-                for h in range(group):
-                    out[first + i, kv_head * group + h] = result[i * group + h]
+    kv_heads = new[1].shape[1]
+    for task in prange(own.shape[0] * kv_heads):
+        r, kv_head = task // kv_heads, task % kv_heads
+        _block_head(r, kv_head, new, pool, sequences, own, window, causal, sinks, scale, out)
 
 
 @kernel

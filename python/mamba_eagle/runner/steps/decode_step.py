@@ -197,12 +197,12 @@ class EagerRun:
     def draft(self) -> Tree:
         """Draft trees."""
         sampling, constraints, slots = self.step.sampling, self.step.constraints, self.batch.slots
-        noise: KeyedNoise | None = None
-        if sampling.any_need(slots):
-            noise = BatchNoise(sampling, self.slots)
+        keyed = BatchNoise(sampling, self.slots) if sampling.any_need(slots) else None
+        noise: KeyedNoise | None = keyed
         steers = constraints.steers_drafts and self.part.shape != PLAIN and constraints.any(slots)
         if steers:
-            noise = GrammarGuide(constraints, slots, noise, self.step.backend)
+            guide = GrammarGuide(constraints, slots, sampling, keyed)
+            noise = guide if guide.grammars else noise
         inputs = (self.slots, self.kv_slots, self.part, noise)
         depth = self.part.shape.depth
         if steers:

@@ -77,6 +77,11 @@ class GraphedRun:
         self.slots = graph.slots[: self.b]
         self.verified = graph.verified.first(self.b)
 
+    @property
+    def tree(self) -> Tree:
+        """The trees, once they are there."""
+        return self.verified.tree
+
     def draft(self) -> Tree:
         """Draft trees; if no grammar needs them before, they are there after ``verify`` only."""
         if self.graph.kind.apart:

@@ -53,6 +53,9 @@ class PendingPrefill:
     input_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index in items
     marks: Marks = Marks({}, {})  # of the grammars, by index in first_tokens
     embeddings: dict[int, Tensor] = field(default_factory=dict)  # [hidden_size], by index in items
+    # what ``PromptRunner.finish`` needs: the finished prompts, and the features of all parts
+    finished: Sequence[PrefillPart] = ()
+    features: Tensor | None = None
 
     def read(self) -> list[PrefillResult]:
         """Results in the items' order; call it only once the device is done."""
@@ -147,7 +150,7 @@ class PromptRunner:
         self.budget_end = [0] * step.table.processed.shape[0]
 
     def run(self, items: Sequence[PrefillItem]) -> PendingPrefill:
-        """Process the prompt chunks of a step in one pass."""
+        """Process the prompt chunks of a step in one pass; ``finish`` does what is left."""
         model, table = self.step.model, self.step.table
         for item in items:
             self._admit(item)
@@ -184,10 +187,15 @@ class PromptRunner:
                 pending.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
             if (vector := self.pooling.add(part, features)) is not None:
                 pending.embeddings[i] = self.place.to_host(vector)
-        finished = [part for part in parts if part.item.is_last]
-        if finished:
-            self._first_tokens(finished, features, pending)
+        pending.finished = [part for part in parts if part.item.is_last]
+        pending.features = features if pending.finished else None
         return pending
+
+    def finish(self, pending: PendingPrefill) -> None:
+        """Sample the first tokens of the prompts that have ended in a step."""
+        if pending.features is not None:
+            self._first_tokens(pending.finished, pending.features, pending)
+            pending.features = None
 
     def _show_drafter(self, shown: Shown) -> None:
         """Pass the chunks of tracked requests to the drafter."""

@@ -1,0 +1,35 @@
+"""Where a matcher can stand: behind the output of a request, and behind drafted tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Row = npt.NDArray[np.uint32]  # [W], one mask
+# of ``Place.forced``: nobody has asked, and any of several tokens may follow
+UNKNOWN, FREE = -2, -1
+
+
+class Place:
+    """A way of tokens, and what is known of the grammar at its end.
+
+    Places are kept until the request goes on, so drafting, reshaping and verification of one step
+    ask the matcher once for each.
+    """
+
+    __slots__ = ("above", "below", "depth", "forced", "mask", "token")
+
+    def __init__(self, above: Place | None, token: int, depth: int) -> None:
+        """depth: output tokens and drafted tokens up to here."""
+        self.above, self.token, self.depth = above, token, depth
+        self.below: dict[int, Place | None] = {}  # None: refused
+        self.forced = UNKNOWN  # the one token that may follow, if it is no end token
+        self.mask: Row | None = None
+
+    def way(self) -> list[int]:
+        """The drafted tokens that lead here."""
+        tokens, place = [], self
+        while place.above is not None:
+            tokens.append(place.token)
+            place = place.above
+        return tokens[::-1]

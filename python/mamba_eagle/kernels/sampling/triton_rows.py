@@ -1,0 +1,177 @@
+"""What the sampler's kernels have in common: adjusted logits of a row, keys, weights.
+
+"Logits" are adjusted where they are read: penalties, bias, ban of stop tokens. A grammar's mask may
+be laid over the logits before: what is -inf stays so.
+
+Tokens are selected by integer keys, which are all different: the high part orders like the float,
+the low part ranks lower token ids first. The threshold of a filter is the largest key t such that
+the weights of all keys from t on reach a limit (top-k: weight 1, limit k; top-p: the mass, limit p
+of the total). Weights are integers, so the order of addition does not matter.
+
+The tokens are those of runner/sampler.py on the same device, bit for bit. Hence: products that are
+added to something are rounded first (``rounded_product``), quotients are rounded correctly, and
+exponentials and noise are computed as there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from mamba_eagle.kernels.sampling import tables as tables_module
+from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, token_bits
+from mamba_eagle.kernels.triton_math import INTERPRETED, rounded_product
+
+NOISE, TOP_K, TOP_P, MIN_P, HISTORY, BIAS, BAN = (
+    tl.constexpr(getattr(tables_module, name))
+    for name in ("NOISE", "TOP_K", "TOP_P", "MIN_P", "HISTORY", "BIAS", "BAN")
+)
+NO_TOKEN = tl.constexpr(-1)
+MASS = tl.constexpr(2.0**40)  # as in runner/sampler.py
+LOWEST = tl.constexpr(-(2**31))  # below every rising number
+INFINITE = tl.constexpr(0x7F800000)  # the rising number of +infinity; those of NaN are above it
+IMPOSSIBLE = tl.constexpr(-0x7F800001)  # of -infinity
+
+# views of larger tensors may begin anywhere, which is no reason for other machine code
+ANY_PLACE = ["slots", "positions", "tree_tokens", "ancestors"]
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _exp(x):
+    """As torch's exp on the same device; ``tl.exp`` is an approximation."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def mass_of(x, highest, temperature):
+    """How much a token counts in top-p, int64."""
+    share = _exp(tl.div_rn(x - highest, temperature + tl.zeros_like(x)))
+    return (share * MASS).to(tl.int64)
+
+
+@triton.jit
+def rising_of(x):
+    """int32 in the order of the floats; NaN is the largest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def float_of(rising):
+    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_of(rising, token, ID_BITS: tl.constexpr):
+    """int64 from 0, by rising number and then by falling token id."""
+    last: tl.constexpr = (1 << ID_BITS) - 1
+    return ((rising.to(tl.int64) + 0x80000000) << ID_BITS) | (last - token).to(tl.int64)
+
+
+@triton.jit
+def key_rising(key, ID_BITS: tl.constexpr):
+    return ((key >> ID_BITS) - 0x80000000).to(tl.int32)
+
+
+@triton.jit
+def key_token(key, ID_BITS: tl.constexpr):
+    last: tl.constexpr = (1 << ID_BITS) - 1
+    return last - (key & last)
+
+
+@triton.jit
+def token_of(best, ID_BITS: tl.constexpr):
+    """The token of the best score's key; NO_TOKEN if that score is not finite."""
+    rising = key_rising(best, ID_BITS)
+    finite = (rising < INFINITE) & (rising > IMPOSSIBLE) & (best >= 0)
+    return tl.where(finite, key_token(best, ID_BITS), NO_TOKEN)
+
+
+@triton.jit
+def threshold(key, weight, limit, BITS: tl.constexpr):
+    """The largest t such that the weights of keys >= t reach ``limit``; 0 if all do not."""
+    found = tl.zeros([], tl.int64)
+    one = tl.full([], 1, tl.int64)
+    for step in range(BITS):
+        trial = found | (one << (BITS - 1 - step))
+        reached = tl.sum(tl.where(key >= trial, weight, 0), 0)
+        found = tl.where(reached >= limit, trial, found)
+    return found
+
+
+@triton.jit
+def mass_limit(total, top_p):
+    """The mass that top-p keeps of ``total``; at least the best token has some of it."""
+    share = (total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+    return tl.maximum(share, 1)
+
+
+# ── logits ───────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def adjusted(
+    token,  # [n] int32
+    logits,
+    row_stride,
+    row,
+    request,
+    slot,
+    asked,  # flags
+    positions,
+    tree_tokens,
+    ancestors,
+    numbers,
+    integers,
+    prompt_seen,
+    output_counts,
+    bias,
+    stops,
+    V,
+    T,
+):
+    """Logits of a row after penalties, bias and ban, float32; -inf beyond the vocabulary."""
+    valid = token < V
+    x = tl.load(logits + row * row_stride + token, mask=valid, other=float("-inf")).to(tl.float32)
+    cell = slot * V + token
+    if (asked & HISTORY) != 0:
+        count = tl.load(output_counts + cell, mask=valid, other=0)
+        for other in range(1, T):  # the root is counted already
+            on_path = tl.load(ancestors + row * T + other) != 0
+            drafted = tl.load(tree_tokens + request * T + other)
+            count += (on_path & (drafted == token)).to(tl.int32)
+        seen = tl.load(prompt_seen + cell, mask=valid, other=0) != 0
+        repetition = tl.load(numbers + slot * 6 + 3) + tl.zeros_like(x)
+        repeated = tl.where(x > 0, tl.div_rn(x, repetition), rounded_product(x, repetition))
+        x = tl.where(seen | (count > 0), repeated, x)
+        x = x - rounded_product(count.to(tl.float32), tl.load(numbers + slot * 6 + 4))
+        x = x - tl.where(count > 0, tl.load(numbers + slot * 6 + 5), 0.0)
+    if (asked & BIAS) != 0:
+        x = x + tl.load(bias + cell, mask=valid, other=0.0)
+    if (asked & BAN) != 0:
+        early = tl.load(positions + row) < tl.load(integers + slot * 3 + 2)
+        stop = tl.load(stops + cell, mask=valid, other=0) != 0
+        x = tl.where(early & stop, float("-inf"), x)
+    return x
+
+
+@triton.jit
+def noisy_key(x, kept, token, noise_key, temperature, ID_BITS: tl.constexpr):
+    """Keys of ``x + temperature · noise``; -1 where not ``kept``."""
+    noise = gumbel_of(token_bits(noise_key, token))
+    score = x + rounded_product(noise, temperature)
+    return tl.where(kept, key_of(rising_of(score), token, ID_BITS), -1)
+
+
+@triton.jit
+def above_floor(x, highest, slot, asked, spans):
+    """Which tokens min-p keeps."""
+    floor = highest + tl.load(spans + slot)
+    return (x >= floor) | ((asked & MIN_P) == 0)

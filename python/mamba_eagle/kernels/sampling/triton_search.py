@@ -1,0 +1,376 @@
+"""Rows whose short list does not decide: nothing is known of them but their logits.
+
+    nominate  noise, then the best scores of each block, as if all tokens were kept
+    weigh     how much ranks before each of a row's nominees, by blocks of the vocabulary
+    search    the best nominee that is kept; else thresholds and noise over the whole row
+
+The best of all scores belongs to a token that is kept with a chance of about top-p. If it is not
+kept, the next one may be: the first that the filters keep is the token. A token is kept if fewer
+than top-k tokens, or less than the mass of top-p, rank before it, which is one sum and takes no
+threshold. So a flat distribution is decided by sums over all blocks at once. The thresholds, bit by
+bit and by one program per row, are left for rows with top-k and top-p both, and for those whose
+nominees are all filtered away.
+
+Only the best EACH scores of a block are nominees. What is below the last of a full block is not
+looked at: a better one of that block may be missing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mamba_eagle.kernels.sampling.triton_rows import (
+    ANY_PLACE,
+    TOP_K,
+    TOP_P,
+    above_floor,
+    adjusted,
+    float_of,
+    key_of,
+    key_token,
+    mass_limit,
+    mass_of,
+    noisy_key,
+    rising_of,
+    token_of,
+)
+from mamba_eagle.kernels.sampling_noise.triton import row_key
+
+UNLIKELY = tl.constexpr(13.8)  # -log of the share of rows whose nominees are all filtered away
+
+
+@triton.jit
+def _by_one_filter(asked):
+    return (asked & (TOP_K | TOP_P)) != (TOP_K | TOP_P)
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
+def nominate_kernel(
+    nominees,  # [rows, blocks, EACH] int64, out: keys of the best scores; -1: none
+    queue,  # [rows] int32, the rows to search
+    queued,  # [1] int32, how many
+    highest,
+    spans,
+    flags,
+    logits,
+    row_stride,
+    slots,
+    positions,
+    tree_tokens,
+    ancestors,
+    numbers,
+    integers,
+    prompt_seen,
+    output_counts,
+    bias,
+    stops,
+    V,
+    T,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    block = tl.program_id(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    for place in range(tl.program_id(1), tl.load(queued), tl.num_programs(1)):
+        row = tl.load(queue + place).to(tl.int64)
+        request = row // T
+        slot = tl.load(slots + request)
+        asked = tl.load(flags + slot)
+        if _by_one_filter(asked):
+            x = adjusted(
+                token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
+                ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
+            )  # fmt: skip
+            high = float_of(tl.load(highest + row))
+            kept = (token < V) & above_floor(x, high, slot, asked, spans)
+            noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
+            scored = noisy_key(x, kept, token, noise_key, tl.load(numbers + slot * 6), ID_BITS)
+            at = (row * tl.num_programs(0) + block) * EACH
+            for rank in tl.static_range(EACH):
+                best = tl.max(scored, 0)
+                tl.store(nominees + at + rank, best)
+                scored = tl.where(scored == best, -1, scored)
+
+
+@triton.jit
+def _tries(top_p, asked, NOMINEES: tl.constexpr):
+    """How many nominees are worth their sums: each is kept with a chance of about top-p."""
+    tries = tl.full([], NOMINEES, tl.int32)
+    if (asked & TOP_P) != 0:
+        wanted = UNLIKELY / tl.maximum(-tl.log(1.0 - top_p), 0.001)
+        tries = tl.minimum(wanted, NOMINEES - 1.0).to(tl.int32) + 1
+    return tries
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
+def weigh_kernel(
+    weights,  # [rows, NOMINEES, blocks] int64, out: of what ranks before each; -1: not summed
+    nominees,  # [rows, blocks, EACH]
+    queue,
+    queued,
+    highest,
+    flags,
+    logits,
+    row_stride,
+    slots,
+    positions,
+    tree_tokens,
+    ancestors,
+    numbers,
+    integers,
+    prompt_seen,
+    output_counts,
+    bias,
+    stops,
+    V,
+    T,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POOL: tl.constexpr,  # blocks·EACH, padded
+    EACH: tl.constexpr,
+    NOMINEES: tl.constexpr,
+):
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    for place in range(tl.program_id(1), tl.load(queued), tl.num_programs(1)):
+        row = tl.load(queue + place).to(tl.int64)
+        request = row // T
+        slot = tl.load(slots + request)
+        asked = tl.load(flags + slot)
+        if _by_one_filter(asked):
+            x = adjusted(
+                token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
+                ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
+            )  # fmt: skip
+            key = key_of(rising_of(x), token, ID_BITS)
+            weight = (token < V).to(tl.int64)
+            if (asked & TOP_P) != 0:
+                high = float_of(tl.load(highest + row))
+                weight = tl.where(token < V, mass_of(x, high, tl.load(numbers + slot * 6)), 0)
+            tries = _tries(tl.load(numbers + slot * 6 + 1), asked, NOMINEES)
+            at = weights + row * NOMINEES * blocks + block
+            others = tl.arange(0, NOMINEES)
+            tl.store(at + others * blocks, tl.full([NOMINEES], -1, tl.int64), mask=others >= tries)
+            known = tl.arange(0, POOL)
+            own = nominees + row * blocks * EACH
+            pool = tl.load(own + known, mask=known < blocks * EACH, other=-1)
+            for rank in range(tries):
+                best = tl.max(pool, 0)
+                pool = tl.where(pool == best, -1, pool)
+                one = key_token(best, ID_BITS).to(tl.int32) + tl.arange(0, 1)
+                y = adjusted(
+                    one, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
+                    ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
+                )  # fmt: skip
+                its = tl.max(key_of(rising_of(y), one, ID_BITS), 0)
+                tl.store(at + rank * blocks, tl.sum(tl.where(key > its, weight, 0), 0))
+
+
+@triton.jit
+def _row_weight(
+    least,
+    high,
+    temperature,
+    logits,
+    row_stride,
+    row,
+    request,
+    slot,
+    asked,
+    positions,
+    tree_tokens,
+    ancestors,
+    numbers,
+    integers,
+    prompt_seen,
+    output_counts,
+    bias,
+    stops,
+    V,
+    T,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_MASS: tl.constexpr,
+):
+    """How many tokens have keys >= ``least``, or their mass: over the whole row, int64."""
+    reached = tl.zeros([], tl.int64)
+    for begin in range(0, V, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        x = adjusted(
+            token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
+            ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
+
+        )  # fmt: skip
+        chosen = (token < V) & (key_of(rising_of(x), token, ID_BITS) >= least)
+        if BY_MASS:
+            reached += tl.sum(tl.where(chosen, mass_of(x, high, temperature), 0), 0)
+        else:
+            reached += tl.sum(chosen.to(tl.int64), 0)
+    return reached
+
+
+@triton.jit
+def _best_nominee(
+    row,
+    slot,
+    asked,
+    nominees,
+    weights,
+    masses,
+    numbers,
+    integers,
+    blocks,
+    POOL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EACH: tl.constexpr,
+    NOMINEES: tl.constexpr,
+):
+    """The key of the best score that is kept; -1 if no nominee is."""
+    block = tl.arange(0, BLOCKS)
+    limit = tl.load(integers + slot * 3 + 1)
+    if (asked & TOP_P) != 0:
+        parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
+        limit = mass_limit(tl.sum(parts, 0), tl.load(numbers + slot * 6 + 1))
+    own = nominees + row * blocks * EACH
+    last = tl.load(own + block * EACH + EACH - 1, mask=block < blocks, other=-1)
+    complete = tl.max(last, 0)  # down to this score all are known
+    known = tl.arange(0, POOL)
+    pool = tl.load(own + known, mask=known < blocks * EACH, other=-1)
+    found = tl.full([], -1, tl.int64)
+    for rank in range(NOMINEES):
+        best = tl.max(pool, 0)
+        pool = tl.where(pool == best, -1, pool)
+        at = weights + (row * NOMINEES + rank) * blocks + block
+        before = tl.sum(tl.load(at, mask=block < blocks, other=0), 0)
+        kept = (best >= complete) & (before >= 0) & (before < limit)
+        found = tl.where((found < 0) & kept, best, found)
+    return found
+
+
+@triton.jit
+def _best_of_row(
+    top,  # the largest logit's rising number
+    spans,
+    logits,
+    row_stride,
+    row,
+    request,
+    slot,
+    asked,
+    positions,
+    tree_tokens,
+    ancestors,
+    numbers,
+    integers,
+    prompt_seen,
+    output_counts,
+    bias,
+    stops,
+    V,
+    T,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The key of the best score that is kept: thresholds bit by bit, then noise."""
+    BITS: tl.constexpr = 32 + ID_BITS
+    temperature, high = tl.load(numbers + slot * 6), float_of(top)
+    one = tl.full([], 1, tl.int64)
+    kth = tl.zeros([], tl.int64)
+    if (asked & TOP_K) != 0:
+        limit = tl.load(integers + slot * 3 + 1)
+        for step in range(BITS):
+            trial = kth | (one << (BITS - 1 - step))
+            reached = _row_weight(
+                trial, high, temperature, logits, row_stride, row, request, slot, asked,
+                positions, tree_tokens, ancestors, numbers, integers, prompt_seen,
+                output_counts, bias, stops, V, T, ID_BITS, BLOCK, False,
+            )  # fmt: skip
+            kth = tl.where(reached >= limit, trial, kth)
+    lowest = kth
+    if (asked & TOP_P) != 0:
+        limit = tl.zeros([], tl.int64)
+        lowest = tl.zeros([], tl.int64)
+        for step in range(BITS + 1):  # first the total
+            bit = one << tl.minimum(BITS - step, BITS - 1)
+            trial = tl.where(step == 0, kth, lowest | bit)
+            reached = _row_weight(
+                tl.maximum(trial, kth), high, temperature, logits, row_stride, row, request,
+                slot, asked, positions, tree_tokens, ancestors, numbers, integers,
+                prompt_seen, output_counts, bias, stops, V, T, ID_BITS, BLOCK,
+                True,
+            )  # fmt: skip
+            if step == 0:
+                limit = mass_limit(reached, tl.load(numbers + slot * 6 + 1))
+            else:
+                lowest = tl.where(reached >= limit, trial, lowest)
+        lowest = tl.maximum(lowest, kth)
+    noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
+    best = tl.full([], -1, tl.int64)
+    for begin in range(0, V, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        x = adjusted(
+            token, logits, row_stride, row, request, slot, asked, positions, tree_tokens,
+            ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V,
+            T,
+        )  # fmt: skip
+        kept = (token < V) & (key_of(rising_of(x), token, ID_BITS) >= lowest)
+        kept = kept & above_floor(x, high, slot, asked, spans)
+        scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
+        best = tl.maximum(best, tl.max(scored, 0))
+    return best
+
+
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
+def search_kernel(
+    sampled,  # [rows] int64, out for the rows in the queue
+    nominees,
+    weights,
+    masses,
+    queue,
+    queued,
+    highest,
+    spans,
+    flags,
+    logits,
+    row_stride,
+    slots,
+    positions,
+    tree_tokens,
+    ancestors,
+    numbers,
+    integers,
+    prompt_seen,
+    output_counts,
+    bias,
+    stops,
+    V,
+    T,
+    blocks,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCKS: tl.constexpr,  # padded
+    EACH: tl.constexpr,
+    NOMINEES: tl.constexpr,
+):
+    place = tl.program_id(0)
+    if place < tl.load(queued):
+        row = tl.load(queue + place).to(tl.int64)
+        request = row // T
+        slot = tl.load(slots + request)
+        asked = tl.load(flags + slot)
+        best = tl.full([], -1, tl.int64)
+        if _by_one_filter(asked):
+            best = _best_nominee(
+                row, slot, asked, nominees, weights, masses, numbers, integers, blocks,
+                POOL, BLOCKS, EACH, NOMINEES,
+            )  # fmt: skip
+        if best < 0:
+            best = _best_of_row(
+                tl.load(highest + row), spans, logits, row_stride, row, request, slot, asked,
+                positions, tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts,
+                bias, stops, V, T, ID_BITS, BLOCK,
+            )  # fmt: skip
+        tl.store(sampled + row, token_of(best, ID_BITS))

@@ -1,0 +1,39 @@
+"""The k best guesses of a sample, by sorting, in float64.
+
+    score_t = logit_t / temperature + noise(id_t)        logit_t at temperature 0
+    log p_t = score_t - log Σ_v exp(score_v)
+
+The target samples the token with the highest such score of its own logits. id_t is the target's
+token for token t of a drafter, whose vocabulary may be a part of the target's. Of equal scores the
+lower t comes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Top(NamedTuple):
+    """One row, best first."""
+
+    log_probs: list[float]
+    tokens: list[int]  # the target's
+
+
+def top_noisy(
+    logits: Sequence[float],
+    ids: Sequence[int],
+    temperature: float,
+    noise: Callable[[int], float],
+    k: int,
+) -> Top:
+    """logits: one per token, -inf where a token is impossible; ids: as many; k: at most as many."""
+    scores = list(logits)
+    if temperature > 0.0:
+        scores = [x / temperature + noise(token) for x, token in zip(logits, ids, strict=True)]
+    largest = max(scores)
+    log_total = largest + math.log(math.fsum(math.exp(x - largest) for x in scores))
+    best = sorted(range(len(scores)), key=lambda t: (-scores[t], t))[:k]
+    return Top([scores[t] - log_total for t in best], [ids[t] for t in best])

@@ -1,0 +1,89 @@
+"""Weights into the order in which products on a CPU read them: blocks of 16 outputs, transposed.
+
+Loading is mostly this. torch copies one number after the other; here 16 vectors of 16 numbers
+become their transpose in four rounds, each of which interleaves vector i with vector i + 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mamba_eagle.kernels.vector_code import (
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    Code,
+    SpanKernel,
+    ir,
+    vector_code,
+)
+
+
+def _blocks(bits: int) -> Any:
+    """Blocks of 16 rows [16, in] -> [in, 16]; in: a multiple of 16.
+
+    Arguments: source [blocks, 16, in], target [blocks, in, 16], numbers of 16 or 32 bits; in.
+    """
+
+    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+        b, kind = code.builder, I16 if bits == 16 else I32
+        source, target, inputs = (code.load(arguments, I64(i), I64) for i in range(3))
+        source, target = (b.inttoptr(address, I8.as_pointer()) for address in (source, target))
+        with code.loop(b.sub(last, first)) as index:
+            begin = code.times(b.add(first, index), inputs, I64(LANES))
+            rows = [
+                code.at(source, b.add(begin, b.mul(inputs, I64(row))), kind) for row in range(LANES)
+            ]
+            with code.loop(b.udiv(inputs, I64(LANES))) as tile:
+                at = b.mul(tile, I64(LANES))
+                columns = _transposed(b, [code.vector(row, at, kind) for row in rows])
+                out = code.at(target, b.add(begin, b.mul(at, I64(LANES))), kind)
+                for i, column in enumerate(columns):
+                    code.store(column, out, I64(i * LANES))
+
+    return vector_code(write)
+
+
+def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
+    """16 vectors of 16 numbers: those of the transpose."""
+    half = LANES // 2
+    low, high = (
+        ir.Constant(INTS, [i + k for i in range(first, first + half) for k in (0, LANES)])
+        for first in (0, half)
+    )
+    for _ in range(4):  # log2 of 16
+        vectors = [
+            builder.shuffle_vector(vectors[i], vectors[i + half], mask)
+            for i in range(half)
+            for mask in (low, high)
+        ]
+    return vectors
+
+
+_shorts, _words = _blocks(16), _blocks(32)
+
+
+def _transpose_shorts(arguments, first, last):  # noqa: ANN001, ANN202
+    _shorts(arguments, first, last)
+
+
+def _transpose_words(arguments, first, last):  # noqa: ANN001, ANN202
+    _words(arguments, first, last)
+
+
+_KERNELS = {2: SpanKernel(_transpose_shorts), 4: SpanKernel(_transpose_words)}
+
+
+def transpose(rows: Tensor, blocks: Tensor) -> None:
+    """rows [16 * n, in] -> blocks [n, in, 16], which is contiguous; of 16 or 32 bits."""
+    inputs = rows.shape[1]
+    if inputs % LANES or not rows.is_contiguous():
+        blocks.copy_(rows.unflatten(0, (-1, LANES)).transpose(1, 2))
+        return
+    kernel = _KERNELS[rows.dtype.itemsize]
+    kernel(len(blocks), rows.numel(), rows.data_ptr(), blocks.data_ptr(), inputs)
