@@ -1,4 +1,7 @@
-"""The best guesses of samples whose noise is known, in each form against naive.py."""
+"""The best guesses of samples whose noise is known, in each form against naive.py.
+
+Triton's interpreter runs this file beside test_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter, runs_kernels
+from forms import DEVICE, GPU, backend_of, device_of, every_form, runs_kernels
 from torch import Tensor
 
 from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy import naive
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-
-test_in_the_interpreter = in_the_interpreter
 
 TEMPERATURES = [0.0, 1.0, 0.3, 5.0]
 SEEDS = [3, 2**63 - 1, 77, 0]
