@@ -160,13 +160,13 @@ def nodes_of(positions: Tensor) -> SampledNodes:
 
 
 def in_kernels(made: Case, **sizes: int) -> Tensor:
-    from mamba_eagle.kernels.sampling.triton import sample_nodes
+    from mamba_eagle.kernels.sampling.triton import Sizes, sample_nodes
 
     state, tree, positions, logits = made
     assert isinstance(state.tables, SamplingTables)
     slots = torch.arange(len(logits), device=state.device)
     nodes = SampledNodes(slots, positions, tree.tokens, tree.ancestors)
-    return sample_nodes(logits, nodes, state.tables, **sizes).cpu()
+    return sample_nodes(logits, nodes, state.tables, Sizes(**sizes)).cpu()
 
 
 def in_torch(made: Case) -> Tensor:

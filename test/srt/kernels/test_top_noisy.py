@@ -119,7 +119,7 @@ def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
     from test_sampling import nodes_of, state_of
 
     from mamba_eagle.core import SamplingParams
-    from mamba_eagle.kernels.sampling.triton import sample_nodes
+    from mamba_eagle.kernels.sampling.triton import Sizes, sample_nodes
 
     params = [SamplingParams(seed=n, temperature=t) for n, t in enumerate((0.0, 1e-5, 0.7, 900.0))]
     state = state_of(params, 90, kernels=True)
@@ -130,9 +130,8 @@ def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
     noise = NoiseKeys(slots, positions, state.numbers, state.integers, 90)
     guessed = backend_of("triton").top_noisy(logits, None, noise, 2)
     assert state.tables is not None
-    sampled = sample_nodes(
-        logits, nodes_of(positions[:, None].expand(-1, 5)), state.tables, block=32, sub=4
-    )
+    nodes = nodes_of(positions[:, None].expand(-1, 5))
+    sampled = sample_nodes(logits, nodes, state.tables, Sizes(block=32, sub=4))
     assert torch.equal(guessed.tokens[..., 0], sampled)
 
 
