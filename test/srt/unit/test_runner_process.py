@@ -1,4 +1,4 @@
-"""The runner process: what it does when nothing comes, and its end, whatever signals come with it."""
+"""The runner process: traces, an idle stage, and its end, whatever signals come with it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,9 @@ def test_a_stage_that_hears_nothing_commits_what_is_open() -> None:
 
     class Turns:
         commit = staticmethod(lambda: committed.append(True))
-        __len__ = lambda self: 1 - len(committed)
+
+        def __len__(self) -> int:
+            return 1 - len(committed)
 
     def receive(timeout_ms: int = -1) -> Shutdown | None:
         heard.append(timeout_ms)
