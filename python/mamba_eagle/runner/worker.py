@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from mamba_eagle.message import (
+    CompileGrammar,
     FromRunner,
     Plan,
     Profile,
@@ -16,6 +17,7 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.runner.agreement import RanksDiffer
+from mamba_eagle.runner.compiling import Compiling
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.profiler import StepProfiler
 from mamba_eagle.runner.pulse import Pulse
@@ -24,6 +26,7 @@ from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5
+COMPILED_MS = 1  # between two looks at grammars that are being compiled, while nothing else is done
 # After that long without a plan an earlier pipeline stage commits what it has begun.
 PATIENCE_MS = 100
 
@@ -43,6 +46,7 @@ class Worker:
         self.rank, self.answers = rank, rank == runner.config.answering_rank
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
+        self.compiling = Compiling(runner.constraints)
         self.profiler = StepProfiler(finish=self._send_all)
         runner.before_waiting = self._send_all
 
@@ -54,13 +58,19 @@ class Worker:
             elif isinstance(message, Profile):
                 if self.rank == 0:  # the others' steps are the same
                     self.results.send(self.profiler.answer(message))
+            elif isinstance(message, CompileGrammar):
+                self.compiling.begin(message)
             elif message is not None:
                 self._launch(message)
             while self.launched and self.launched[0].done:
                 self._send_result()
+            for answer in self.compiling.take_done():
+                if self.answers:
+                    self.results.send(answer)
 
     def _next(self) -> ToRunner | None:
-        """The next message; None if the oldest launched step is done before one comes."""
+        """The next message; None if the oldest launched step is done before one comes, or if a
+        grammar may be."""
         if not self.received and (message := self._wait()) is not None:
             self.received.append(message)
         while self.runner.drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
@@ -70,6 +80,8 @@ class Worker:
     def _wait(self) -> ToRunner | None:
         plans = self.plans
         if not self.launched:
+            if self.compiling:
+                return plans.receive(timeout_ms=COMPILED_MS)
             if not len(self.runner.turns):
                 return plans.receive()
             if (plan := plans.receive(timeout_ms=PATIENCE_MS)) is None:

@@ -82,7 +82,8 @@ class PrefillManager:
             return []
         leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
-        for request in self._in_order()[:LOOK_AHEAD]:
+        able = [request for request in self._in_order() if not request.waits_for_grammar]
+        for request in able[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0:
                 break
             self.is_full = self.slots.requests.num_free == 0

@@ -1,4 +1,4 @@
-"""The runner process: traces, an idle stage, and its end, whatever signals come with it."""
+"""The runner process: what it does when nothing comes, and its end, whatever signals it gets."""
 
 from __future__ import annotations
 
@@ -154,7 +154,10 @@ def test_a_stage_that_hears_nothing_commits_what_is_open() -> None:
         return Shutdown() if committed else None
 
     runner: Any = SimpleNamespace(
-        turns=Turns(), drafts_ahead=False, config=SimpleNamespace(answering_rank=1)
+        turns=Turns(),
+        drafts_ahead=False,
+        constraints=None,
+        config=SimpleNamespace(answering_rank=1),
     )
     plans: Any = SimpleNamespace(receive=receive)
     unused: Any = None
