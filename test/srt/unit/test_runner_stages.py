@@ -209,7 +209,7 @@ def test_captured_steps_exchange_when_they_are_repeated(
     """Stages have graphs of different kinds, since one alone drafts, so making one exchanges
     nothing. NGRAM drafts on the host, before the graph."""
     backend = CpuBackend(LikeGpu())
-    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(CpuBackend, "attention_on_device", True)  # so drafts are in graphs
     without_graphs(monkeypatch)
     run_again = GraphedSteps.record
