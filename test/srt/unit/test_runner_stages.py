@@ -227,13 +227,6 @@ def test_captured_steps_exchange_when_they_are_repeated(
     replay(recorder.steps[:30], staged(case, 2))
 
 
-def test_messages_may_take_any_time(first: Recorded) -> None:
-    runner = staged(first.case, 3)
-    for post in runner.ranks.posts:
-        post.delays = (random.Random(1), 0.002)
-    replay(first.steps[:40], runner)
-
-
 def drop_a_node(x: Tensor, before: list[Tensor]) -> Tensor:
     """The target's token at the root is another one: no child is accepted."""
     changed = x.clone()
