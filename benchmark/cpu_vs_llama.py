@@ -40,6 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEERS = Path(__file__).parent / "peers"
 BITS = {"16": "auto", "8": "int8", "4": "int4"}  # ours, by bits of a weight
 FORMATS = {"16": "F16", "8": "Q8_0", "4": "Q4_0"}  # llama.cpp's
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 BATCH_PROMPT = 16  # tokens of prompts in batches of more than one
 
 
@@ -164,7 +165,7 @@ def gguf(folder: Path, name: str, bits: str) -> Path:
 # ── one measurement ──────────────────────────────────────────────────────────────────────────
 
 
-def measure_ours(folder: str, job: Job) -> dict[str, Any]:
+def measure_ours(folder: str, job: Job, prompt_dtype: str) -> dict[str, Any]:
     """In a process of its own."""
     from mamba_eagle.layers.weights import weight_bytes
     from mamba_eagle.runner.make import make_runner
@@ -176,6 +177,7 @@ def measure_ours(folder: str, job: Job) -> dict[str, Any]:
         tokenizer_path=path,
         device="cpu",
         quantization=BITS[job.bits],
+        cpu_prompt_dtype=prompt_dtype,
         cpu_threads=job.threads,
         speculative_algorithm="NONE",
     )
@@ -201,16 +203,18 @@ def measure_ours(folder: str, job: Job) -> dict[str, Any]:
 
 
 class Player(NamedTuple):
-    engine: str  # ours or llama.cpp
+    engine: str  # ours, ours-bf16 or llama.cpp
     job: Job
     command: list[str]
     made: list[dict[str, Any]]
 
     def play(self) -> Round:
-        threads = {"OMP_NUM_THREADS": str(self.job.threads), "OMP_WAIT_POLICY": "passive"}
-        done = subprocess.run(
-            self.command, env={**os.environ, **threads}, capture_output=True, text=True
-        )
+        # ours waits as its server does, llama.cpp as it likes
+        waiting = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        if self.engine == "llama.cpp":
+            waiting = {name: value for name, value in os.environ.items() if name not in WAITING}
+        threads = {**waiting, "OMP_NUM_THREADS": str(self.job.threads)}
+        done = subprocess.run(self.command, env=threads, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(self.command)}:\n{done.stderr[-2000:]}")
         made = json.loads(done.stdout.splitlines()[-1])
@@ -231,7 +235,11 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, Round]]:
             for threads in args.threads:
                 job = Job(model, bits, threads, args.steps, tuple(shapes))
                 own = [sys.executable, __file__, "--measure", json.dumps(job)]
-                players = [Player("ours", job, [*own, "--folder", str(args.folder)], [])]
+                own += ["--folder", str(args.folder)]
+                players = [Player("ours", job, own, [])]
+                if args.bfloat16_prompts and bits == "16":
+                    short = [*own, "--cpu-prompt-dtype", "bfloat16"]
+                    players.append(Player("ours-bf16", job, short, []))
                 if args.llama_python:
                     file, peer = gguf(args.folder, model, bits), PEERS / "llama_cpp_decode.py"
                     sizes = [str(threads), str(args.steps), *given]
@@ -312,6 +320,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--llama-python", default="", help="empty: measure ours alone")
     parser.add_argument("--llama-source", default="", help="has llama.cpp's converter")
     parser.add_argument("--files-only", action="store_true", help="make the files, measure nothing")
+    parser.add_argument(
+        "--bfloat16-prompts", action="store_true", help="ours with --cpu-prompt-dtype bfloat16, too"
+    )
+    parser.add_argument("--cpu-prompt-dtype", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result-filename", default=str(RESULTS), help="empty: keep nothing")
     return parser
@@ -322,7 +334,7 @@ def main() -> None:
     if args.measure:
         *sizes, shapes = json.loads(args.measure)
         job = Job(*sizes, shapes=tuple(Shape(*each) for each in shapes))
-        print(json.dumps(measure_ours(args.folder, job)))
+        print(json.dumps(measure_ours(args.folder, job, args.cpu_prompt_dtype)))
         return
     field = contestants(args)
     if args.files_only:

@@ -36,6 +36,12 @@ from mamba_eagle.runner.make import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEER = "transformers"
+# What a server falls back to where trees cost more than they bring (--speculative-adaptive).
+CHAIN = {
+    "speculative_eagle_topk": 1,
+    "speculative_num_steps": 5,
+    "speculative_num_draft_tokens": 6,
+}
 REPEATING_LEN = 224  # tokens of a prompt whose answer is in it
 
 Prompts = list[list[int]]
@@ -49,7 +55,7 @@ class BatchRound(Round):
 
 
 class Player(NamedTuple):
-    mode: str  # transformers, plain, eagle, plain-int8 …, ngram
+    mode: str  # transformers, plain, eagle, chain, plain-int8 …, ngram-repeating
     plain: str  # the mode that it is compared with
     prompts: Prompts
     answer: Callable[[Prompts], BatchRound]
@@ -98,7 +104,7 @@ def ours(config: EngineConfig, new_tokens: int) -> Callable[[Prompts], BatchRoun
     return answer
 
 
-def settings(args: argparse.Namespace, **speculation: str) -> EngineConfig:
+def settings(args: argparse.Namespace, **speculation: str | int) -> EngineConfig:
     config = EngineConfig(
         model_path=args.model_path,
         device="cpu",
@@ -122,6 +128,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]
         config = settings(args, **own, speculative_algorithm="auto")
         if config.speculative_algorithm != "NONE":  # there is a head
             modes[f"eagle{kind}"] = (f"plain{kind}", ours(config, args.output_len))
+            chain = settings(args, **own, speculative_algorithm="auto", **CHAIN)
+            modes[f"chain{kind}"] = (f"plain{kind}", ours(chain, args.output_len))
     runs = {PEER: (next(iter(modes)), peer(plain.model_path, args.output_len)), **modes}
     repeating = {}
     if args.ngram:

@@ -113,6 +113,13 @@ class EngineConfig:
         "32 at most",
         minimum=1,
     )
+    cpu_prompt_dtype: str = setting(
+        "float32",
+        "on a CPU, how prompts are multiplied by weights of 16 bits; bfloat16: several times as "
+        "fast where the processor has instructions for it (AMX, AVX-512 BF16), elsewhere as "
+        "float32; takes a second copy of these weights, and texts may part at near-ties",
+        choices=("float32", "bfloat16"),
+    )
     context_length: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; auto: the model's limit", minimum=1
     )

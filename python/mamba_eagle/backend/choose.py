@@ -63,11 +63,14 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dty
     return getattr(torch, name)
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The fastest backend for weights and activations of this dtype on this device."""
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, prompt_dtype: str = "float32"
+) -> Backend:
+    """The fastest backend for weights and activations of this dtype on this device. prompt_dtype:
+    --cpu-prompt-dtype."""
     place: Place = Host() if device.type == "cpu" else Cuda(device)
     if place.on_host:
-        return _host_backend(place, dtype)
+        return _host_backend(place, dtype, prompt_dtype)
     if not triton_usable(place.device, dtype):
         return TorchBackend(place, dtype)
     # needs triton
@@ -93,13 +96,15 @@ def quantization_problems(quantization: str, backend: Backend) -> list[str]:
     ]
 
 
-def _host_backend(place: Place, dtype: torch.dtype) -> Backend:
+def _host_backend(place: Place, dtype: torch.dtype, prompt_dtype: str) -> Backend:
     # numba takes half a second, which a start on a GPU does without
     from mamba_eagle.backend.cpu.backend import CpuBackend
+    from mamba_eagle.backend.cpu.products import PanelProduct, PromptProduct, has_bfloat16_products
     from mamba_eagle.kernels import numba_math
 
     if dtype == torch.float32 and numba_math.numba is not None:
-        return CpuBackend(place)
+        short = prompt_dtype == "bfloat16" and has_bfloat16_products()
+        return CpuBackend(place, PromptProduct if short else PanelProduct)
     return TorchBackend(place, dtype)
 
 

@@ -176,6 +176,24 @@ def _caller() -> Any:
 call_function = _caller()
 
 
+def _pointer() -> Any:
+    """``f(address)`` for Numba's code: what ``numba.carray`` takes."""
+    if intrinsic is None:
+        return None
+
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], I8.as_pointer())
+
+        return types.voidptr(types.int64), generate
+
+    return pointer
+
+
+pointer_to = _pointer()
+
+
 @threaded
 def _spread(function, arguments, units, parts):  # noqa: ANN001, ANN202
     for part in prange(parts):
@@ -202,8 +220,26 @@ class SpanKernel:
         """units: what is shared out to threads; work: multiply-adds; arguments: pointers, sizes."""
         self.prepare()
         given = (ctypes.c_int64 * len(arguments))(*arguments)
+        self.run(units, work, ctypes.addressof(given))
+
+    def run(self, units: int, work: int, address: int) -> None:
+        """The same with the address of the arguments, after ``prepare``."""
         threads = num_threads()
         if threads > 1 and work >= MIN_PARALLEL:
-            _spread.parallel(self._address, ctypes.addressof(given), units, threads)
+            _spread.parallel(self._address, address, units, threads)
         else:
-            self._call(ctypes.addressof(given), 0, units)
+            self._call(address, 0, units)
+
+
+class Call:
+    """A kernel with its arguments, of which most stay from call to call: a decode step makes a
+    hundred calls, so each microsecond counts. Not for two threads at the same time."""
+
+    def __init__(self, kernel: SpanKernel, *arguments: int) -> None:
+        kernel.prepare()
+        self.kernel = kernel
+        self.arguments = (ctypes.c_int64 * len(arguments))(*arguments)
+        self.address = ctypes.addressof(self.arguments)
+
+    def run(self, units: int, work: int) -> None:
+        self.kernel.run(units, work, self.address)

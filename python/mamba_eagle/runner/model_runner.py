@@ -646,7 +646,8 @@ class ModelRunner:
 
 def _choose_backend(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backend:
     device = rank_device(config, rank)
-    backend = choose_backend(device, resolve_dtype(config.dtype, checkpoint_dtype, device))
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device)
+    backend = choose_backend(device, dtype, config.cpu_prompt_dtype)
     if problems := quantization_problems(config.quantization, backend):
         raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))

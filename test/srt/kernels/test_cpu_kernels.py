@@ -19,6 +19,7 @@ from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
 from mamba_eagle.kernels.linear import cpu as linear_cpu
 from mamba_eagle.kernels.linear import naive as linear_naive
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
+from mamba_eagle.kernels.silu_gate import naive as naive_gate
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import GatedGroupRMSNorm, RMSNorm
 
@@ -112,6 +113,14 @@ def test_weights_that_bfloat16_would_round_stay_float32() -> None:
     layer.prepare(host_backend().layer_ops)
     assert layer.packed is not None and layer.packed.nbytes == 64 * 32 * 4  # a panel of 64 outputs
     torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_gates() -> None:
+    both = 9 * normal(3, 14)
+    both[0, 0] = -200.0
+    exact = naive_gate.silu_and_mul(both)
+    found = CpuOps().silu_and_mul(both)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

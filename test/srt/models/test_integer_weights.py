@@ -15,8 +15,13 @@ from test_parity import write_head
 from tiny_model import load_model
 
 from mamba_eagle.backend.choose import choose_backend, quantization_problems
-from mamba_eagle.backend.cpu.products import GroupedProduct
+from mamba_eagle.backend.cpu.products import (
+    GroupedProduct,
+    PromptProduct,
+    has_bfloat16_products,
+)
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.products import PackedMatrix
@@ -68,6 +73,18 @@ def test_weights_that_are_kept_as_stored_give_the_same_logits(folder: Path) -> N
     exact = logits(load_model(folder))
     found = logits(engine(folder).runner.model)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(not has_bfloat16_products(), reason="the processor has no bfloat16 products")
+def test_prompts_are_multiplied_in_bfloat16_where_that_is_asked_for(folder: Path) -> None:
+    """Few rows, as in decode steps, have the same bits as without."""
+    model = engine(folder, cpu_prompt_dtype="bfloat16").runner.model
+    exact = logits(load_model(folder))
+    assert 1e-4 < float((logits(model) - exact).norm() / exact.norm()) < 0.05
+    product, x = model.lm_head.packed, torch.randn(9, model.config.hidden_size)
+    assert isinstance(product, PromptProduct)
+    assert torch.equal(product(x, None), linear.product(x, product.weight, product.outputs))
 
 
 @pytest.mark.parametrize("mode", ["auto", "int8", "int4"])

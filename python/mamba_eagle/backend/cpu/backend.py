@@ -20,6 +20,7 @@ from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
 from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
+from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES
 from mamba_eagle.backend.journals import SavedJournals
@@ -48,8 +49,9 @@ class CpuBackend(TorchBackend):
 
     name = "cpu"
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place, torch.float32, CpuOps())
+    def __init__(self, place: Place, panels: type[PanelProduct] = PanelProduct) -> None:
+        """panels: the product with weights of 16 and 32 bits."""
+        super().__init__(place, torch.float32, CpuOps(panels))
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         if pool.k.dtype != torch.float32:

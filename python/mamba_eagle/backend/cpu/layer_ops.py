@@ -14,6 +14,7 @@ from mamba_eagle.backend.cpu.products import (
 from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
+from mamba_eagle.kernels.silu_gate.cpu import silu_and_mul
 from mamba_eagle.layers.ops import Normed, Product
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
 from mamba_eagle.layers.products import MatrixProduct
@@ -21,9 +22,15 @@ from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.grouped import GroupedMatrix
 from mamba_eagle.quantization.matrix import Matrix
 
+EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's gate
+
 
 class CpuOps(HostOps):
     name = "numba"
+
+    def __init__(self, panels: type[PanelProduct] = PanelProduct) -> None:
+        """panels: the product with weights of 16 and 32 bits."""
+        self._panels = panels
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -42,6 +49,13 @@ class CpuOps(HostOps):
         gated_group_rms_norm(*inputs, group_size, eps, out.numpy())
         return out
 
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        n, width = both.shape
+        out = torch.empty(n, width // 2)
+        work = EXPONENTIAL * n * width
+        silu_and_mul(work, both.contiguous().numpy(), out.numpy())
+        return out
+
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:
         if isinstance(matrix, DenseMatrix):
             return len(matrix.shape) == 2
@@ -49,7 +63,7 @@ class CpuOps(HostOps):
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         if isinstance(matrix, DenseMatrix):
-            return PanelProduct(matrix.values)
+            return self._panels(matrix.values)
         if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
             return GroupedProduct(matrix)
         return super().pack_matrix(matrix, dtype)
@@ -60,7 +74,7 @@ class CpuOps(HostOps):
         return super().pack_experts(matrix, dtype)
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        return PanelProduct(weight)
+        return self._panels(weight)
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()

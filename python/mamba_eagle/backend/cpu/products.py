@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.torch.layer_ops import HAS_ONEDNN, onednn_product
 from mamba_eagle.kernels.grouped import cpu as grouped
 from mamba_eagle.kernels.linear import cpu as linear
+from mamba_eagle.kernels.vector_code import has
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.quantization.grouped import GroupedMatrix
+
+MANY_ROWS = 32  # from which on a second copy pays
+
+
+def has_bfloat16_products() -> bool:
+    """Whether the processor multiplies bfloat16 in its own instructions, and oneDNN is there."""
+    return HAS_ONEDNN and has("amx-bf16", "avx512bf16")
 
 
 class PanelProduct(PackedProduct):
@@ -21,7 +30,7 @@ class PanelProduct(PackedProduct):
             weight = short if torch.equal(short.float(), weight) else weight
         super().__init__(*weight.shape)
         self.weight = linear.panels(weight)
-        linear.PRODUCTS[weight.dtype].prepare()
+        self._product = linear.Product(self.weight, self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +40,28 @@ class PanelProduct(PackedProduct):
         return linear.rows_of(self.weight, ids).float()
 
     def multiply(self, x: Tensor) -> Tensor:
-        return linear.product(x, self.weight, self.outputs)
+        return self._product(x)
+
+
+class PromptProduct(PanelProduct):
+    """The same, and with many rows oneDNN's product in bfloat16, from a second copy of the weight,
+    which is made when it is first needed. Its inputs and outputs are rounded to bfloat16."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self._second: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self._second is None else 2 * self.outputs * self.inputs)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if x.shape[0] < MANY_ROWS or self.weight.dtype != torch.bfloat16:
+            return self._product(x)
+        if self._second is None:
+            whole = self.rows(torch.arange(self.outputs)).bfloat16()
+            self._second = torch.ops.mkldnn._reorder_linear_weight(whole, MANY_ROWS)
+        return onednn_product(x.bfloat16(), self._second, None).float()
 
 
 class GroupedProduct(PackedProduct):
@@ -43,7 +73,7 @@ class GroupedProduct(PackedProduct):
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)
         self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
-        grouped.prepare(self.weight)
+        self._product = grouped.Product(self.weight, outputs)
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +83,7 @@ class GroupedProduct(PackedProduct):
         return grouped.rows_of(self.weight, ids)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return grouped.product(x, self.weight, self.outputs)
+        return self._product(x)
 
 
 class GroupedExperts:

@@ -164,8 +164,8 @@ class CpuDeferred(CpuScheme):
 
     def _run(self, *arguments: Any) -> None:
         xbc, _, nodes = arguments[:3]
-        c, length = self.config, int(nodes.journal_len.max(initial=0))
-        work = len(xbc) * c.inner_size * (c.state_size + length + nodes.rows.shape[1])
+        c, seen = self.config, nodes.journal.shape[1] + nodes.rows.shape[1]  # at most
+        work = len(xbc) * c.inner_size * (c.state_size + seen)
         cpu.deferred_verify(work, *arguments)
 
     def _buffers(self, layer: int) -> cpu.Buffers:

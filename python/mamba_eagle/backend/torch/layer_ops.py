@@ -35,12 +35,17 @@ class OneDnnLinear:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed is None or x.shape[0] < MIN_ROWS:
             return F.linear(x, self.weight, bias)
-        rows = x.shape[0]
-        missing = padded_rows(rows) - rows
-        if missing:
-            x = F.pad(x, (0, 0, 0, missing))
-        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return y[:rows] if missing else y
+        return onednn_product(x, self.packed, bias)
+
+
+def onednn_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, in], packed by ``_reorder_linear_weight``, bias [out] or None -> [n, out]."""
+    rows = x.shape[0]
+    missing = padded_rows(rows) - rows
+    if missing:
+        x = F.pad(x, (0, 0, 0, missing))
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y[:rows] if missing else y
 
 
 class HostOps(LayerOps):

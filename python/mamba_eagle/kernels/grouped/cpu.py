@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.grouped.cpu_weights import order_nibbles
-from mamba_eagle.kernels.numba_math import exactly
+from mamba_eagle.kernels.numba_math import exactly, numba
 from mamba_eagle.kernels.vector_code import (
     F32,
     FLOATS,
@@ -29,10 +29,12 @@ from mamba_eagle.kernels.vector_code import (
     I64,
     INTS,
     LANES,
+    Call,
     Code,
     SpanKernel,
     has,
     ir,
+    pointer_to,
     vector_code,
 )
 from mamba_eagle.kernels.vector_transpose import transpose
@@ -320,37 +322,56 @@ PRODUCTS = {
 }
 
 
-def prepare(weight: Blocks) -> None:
-    """Compile what multiplies this weight, or load it from Numba's cache."""
-    product_of(weight).prepare()
-    rounded(torch.zeros(1, GROUP))
-
-
 def product_of(weight: Blocks) -> SpanKernel:
     wide = weight.scale.dtype == torch.float32
     return PRODUCTS[Form(weight.bits, wide, weight.minimum is not None)]
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [n, in] -> numbers [n, in] int8, their scales and sums [n, in / 32], float32 and int32."""
-    n, groups = len(x), x.shape[1] // GROUP
-    numbers = torch.empty(n, x.shape[1], dtype=torch.int8)
-    scale, total = torch.empty(n, groups), torch.empty(n, groups, dtype=torch.int32)
-    round_rows(x.contiguous().numpy(), numbers.numpy(), scale.numpy(), total.numpy())
-    return numbers, scale, total
+def _round_span(arguments, first, last):  # noqa: ANN001, ANN202
+    """Rows [first, last) by round_rows. Arguments: numbers, scale and total as in a product, and
+    from the eighth on n, in / 32; the last one is x."""
+    given = numba.carray(pointer_to(arguments), 11, np.int64)
+    n, groups = given[7], given[8]
+    x = numba.carray(pointer_to(given[10]), (n, groups * GROUP), np.float32)
+    numbers = numba.carray(pointer_to(given[0]), (n, groups * GROUP), np.int8)
+    scale = numba.carray(pointer_to(given[1]), (n, groups), np.float32)
+    total = numba.carray(pointer_to(given[2]), (n, groups), np.int32)
+    round_rows(x[first:last], numbers[first:last], scale[first:last], total[first:last])
+
+
+ROUND = SpanKernel(_round_span)
+
+
+class Product:
+    """y = x Wᵀ for x rounded to int8, with a weight of ``outputs`` outputs."""
+
+    def __init__(self, weight: Blocks, outputs: int) -> None:
+        self.weight, self.outputs = weight, outputs
+        self.blocks, self.inputs = len(weight.codes), weight.inputs
+        self.width = self.blocks * LANES
+        self._bytes = self.inputs + 8 * (self.inputs // GROUP)  # of a rounded row
+        minimum = 0 if weight.minimum is None else weight.minimum.data_ptr()
+        stored = (weight.codes.data_ptr(), weight.scale.data_ptr(), minimum)
+        sizes = (0, self.inputs // GROUP, self.width)
+        self._call = Call(product_of(weight), 0, 0, 0, *stored, 0, *sizes, 0)
+        ROUND.prepare()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32 -> [n, outputs]."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        n, call = x.shape[0], self._call
+        y, rounded = torch.empty(n, self.width), torch.empty(n * self._bytes, dtype=torch.uint8)
+        given, numbers = call.arguments, rounded.data_ptr()
+        scales = numbers + n * self.inputs
+        totals = scales + n * self.inputs * 4 // GROUP
+        given[0], given[1], given[2], given[6] = numbers, scales, totals, y.data_ptr()
+        given[7], given[10] = n, x.data_ptr()
+        ROUND.run(n, n * self.inputs, call.address)
+        call.run(self.blocks, n * self.inputs * self.width)
+        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
 
 
 def product(x: Tensor, weight: Blocks, outputs: int) -> Tensor:
-    """y = x Wᵀ for x rounded to int8: x [n, in] float32 -> [n, outputs]."""
-    n, groups, width = len(x), weight.inputs // GROUP, len(weight.codes) * LANES
-    numbers, scale, total = rounded(x)
-    y = torch.empty(n, width)
-    minimum = 0 if weight.minimum is None else weight.minimum.data_ptr()
-    product_of(weight)(
-        len(weight.codes),
-        n * weight.inputs * width,
-        *(numbers.data_ptr(), scale.data_ptr(), total.data_ptr()),
-        *(weight.codes.data_ptr(), weight.scale.data_ptr(), minimum),
-        *(y.data_ptr(), n, groups, width),
-    )
-    return y if outputs == width else y[:, :outputs].contiguous()
+    """One such product."""
+    return Product(weight, outputs)(x)

@@ -22,6 +22,7 @@ from mamba_eagle.kernels.vector_code import (
     I64,
     INTS,
     LANES,
+    Call,
     Code,
     SpanKernel,
     vector_code,
@@ -169,14 +170,27 @@ PRODUCTS = {
 }
 
 
+class Product:
+    """y = x Wᵀ with panels of ``outputs`` outputs."""
+
+    def __init__(self, weight: Tensor, outputs: int) -> None:
+        self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
+        self.inputs, self.width = weight.shape[2], weight.shape[0] * PANEL
+        sizes = (0, self.inputs, self.width)
+        self._call = Call(PRODUCTS[weight.dtype], 0, weight.data_ptr(), 0, *sizes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32 -> [n, outputs]."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        n, call = x.shape[0], self._call
+        y = torch.empty(n, self.width)
+        given = call.arguments
+        given[0], given[2], given[3] = x.data_ptr(), y.data_ptr(), n
+        call.run(self.count, n * self.inputs * self.width)
+        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
+
+
 def product(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
-    """y = x Wᵀ. x [n, in] float32; weight: panels of ``outputs`` outputs -> [n, outputs]."""
-    x = x.contiguous()
-    (n, inputs), count = x.shape, len(weight)
-    y = torch.empty(n, count * PANEL)
-    PRODUCTS[weight.dtype](
-        count,
-        n * inputs * count * PANEL,
-        *(x.data_ptr(), weight.data_ptr(), y.data_ptr(), n, inputs, count * PANEL),
-    )
-    return y if outputs == count * PANEL else y[:, :outputs].contiguous()
+    """One such product."""
+    return Product(weight, outputs)(x)
