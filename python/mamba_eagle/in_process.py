@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it imports torch
     from mamba_eagle.runner.local import LocalRunner
 
 log = logging.getLogger("mamba_eagle.engine")
+COMPILED_MS = 1  # between two looks at grammars that are being compiled
 
 
 class LocalScheduler(SchedulerProcess):
@@ -46,7 +47,7 @@ class LocalScheduler(SchedulerProcess):
     def wait(self) -> None:
         """Sleeps until a message comes, unless there is a result to take."""
         if not self.runner.busy:
-            self.poller.poll()
+            self.poller.poll(COMPILED_MS if self.runner.compiles else None)
 
     def beat(self) -> None: ...
 

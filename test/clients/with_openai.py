@@ -23,7 +23,7 @@ from checks import (
     post,
     run,
 )
-from openai.types import Completion, Model
+from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -72,6 +72,17 @@ def completions() -> None:
     )
     equal("".join(p.choices[0].text for p in pieces if p.choices), whole.choices[0].text)
     equal(pieces[-1].usage.completion_tokens, whole.usage.completion_tokens)
+
+
+@check("embeddings: base64, which the client asks for by itself, and float")
+def embeddings() -> None:
+    made = client.embeddings.create(model=MODEL, input=[PROMPT, QUESTION])
+    equal([one.index for one in made.data], [0, 1])
+    plain = client.embeddings.create(model=MODEL, input=QUESTION, encoding_format="float")
+    for one, other in zip(made.data[1].embedding, plain.data[0].embedding, strict=True):
+        assert abs(one - other) < 1e-4, (one, other)
+    assert abs(sum(number**2 for number in plain.data[0].embedding) - 1) < 1e-4
+    equal(made.usage.prompt_tokens, made.usage.total_tokens)
 
 
 @check("chat.completions: plain, logprobs, raw stream, stream helper")
@@ -186,6 +197,9 @@ def strict_types() -> None:
         Completion.model_validate_json(
             post("/v1/completions", {**completion, **extra}), strict=True
         )
+    for given in (PROMPT, [PROMPT, QUESTION], [[5, 6], [7]]):
+        content = post("/v1/embeddings", {"model": MODEL, "input": given})
+        CreateEmbeddingResponse.model_validate_json(content, strict=True)
     tool = {"type": "function", "name": "add", "parameters": PARAMETERS}
     response = {"model": MODEL, "input": QUESTION, "max_output_tokens": 200, "temperature": 0}
     form = {"format": {"type": "json_schema", "name": "sum", "schema": PARAMETERS}}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 from llguidance import LLMatcher
 
 from mamba_eagle.constrain.request import RequestGrammar
@@ -14,6 +19,7 @@ from mamba_eagle.core import SamplingParams
 
 KEPT = 64  # compiled grammars; one in use takes up to some megabytes
 THREADS = 2
+NICE = 5  # of these threads: a share of about a quarter beside one that computes steps
 
 
 class Matchers:
@@ -28,7 +34,7 @@ class Matchers:
         self._load, self._eos = load, tuple(eos)
         self.words = (vocab_size + 31) // 32  # of a mask
         self._bases: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(THREADS, "grammars")
+        self._threads = ThreadPoolExecutor(THREADS, "grammars", initializer=yield_to_others)
         self._vocabulary: Future[Vocabulary] | None = None
 
     def prepare(self) -> Future[Vocabulary]:
@@ -39,14 +45,29 @@ class Matchers:
 
     def start(self, params: SamplingParams) -> RequestGrammar:
         """At the start of ``params.grammar``, which is compiled meanwhile."""
-        return RequestGrammar(self._base(params.grammar), params, self._eos, self.words)
+        return RequestGrammar(self.compile(params.grammar), params, self._eos, self.words)
 
-    def _base(self, text: str) -> Future[LLMatcher]:
+    def compile(self, text: str) -> Future[LLMatcher]:
+        """A matcher at the start of a grammar, which others copy."""
         base = self._bases.pop(text, None)
         if base is None:
-            vocabulary = self.prepare()
-            base = self._threads.submit(lambda: vocabulary.result().matcher(text))
+            base = self._threads.submit(self._compiled, text, self.prepare())
         self._bases[text] = base  # the last is the latest
         if len(self._bases) > KEPT:
             self._bases.popitem(last=False)
         return base
+
+    def _compiled(self, text: str, vocabulary: Future[Vocabulary]) -> LLMatcher:
+        base = vocabulary.result().matcher(text)
+        if not base.is_error():
+            # The lexer makes the states that a first mask needs, for all copies.
+            row = np.empty(self.words, dtype=np.uint32)
+            base.deep_copy().unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return base
+
+
+def yield_to_others() -> None:
+    """Let this thread compute when others do not need the processor; Linux can, per thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -347,6 +347,13 @@ class SimulateAcceptance(Message):
     length: float
 
 
+class CompileGrammar(Message):
+    """Compile a grammar beside the steps; the answer is a GrammarCompiled of the same number."""
+
+    number: int
+    text: str
+
+
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
 
 
@@ -395,6 +402,12 @@ class DecodeResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     problem: str = ""  # what the request's grammar says if no token could be sampled
 
 
+class GrammarCompiled(Message):
+    """A grammar is compiled, or cannot be: then its requests say so when they are served."""
+
+    number: int
+
+
 class StepResult(Message):
     """Answers a Plan; lists are in the plan's order."""
 
@@ -428,6 +441,6 @@ BEAT_SECONDS = 0.5
 
 ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache | Profile
 ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply | ProfileReply
-ToRunner = Plan | Shutdown | SimulateAcceptance | Profile
-FromRunner = RunnerReady | StepResult | ProfileReply
+ToRunner = Plan | Shutdown | SimulateAcceptance | Profile | CompileGrammar
+FromRunner = RunnerReady | StepResult | ProfileReply | GrammarCompiled
 ToWatchdog = Heartbeat

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +83,10 @@ class Constraints:
     def prepare(self) -> None:
         """Load the vocabulary in a thread, so that the first grammar need not wait for it."""
         self.matchers.prepare()
+
+    def compile(self, text: str) -> Future[Any]:
+        """Compile a grammar in a thread, so that no step waits for it."""
+        return self.matchers.compile(text)
 
     def release(self, slot: int) -> None:
         """The request in the slot has left."""

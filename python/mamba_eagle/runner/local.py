@@ -6,7 +6,16 @@ import dataclasses
 from collections import deque
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.message import FromRunner, Plan, Profile, SimulateAcceptance, ToRunner
+from mamba_eagle.message import (
+    CompileGrammar,
+    FromRunner,
+    Plan,
+    Profile,
+    Shutdown,
+    SimulateAcceptance,
+    ToRunner,
+)
+from mamba_eagle.runner.compiling import Compiling
 from mamba_eagle.runner.make import make_runner
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.profiler import StepProfiler
@@ -25,6 +34,7 @@ class LocalRunner:
         self._runner = runner
         self._launched: deque[Launched] = deque()
         self._replies: deque[FromRunner] = deque([runner.ready])
+        self._compiling = Compiling(runner.constraints)
         self._profiler = StepProfiler(self._finish)
         runner.before_waiting = self._finish
         runner.constraints.prepare()
@@ -39,6 +49,11 @@ class LocalRunner:
         """There is something to receive."""
         return bool(self._launched or self._replies)
 
+    @property
+    def compiles(self) -> bool:
+        """A grammar that threads compile may be there to receive at any time."""
+        return bool(self._compiling)
+
     def send(self, item: ToRunner) -> None:
         """On a CPU a plan is executed at once."""
         if isinstance(item, Plan):
@@ -46,12 +61,19 @@ class LocalRunner:
             self._profiler.launched()
         elif isinstance(item, Profile):
             self._replies.append(self._profiler.answer(item))
+        elif isinstance(item, CompileGrammar):
+            self._compiling.begin(item)
         elif isinstance(item, SimulateAcceptance):
             self._runner.simulate_accept_length(item.length)
+        else:
+            assert isinstance(item, Shutdown), f"no way to take a {type(item).__name__}"
+            self._finish()
+            self._runner.close()
 
     def receive(self, timeout_ms: int = -1) -> FromRunner | None:
         """Waits for the oldest step that was launched, whatever the time-out; None if there is
         none."""
+        self._replies += self._compiling.take_done()
         if self._replies:
             return self._replies.popleft()
         return self._launched.popleft().result() if self._launched else None

@@ -11,7 +11,7 @@ from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import JournalPart, PrefillItem, RunnerReady, StateSave
-from mamba_eagle.scheduler.pace import PromptPace
+from mamba_eagle.scheduler.pace import MIN_TOKENS, PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy
@@ -30,8 +30,9 @@ class PrefillManager:
         self, config: EngineConfig, policy: ShapePolicy, slots: Slots, runner: RunnerReady
     ) -> None:
         self.policy, self.slots = policy, slots
-        # most prompt tokens in one step
-        most = config.chunked_prefill_size or runner.chunked_prefill_size
+        # most prompt tokens in one step; stages that work at the same time get a part each
+        share = max(MIN_TOKENS, runner.chunked_prefill_size // runner.cohorts)
+        most = config.chunked_prefill_size or share
         paced = config.chunked_prefill_size is None
         self.pace = PromptPace(most, paced)
         self.journal_rows, self.keeps_outputs = runner.journal_rows, runner.keeps_outputs
@@ -81,7 +82,8 @@ class PrefillManager:
             return []
         leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
-        for request in self._in_order()[:LOOK_AHEAD]:
+        able = [request for request in self._in_order() if not request.waits_for_grammar]
+        for request in able[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0:
                 break
             self.is_full = self.slots.requests.num_free == 0

@@ -26,6 +26,7 @@ from mamba_eagle.message import (
     Generate,
     GetCache,
     GetState,
+    GrammarCompiled,
     Heartbeat,
     Outputs,
     Profile,
@@ -46,6 +47,7 @@ from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
 from mamba_eagle.message.link import Guard, read_link
 from mamba_eagle.scheduler.events import EventPublisher
+from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("mamba_eagle.scheduler")
@@ -80,6 +82,7 @@ class SchedulerProcess:
         self.heartbeats: Sender[ToWatchdog] = Sender(context, socket_dir, "to_watchdog")
         self.config = config
         self.scheduler: Scheduler
+        self.grammars: GrammarQueue
         self.events: EventPublisher | None = None
         self.flushes: list[int] = []  # calls that wait for the last plans to come back
         self.changed = False  # since the last integrity check
@@ -107,6 +110,7 @@ class SchedulerProcess:
             found[answer.rank] = answer
         ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
+        self.grammars = self.scheduler.grammars = GrammarQueue()
         events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
         if events is not None and isinstance(cache, RadixCache):
             self.events = EventPublisher(events, cache)
@@ -193,6 +197,8 @@ class SchedulerProcess:
                     )
                 case Profile():
                     self.plans.send(message)
+        for asked in self.grammars.take_unsent():
+            self.plans.send(asked)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -205,6 +211,8 @@ class SchedulerProcess:
         result = self.results.receive(timeout_ms=0)
         if isinstance(result, ProfileReply):
             self.outputs.send(result)
+        elif isinstance(result, GrammarCompiled):
+            self.grammars.compiled(result.number)
         elif result is not None:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))

@@ -51,6 +51,7 @@ class Request:
         self.accept_histogram: list[int] = []
         self.retractions = 0
         self.queue_time = -1.0  # seconds; negative: not admitted so far
+        self.waits_for_grammar = False  # until the runner has compiled it (grammars.py)
         self.input_logprobs: list[TokenLogprob] = []
         self.embedding = b""
         self._wait()

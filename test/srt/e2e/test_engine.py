@@ -111,6 +111,7 @@ def test_one_process_gives_the_texts_of_three(engine: Engine) -> None:
         assert alone["choices"][0]["message"] == three["choices"][0]["message"]
         with pytest.raises(EngineError, match="temperature = -1.0"):
             one.generate("x", {"temperature": -1})
+        assert one.generate("2 + 3 =", {**GREEDY, "regex": "(yes|no)!"})["text"] in ("yes!", "no!")
 
         async def by_loop() -> str:
             return (await one.async_generate(texts[1], sampling[1]))["text"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 
 from mamba_eagle.bench import results, server
 from mamba_eagle.bench.client import Client, ServerError, generate_all
+from mamba_eagle.bench.cpu_time import cpu_seconds, family, family_seconds
 from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench.server import ServerProcess
 
@@ -186,6 +190,15 @@ def test_acceptance_is_counted_where_steps_are() -> None:
 
 
 # ── result files ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processor_time_is_that_of_all_processes() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert child.pid in family(os.getpid()) and family(child.pid) == [child.pid]
+        child.kill()
+    assert cpu_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=0.1)
+    assert family_seconds(os.getpid()) >= cpu_seconds(os.getpid()) - 0.05
 
 
 def test_lines_are_added_behind_those_there_are(tmp_path: Path) -> None:

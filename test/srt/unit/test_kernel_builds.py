@@ -28,11 +28,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.builds import Build, DryRun, KernelBuilds, dry_run
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.compilations import Compilations
+from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner import model_runner
 from mamba_eagle.tree.shapes import step_shapes
@@ -67,7 +69,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("e2e/test_gpu_server.py counts real compilations")
     driver.set_active(NoDevice())
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
 
 
@@ -121,6 +123,20 @@ def names(builds: set[Build]) -> list[str]:
     return [f"{build.name}: {build.data}" for build in sorted(builds)]
 
 
+def test_what_was_compiled_before_is_not_launched_in_a_dry_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[bool] = []
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, grid, warmup, **options: launched.append(not warmup)
+    )
+    x = torch.zeros(2, 8)
+    with dry_run():
+        gated_norm(x, x, x[0], 1, 1e-5)
+    gated_norm(x, x, x[0], 1, 1e-5)
+    assert launched == [False, True]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
     hopper: None, folders: dict[str, Path | None], name: str
@@ -149,6 +165,7 @@ from numba.core.dispatcher import Dispatcher
 from runner_harness import Settings, write_tiny
 from test_kernel_builds import Load
 from mamba_eagle.kernels.compilations import Compilations
+from mamba_eagle.kernels.gated_norm.triton import gated_norm
 
 def overloads():
     found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]

@@ -1,4 +1,4 @@
-"""The end of the runner process, whatever signals come with it."""
+"""The runner process: what it does when nothing comes, and its end, whatever signals it gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import zmq
@@ -26,6 +27,7 @@ from mamba_eagle.message import (
     ToRunner,
 )
 from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.runner.worker import PATIENCE_MS, Worker
 
 # The runner as it is, with a model to which END_SIGNAL comes at a chosen moment.
 CHILD = """
@@ -42,11 +44,12 @@ def terminate(*_):
 class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
     constraints = types.SimpleNamespace(prepare=lambda: None)
-    drafts_ahead = False
+    drafts_ahead, turns = False, ()
     close = lambda self: None
     look_ahead = lambda self, plans: None
 
     def __init__(self, config, group, stages):
+        self.config = config
         self.ready = RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
             vocab_size=1, eos_token_ids=[], pid=os.getpid(), details={},
@@ -133,3 +136,30 @@ def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
         assert ask(5, 9).problem == ""
         step(4)
         assert ask(6, 0).steps == 1  # ended before it was full
+
+
+def test_a_stage_that_hears_nothing_commits_what_is_open() -> None:
+    """So that an idle server holds no message back."""
+    committed: list[bool] = []
+    heard: list[int] = []
+
+    class Turns:
+        commit = staticmethod(lambda: committed.append(True))
+
+        def __len__(self) -> int:
+            return 1 - len(committed)
+
+    def receive(timeout_ms: int = -1) -> Shutdown | None:
+        heard.append(timeout_ms)
+        return Shutdown() if committed else None
+
+    runner: Any = SimpleNamespace(
+        turns=Turns(),
+        drafts_ahead=False,
+        constraints=None,
+        config=SimpleNamespace(answering_rank=1),
+    )
+    plans: Any = SimpleNamespace(receive=receive)
+    unused: Any = None
+    Worker(runner, plans, unused, unused, rank=0).serve()
+    assert committed == [True] and heard == [PATIENCE_MS, -1]

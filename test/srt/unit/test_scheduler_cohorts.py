@@ -62,6 +62,15 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     assert first.decode is not None and first.after == chunks[-1].step
 
 
+@pytest.mark.parametrize(("cohorts", "most"), [(1, 1024), (3, 341), (8, 256)])
+def test_stages_share_the_prompt_tokens_of_a_step(cohorts: int, most: int) -> None:
+    """Else one would wait for the pass of another; but very short passes are not worth it."""
+    config, runner = EngineConfig(), FakeRunner(*SIZES, cohorts=cohorts)
+    assert Server(config, runner).scheduler.prefill.pace.tokens(decodes=False) == most
+    config = EngineConfig(chunked_prefill_size=700)
+    assert Server(config, runner).scheduler.prefill.pace.tokens(decodes=False) == 700
+
+
 def test_groups_stay_equal_when_requests_leave() -> None:
     """Whoever is left is shared out again."""
     config = EngineConfig(speculative_algorithm="NONE")

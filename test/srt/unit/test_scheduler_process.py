@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 import zmq
 from fake_runner import FakeRunner, expected_text
@@ -19,10 +20,12 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import (
     Abort,
+    CompileGrammar,
     FlushCache,
     FlushReply,
     Generate,
     GetState,
+    GrammarCompiled,
     Outputs,
     Plan,
     Ready,
@@ -60,6 +63,8 @@ class Rig:
         plan = self.to_runner.receive(timeout_ms=2)
         if isinstance(plan, Plan):
             self.from_runner.send(self.runner.execute(plan))
+        if isinstance(plan, CompileGrammar):
+            self.from_runner.send(GrammarCompiled(number=plan.number))
         self.shutdown = self.shutdown or isinstance(plan, Shutdown)
         while (item := self.to_server.receive(timeout_ms=0)) is not None:
             self.received += item.outputs if isinstance(item, Outputs) else [item]
@@ -124,6 +129,12 @@ def test_serves_requests_and_answers_questions(rig):
     assert rig.until_end_of("b").finish.matched == "x"
     assert rig.until_end_of("c").finish.kind == "abort"
     assert rig.state()["num_aborted_requests_total"] == 1
+
+    # the fake runner ignores what the grammar says, but not that it is to be compiled
+    constrained = msgspec.structs.replace(LONG, grammar="start: /a/")
+    rig.to_scheduler.send(Generate(rid="d", token_ids=prompt, sampling=constrained))
+    rig.until_end_of("d")
+    assert rig.text("d") == expected_text(prompt, constrained)
     time.sleep(0.1)
     assert rig.process.poll() is None, rig.process.stderr.read()
 

@@ -6,7 +6,8 @@ compiling or launching anything, and ``Builders`` compiles them side by side. Th
 Triton's cache on disk, where the launches that follow find them, and so does every later start.
 
 A dry run takes each launch as done and lets torch's operations run. New memory is zeroed meanwhile,
-so that indices which a kernel would have written are valid.
+so that indices which a kernel would have written are valid. Kernels that this process has compiled
+before are not launched either: they would read what others have not written.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 log = logging.getLogger("mamba_eagle.runner")
 
@@ -87,12 +89,27 @@ def _zeroed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _nothing_launched() -> Iterator[None]:
+    """Kernels are at most looked up, as for Triton's own warm-up of one."""
+    run = JITFunction.run
+
+    def looked_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = looked_up  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def dry_run() -> Iterator[DryRun]:
     """Within, no kernel is compiled or launched that was not before; yields those that would be."""
     run, before = DryRun(), knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = run.hook
     try:
-        with _zeroed():
+        with _zeroed(), _nothing_launched():
             yield run
     finally:
         knobs.runtime.jit_cache_hook = before

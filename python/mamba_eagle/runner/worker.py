@@ -1,0 +1,116 @@
+"""The loop of a runner process: messages in, results out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+
+from mamba_eagle.message import (
+    CompileGrammar,
+    FromRunner,
+    Plan,
+    Profile,
+    Shutdown,
+    SimulateAcceptance,
+    ToRunner,
+)
+from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.runner.agreement import RanksDiffer
+from mamba_eagle.runner.compiling import Compiling
+from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.profiler import StepProfiler
+from mamba_eagle.runner.pulse import Pulse
+from mamba_eagle.runner.steps.launched import Launched
+from mamba_eagle.runner.turns import Begun, PlanTooEarly
+
+# Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
+POLL_SECONDS = 2e-5
+COMPILED_MS = 1  # between two looks at grammars that are being compiled, while nothing else is done
+# After that long without a plan an earlier pipeline stage commits what it has begun.
+PATIENCE_MS = 100
+
+
+class Worker:
+    """Executes what the scheduler asks for, in order."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        plans: Receiver[ToRunner],
+        results: Sender[FromRunner],
+        pulse: Pulse,
+        rank: int,
+    ) -> None:
+        self.runner, self.plans, self.results, self.pulse = runner, plans, results, pulse
+        self.rank, self.answers = rank, rank == runner.config.answering_rank
+        self.received: deque[ToRunner] = deque()  # and not yet handled
+        self.launched: deque[Launched] = deque()
+        self.compiling = Compiling(runner.constraints)
+        self.profiler = StepProfiler(finish=self._send_all)
+        runner.before_waiting = self._send_all
+
+    def serve(self) -> None:
+        """Returns when it is told to stop."""
+        while not isinstance(message := self._next(), Shutdown):
+            if isinstance(message, SimulateAcceptance):
+                self.runner.simulate_accept_length(message.length)
+            elif isinstance(message, Profile):
+                if self.rank == 0:  # the others' steps are the same
+                    self.results.send(self.profiler.answer(message))
+            elif isinstance(message, CompileGrammar):
+                self.compiling.begin(message)
+            elif message is not None:
+                self._launch(message)
+            while self.launched and self.launched[0].done:
+                self._send_result()
+            for answer in self.compiling.take_done():
+                if self.answers:
+                    self.results.send(answer)
+
+    def _next(self) -> ToRunner | None:
+        """The next message; None if the oldest launched step is done before one comes, or if a
+        grammar may be."""
+        if not self.received and (message := self._wait()) is not None:
+            self.received.append(message)
+        while self.runner.drafts_ahead and (message := self.plans.receive(timeout_ms=0)):
+            self.received.append(message)
+        return self.received.popleft() if self.received else None
+
+    def _wait(self) -> ToRunner | None:
+        plans = self.plans
+        if not self.launched:
+            if self.compiling:
+                return plans.receive(timeout_ms=COMPILED_MS)
+            if not len(self.runner.turns):
+                return plans.receive()
+            if (plan := plans.receive(timeout_ms=PATIENCE_MS)) is None:
+                self.runner.turns.commit()
+            return plan
+        while (plan := plans.receive(timeout_ms=0)) is None and not self.launched[0].done:
+            time.sleep(POLL_SECONDS)
+        return plan
+
+    def _launch(self, plan: Plan) -> None:
+        others = [message for message in self.received if isinstance(message, Plan)]
+        try:
+            with self.pulse.launching():
+                self.runner.look_ahead([plan, *others])
+                step = self.runner.launch(plan)
+        except (RanksDiffer, PlanTooEarly) as error:
+            sys.exit(f"error: {error}")
+        if isinstance(step, Begun):
+            self.pulse.step_ended()  # nobody waits for what this rank finds
+        else:
+            self.launched.append(step)
+        self.profiler.launched()
+
+    def _send_result(self) -> None:
+        result = self.launched.popleft().result()
+        if self.answers:
+            self.results.send(result)
+        self.pulse.step_ended()
+
+    def _send_all(self) -> None:
+        while self.launched:
+            self._send_result()

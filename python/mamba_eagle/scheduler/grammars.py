@@ -1,0 +1,57 @@
+"""Requests that wait until the runner has compiled their grammars.
+
+The largest grammars take a second to compile. A runner that met one unprepared would wait for it in
+the middle of a step, and everybody with it. So it is asked when the request arrives, and admits the
+request when it has compiled the grammar. Others may overtake it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from mamba_eagle.message import CompileGrammar
+from mamba_eagle.scheduler.request import Request
+
+# Texts that the runner still has, the latest last. It keeps some more (constrain/matchers.py).
+REMEMBERED = 48
+
+
+class GrammarQueue:
+    """Which grammars are compiled, and who waits for the others."""
+
+    def __init__(self) -> None:
+        self._compiled: OrderedDict[str, None] = OrderedDict()
+        self._asked: dict[int, str] = {}  # texts by number
+        self._waiting: dict[str, list[Request]] = {}
+        self._num_asked = 0
+        self._unsent: list[CompileGrammar] = []
+
+    def add(self, request: Request) -> None:
+        """A request has arrived; it waits if its grammar is not compiled."""
+        text = request.sampling.grammar
+        if not text:
+            return
+        if text in self._compiled:
+            self._compiled.move_to_end(text)
+            return
+        if text not in self._waiting:
+            self._num_asked += 1
+            self._asked[self._num_asked] = text
+            self._unsent.append(CompileGrammar(number=self._num_asked, text=text))
+        self._waiting.setdefault(text, []).append(request)
+        request.waits_for_grammar = True
+
+    def take_unsent(self) -> list[CompileGrammar]:
+        """What the runner has to be asked for, once."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def compiled(self, number: int) -> None:
+        """The runner has compiled a grammar, or has found what is wrong with it: a request that
+        cannot be served ends when it is."""
+        text = self._asked.pop(number)
+        for request in self._waiting.pop(text):
+            request.waits_for_grammar = False
+        self._compiled[text] = None
+        if len(self._compiled) > REMEMBERED:
+            self._compiled.popitem(last=False)
