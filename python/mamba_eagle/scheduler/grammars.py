@@ -12,8 +12,9 @@ from collections import OrderedDict
 from mamba_eagle.message import CompileGrammar
 from mamba_eagle.scheduler.request import Request
 
-# Texts that the runner still has, the latest last. It keeps some more (constrain/matchers.py).
-REMEMBERED = 48
+# Texts that the runner still has. It keeps twice as many (constrain/matchers.py), and forgets those
+# first that were compiled and begun longest ago, as here.
+REMEMBERED = 32
 
 
 class GrammarQueue:
@@ -32,7 +33,6 @@ class GrammarQueue:
         if not text:
             return
         if text in self._compiled:
-            self._compiled.move_to_end(text)
             return
         if text not in self._waiting:
             self._num_asked += 1
@@ -40,6 +40,16 @@ class GrammarQueue:
             self._unsent.append(CompileGrammar(number=self._num_asked, text=text))
         self._waiting.setdefault(text, []).append(request)
         request.waits_for_grammar = True
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether the runner has the grammar of a request that there is room for now. If it waited
+        for so long that the grammar may be forgotten, it waits for it once more."""
+        text = request.sampling.grammar
+        if text in self._compiled:
+            self._compiled.move_to_end(text)
+        else:
+            self.add(request)
+        return not request.waits_for_grammar
 
     def take_unsent(self) -> list[CompileGrammar]:
         """What the runner has to be asked for, once."""

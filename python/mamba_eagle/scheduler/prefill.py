@@ -11,6 +11,7 @@ from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import JournalPart, PrefillItem, RunnerReady, StateSave
+from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import MIN_TOKENS, PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
@@ -41,6 +42,7 @@ class PrefillManager:
         self.nodes = config.tree_shape.nodes
         self.drafter_needs_history = needs_history(config.speculative_algorithm)
         self.reserve = max(1, slots.states.total // 8)  # state slots that spare saves leave free
+        self.grammars: GrammarQueue | None = None  # set where the runner compiles beside its steps
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
         self.is_full = False  # the last plan had no slots for a request that waits
@@ -89,6 +91,8 @@ class PrefillManager:
             self.is_full = self.slots.requests.num_free == 0
             if self.is_full:
                 break
+            if self.grammars is not None and not self.grammars.may_begin(request):
+                continue
             match = self.slots.cache.match(request.to_prefill, request.hit_limit, request.salt)
             if self._prefix_is_coming(request, match, leaving):
                 continue  # others may overtake it: this lasts a few steps only

@@ -110,7 +110,7 @@ class SchedulerProcess:
             found[answer.rank] = answer
         ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
-        self.grammars = self.scheduler.grammars = GrammarQueue()
+        self.grammars = self.scheduler.prefill.grammars = GrammarQueue()
         events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
         if events is not None and isinstance(cache, RadixCache):
             self.events = EventPublisher(events, cache)
@@ -197,8 +197,6 @@ class SchedulerProcess:
                     )
                 case Profile():
                     self.plans.send(message)
-        for asked in self.grammars.take_unsent():
-            self.plans.send(asked)
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -206,6 +204,8 @@ class SchedulerProcess:
             self.plans.send(plan)
             if self.events is not None:
                 self.events.publish()
+        for asked in self.grammars.take_unsent():
+            self.plans.send(asked)
 
     def receive_results(self) -> None:
         result = self.results.receive(timeout_ms=0)

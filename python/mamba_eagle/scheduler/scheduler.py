@@ -27,7 +27,6 @@ from mamba_eagle.message import (
 )
 from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.decode import DecodeManager
-from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
 from mamba_eagle.scheduler.prefill import PrefillManager
 from mamba_eagle.scheduler.request import Request, rank
@@ -69,7 +68,6 @@ class Scheduler:
         self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
-        self.grammars: GrammarQueue | None = None  # set where the runner compiles beside its steps
         self._live: dict[str, Request] = {}  # requests that have not ended
         self._admitted: list[Request] = []  # requests that hold slots, ended ones until released
         self._in_flight: deque[PlanDraft] = deque()
@@ -95,8 +93,8 @@ class Scheduler:
         eos = tuple(self.runner.eos_token_ids)
         request = Request(message, self._num_added, eos, self.runner.context_length)
         self._live[request.rid] = request
-        if self.grammars is not None:
-            self.grammars.add(request)
+        if self.prefill.grammars is not None:
+            self.prefill.grammars.add(request)
         self.prefill.add(request)
         return []
 

@@ -19,7 +19,7 @@ def under(text: str) -> SamplingParams:
 def server() -> tuple[Server, GrammarQueue]:
     config = EngineConfig(speculative_algorithm="NONE", queue_timeout=5.0)
     serving, queue = Server(config, FakeRunner(4000, 40, 2, 400)), GrammarQueue()
-    serving.scheduler.grammars = queue
+    serving.scheduler.prefill.grammars = queue
     return serving, queue
 
 
@@ -56,6 +56,29 @@ def test_a_grammar_is_asked_for_once_as_long_as_the_runner_has_it(monkeypatch) -
         assert serving.last[f"r{number}"].finish.kind != "abort"
     # "b" was forgotten when "c" came
     assert queue._num_asked == 4
+
+
+def test_a_grammar_that_was_forgotten_in_the_queue_is_asked_for_again(monkeypatch) -> None:
+    """Once, when there is room for its request, and not before."""
+    monkeypatch.setattr(grammars, "REMEMBERED", 1)
+    serving, queue = server()
+    for rid in ("one", "two"):
+        serving.add(rid, [1] * 5, FREE)
+    serving.step()  # no slot is left
+    for text in "ab":
+        serving.add(text, [ord(text)] * 5, under(text))
+    for asked in queue.take_unsent():
+        queue.compiled(asked.number)
+    assert serving.scheduler.prefill.waiting and queue.take_unsent() == []
+    while not (again := queue.take_unsent()):
+        serving.step()
+    assert [each.text for each in again] == ["a"]
+    queue.compiled(again[0].number)
+    while not serving.scheduler.idle:
+        serving.step()
+        for asked in queue.take_unsent():
+            queue.compiled(asked.number)
+    assert {rid for rid, last in serving.last.items() if last.finish} == {"one", "two", "a", "b"}
 
 
 def test_a_request_that_waits_for_its_grammar_can_be_aborted_and_expires() -> None:
