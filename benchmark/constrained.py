@@ -315,6 +315,54 @@ def step_times(args: argparse.Namespace) -> Iterator[results.Line]:
             }
 
 
+class NoConstraints:
+    """In place of a runner's ``Constraints``: no request has a grammar, and nothing is asked."""
+
+    steers_drafts = False
+
+    def any(self, slots: Sequence[int]) -> bool:
+        return False
+
+    def observe_accepted(self, slots: Sequence[int], accepted: Any) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+def free_step_times(args: argparse.Namespace) -> Iterator[results.Line]:
+    """Steps that no grammar constrains, with the runner's questions for grammars and without."""
+    length = args.tokens
+    engine = engine_of(args, max(args.batch_size), 64 + length)
+    runner: Any = engine.runner
+    asks, none = runner.constraints, NoConstraints()
+    for batch in args.batch_size:
+        prompts = synthetic_prompts(
+            from_arguments(EngineConfig, args), engine.ready.vocab_size, batch, 64
+        )
+        times: dict[Any, list[float]] = {asks: [], none: []}
+        for round_ in range(args.rounds + 1):
+            for way in times if round_ % 2 else reversed(times):
+                run = engine.start(prompts, greedy(length))
+                runner.constraints = runner.step.constraints = way
+                before = time.process_time()
+                made = run.finish()
+                spent = time.process_time() - before
+                runner.constraints = runner.step.constraints = asks
+                if round_:
+                    times[way].append(1e3 * spent / len(made.step_seconds))
+        yield {
+            "name": "free_step_ms",
+            "algorithm": runner.config.speculative_algorithm,
+            "shape": engine.shape.name,
+            "batch": batch,
+            "without_questions": round(min(times[none]), 4),
+            "with_questions": round(min(times[asks]), 4),
+            "ratio": round(min(times[asks]) / min(times[none]), 4),
+            "median_ratio": round(
+                statistics.median(a / b for a, b in zip(times[asks], times[none])), 4
+            ),
+        }
+
+
 # ── extraction ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -410,6 +458,7 @@ PARTS = {
     "trees": tree_times,
     "compile": compile_times,
     "steps": step_times,
+    "free": free_step_times,
     "extraction": extraction,
 }
 

@@ -22,7 +22,7 @@ from mamba_eagle.kernels.numba_math import kernel, numba
 
 # Operations (multiply-adds, roughly) below which a parallel loop takes longer to start than it
 # saves: waking a worker that sleeps takes 10 to 50 µs.
-MIN_PARALLEL = 400_000
+MIN_PARALLEL = 800_000
 
 _threads = 1
 

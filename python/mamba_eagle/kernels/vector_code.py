@@ -28,7 +28,9 @@ except ImportError:  # without Numba nothing here is called
 
 LANES = 16  # outputs per block
 ROW_TILES = (8, 4, 2, 1)  # rows that share a pass over a block
-MIN_PARALLEL = 1_000_000  # multiply-adds below which a call stays on its thread
+# Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
+# where it sleeps on a virtual machine.
+MIN_PARALLEL = 100_000
 
 if ir is None:
     F32 = HALF = I8 = I16 = I32 = I64 = FLOATS = INTS = None
@@ -217,7 +219,8 @@ class SpanKernel:
                 _spread.parallel(self._address, 0, 0, 0)  # compiles it, and calls nothing
 
     def __call__(self, units: int, work: int, *arguments: int) -> None:
-        """units: what is shared out to threads; work: multiply-adds; arguments: pointers, sizes."""
+        """units: what is shared out to threads; work: nanoseconds that it would take one core,
+        roughly; arguments: pointers, sizes."""
         self.prepare()
         given = (ctypes.c_int64 * len(arguments))(*arguments)
         self.run(units, work, ctypes.addressof(given))

@@ -23,6 +23,8 @@ from mamba_eagle.kernels.vector_code import (
     vector_code,
 )
 
+BYTES_PER_NS = 4  # that a core transposes
+
 
 def _blocks(bits: int) -> Any:
     """Blocks of 16 rows [16, in] -> [in, 16]; in: a multiple of 16.
@@ -86,4 +88,4 @@ def transpose(rows: Tensor, blocks: Tensor) -> None:
         blocks.copy_(rows.unflatten(0, (-1, LANES)).transpose(1, 2))
         return
     kernel = _KERNELS[rows.dtype.itemsize]
-    kernel(len(blocks), rows.numel(), rows.data_ptr(), blocks.data_ptr(), inputs)
+    kernel(len(blocks), rows.nbytes // BYTES_PER_NS, rows.data_ptr(), blocks.data_ptr(), inputs)

@@ -87,8 +87,11 @@ class MasksOnDemand(MasksFirst):
                 walks.append(_Walk(i, grammar, *trees[i], self._is_resampled(slot)))
             elif grammar is not None:
                 at_once[i] = trees[i]
-        allowed, marks = self.constraints.masks(slots, at_once, logits.shape[1])
-        allowed = self._joined(allowed, self._masks_ahead(walks), logits.shape[1])
+        allowed, marks = None, Marks({}, {})
+        if at_once:
+            allowed, marks = self.constraints.masks(slots, at_once, logits.shape[1])
+        if ahead := self._masks_ahead(walks):
+            allowed = self._joined(allowed, ahead, logits.shape[1])
         target = self.chooser.sample(slots, logits, positions, tree, allowed)
         if walks:
             self._walk(walks, slots, logits, positions, target)
@@ -162,12 +165,8 @@ class MasksOnDemand(MasksFirst):
             self.place.to_device(list(rows)), buffer.to(self.place.device, non_blocking=True)
         )
 
-    def _joined(
-        self, allowed: TokenMasks | None, ahead: Sequence[_Walk], nodes: int
-    ) -> TokenMasks | None:
+    def _joined(self, allowed: TokenMasks | None, ahead: Sequence[_Walk], nodes: int) -> TokenMasks:
         """Masks, and those of the roots of requests."""
-        if not ahead:
-            return allowed
         rows, masks = self._as_masks(
             [walk.index * nodes for walk in ahead], [walk.mask for walk in ahead]
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, multiplies
-from mamba_eagle.kernels import threads
+from mamba_eagle.kernels import threads, vector_code
 from mamba_eagle.kernels.grouped import cpu, naive
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_math import numba
@@ -109,6 +109,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(
     x = normal(9, product.inputs, seed=2)
     alone = product(x, None)
     monkeypatch.setattr(threads, "_threads", 3)
+    monkeypatch.setattr(vector_code, "MIN_PARALLEL", 0)
     assert torch.equal(product(x, None), alone)
 
 

@@ -14,11 +14,12 @@ import torch
 from forms import (
     DEVICE,
     GPU,
+    HAS_TRITON,
     INTERPRETED,
     backend_of,
     device_of,
     every_form,
-    in_the_interpreter,
+    run_in_the_interpreter,
     runs_kernels,
 )
 from tensor_checks import torch_backend
@@ -32,7 +33,13 @@ from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, sample
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
-test_in_the_interpreter = in_the_interpreter
+
+@pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """This file and its neighbours: a process takes longer to start than most of the tests."""
+    names = ("sampling", "sampling_noise", "top_log_probs", "top_noisy")
+    run_in_the_interpreter(*(request.path.with_name(f"test_{name}.py") for name in names))
+
 
 EOS, PROMPT = 0, [3, 3, 5, 1]
 OTHERS = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
@@ -153,13 +160,13 @@ def nodes_of(positions: Tensor) -> SampledNodes:
 
 
 def in_kernels(made: Case, **sizes: int) -> Tensor:
-    from mamba_eagle.kernels.sampling.triton import sample_nodes
+    from mamba_eagle.kernels.sampling.triton import Sizes, sample_nodes
 
     state, tree, positions, logits = made
     assert isinstance(state.tables, SamplingTables)
     slots = torch.arange(len(logits), device=state.device)
     nodes = SampledNodes(slots, positions, tree.tokens, tree.ancestors)
-    return sample_nodes(logits, nodes, state.tables, **sizes).cpu()
+    return sample_nodes(logits, nodes, state.tables, Sizes(**sizes)).cpu()
 
 
 def in_torch(made: Case) -> Tensor:

@@ -2,19 +2,19 @@
 
 That the hash is the published one, and the noise uniform, independent and Gumbel, is tested in
 unit/test_sampler.py.
+
+Triton's interpreter runs this file beside test_sampling.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from forms import TORCH, TRITON, device_of, in_the_interpreter
+from forms import TORCH, TRITON, device_of
 from torch import Tensor
 
 from mamba_eagle.kernels.sampling_noise import naive
 from mamba_eagle.kernels.sampling_noise import torch as noise_torch
-
-test_in_the_interpreter = in_the_interpreter
 
 SEEDS, POSITIONS = (0, 2**63 - 1, 1234567), (0, 131_071, 1)
 LOWEST = -1.0  # below it float32 rounds 1 - u, of which noise is made, too coarsely to compare

@@ -1,4 +1,7 @@
-"""The best tokens of rows of logits, in each form against naive.py."""
+"""The best tokens of rows of logits, in each form against naive.py.
+
+Triton's interpreter runs this file beside test_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from forms import (
     GPU,
     device_of,
     every_form,
-    in_the_interpreter,
     needs_numba,
     runs_kernels,
 )
@@ -19,8 +21,6 @@ from torch import Tensor
 from mamba_eagle.kernels.top_log_probs import cpu, naive
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as torch_top_log_probs
-
-test_in_the_interpreter = in_the_interpreter
 
 
 def top(form: str, logits: Tensor, k: int, block: int = 64) -> TopTokens:

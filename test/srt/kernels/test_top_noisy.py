@@ -1,4 +1,7 @@
-"""The best guesses of samples whose noise is known, in each form against naive.py."""
+"""The best guesses of samples whose noise is known, in each form against naive.py.
+
+Triton's interpreter runs this file beside test_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import DEVICE, GPU, backend_of, device_of, every_form, in_the_interpreter, runs_kernels
+from forms import DEVICE, GPU, backend_of, device_of, every_form, runs_kernels
 from torch import Tensor
 
 from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy import naive
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-
-test_in_the_interpreter = in_the_interpreter
 
 TEMPERATURES = [0.0, 1.0, 0.3, 5.0]
 SEEDS = [3, 2**63 - 1, 77, 0]
@@ -118,7 +119,7 @@ def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
     from test_sampling import nodes_of, state_of
 
     from mamba_eagle.core import SamplingParams
-    from mamba_eagle.kernels.sampling.triton import sample_nodes
+    from mamba_eagle.kernels.sampling.triton import Sizes, sample_nodes
 
     params = [SamplingParams(seed=n, temperature=t) for n, t in enumerate((0.0, 1e-5, 0.7, 900.0))]
     state = state_of(params, 90, kernels=True)
@@ -129,9 +130,8 @@ def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
     noise = NoiseKeys(slots, positions, state.numbers, state.integers, 90)
     guessed = backend_of("triton").top_noisy(logits, None, noise, 2)
     assert state.tables is not None
-    sampled = sample_nodes(
-        logits, nodes_of(positions[:, None].expand(-1, 5)), state.tables, block=32, sub=4
-    )
+    nodes = nodes_of(positions[:, None].expand(-1, 5))
+    sampled = sample_nodes(logits, nodes, state.tables, Sizes(block=32, sub=4))
     assert torch.equal(guessed.tokens[..., 0], sampled)
 
 

@@ -69,7 +69,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("e2e/test_gpu_server.py counts real compilations")
     driver.set_active(NoDevice())
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
 
 

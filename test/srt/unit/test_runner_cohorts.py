@@ -18,7 +18,8 @@ import msgspec
 import pytest
 import test_runner_stages
 import torch
-from runner_harness import Settings
+from grammar_rig import EOS, text_of, under, vocabulary
+from runner_harness import Settings, random_prompt
 from test_runner_ranks import Case, case_of, serve
 from test_runner_stages import (
     REQUESTS,
@@ -29,7 +30,9 @@ from test_runner_stages import (
     engine_of,
 )
 from thread_ranks import WorkingRanks, comparable
+from tiny_model import VOCAB
 
+from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.parallel.groups import Channel
@@ -109,6 +112,26 @@ def test_live_requests_get_the_texts_of_one_stage(folders) -> None:
             assert texts[rid][:n] == tokens[:n], f"case {number}, request {rid}, {stages} stages"
     names = ("hits", "retracted", "drafts", "logprobs", "drafted", "begun")
     assert min(total[name] for name in names) > 0, total
+
+
+def test_grammars_are_followed_by_trees_that_are_drafted_ahead(folders) -> None:
+    model, head = folders("hybrid", "eagle3")
+    config = Settings("EAGLE3").config(model, head, speculative_adaptive=False)
+    matchers = Matchers(vocabulary, VOCAB, (EOS,))
+    asked = [under("schema", 20), under("open", 20, seed=3), under("schema", 20, seed=4)]
+    requests = [
+        Generate(rid=str(i), token_ids=random_prompt(9, i), sampling=sampling)
+        for i, sampling in enumerate(asked)
+    ]
+    case = Case(config, requests, [0, 1, 1], {})
+    runner = ModelRunner(config)
+    runner.constraints.matchers = matchers
+    expected, _ = serve(case, runner)
+    with working(case, 3) as ranks:
+        ranks.constraints.matchers = matchers
+        texts, seen = serve(case, ranks)
+        assert ranks.drafted > 0
+    assert texts == expected and text_of(texts["0"]).startswith("{") and seen["drafts"] > 0
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["of-the-last-stage", "of-the-first-stage"])

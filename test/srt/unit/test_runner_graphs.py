@@ -91,7 +91,7 @@ class LikeGpu(Host):
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CpuBackend(LikeGpu())
-    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
 
 

@@ -89,7 +89,7 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS, **others)
 
     backend = TritonBackend(Host(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
     return calls
 
@@ -142,7 +142,7 @@ def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyP
 
     expected = outputs(graphed=False)
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda device, dtype: backend)
+    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
     assert outputs(graphed=True) == expected
 

@@ -41,6 +41,8 @@ from mamba_eagle.kernels.vector_transpose import transpose
 
 GROUP = 32
 QUAD = 4  # inputs per instruction
+# what a core reads, multiplies and rounds, at best
+BYTES_PER_NS, PRODUCTS_PER_NS, ROUNDED_PER_NS = 12, 200, 3
 OFFSET = {8: 128, 4: 8}  # of codes, by bits; 0 where there is a minimum
 
 
@@ -352,6 +354,7 @@ class Product:
         self._bytes = self.inputs + 8 * (self.inputs // GROUP)  # of a rounded row
         minimum = 0 if weight.minimum is None else weight.minimum.data_ptr()
         stored = (weight.codes.data_ptr(), weight.scale.data_ptr(), minimum)
+        self._read_ns = weight.nbytes // BYTES_PER_NS
         sizes = (0, self.inputs // GROUP, self.width)
         self._call = Call(product_of(weight), 0, 0, 0, *stored, 0, *sizes, 0)
         ROUND.prepare()
@@ -367,8 +370,9 @@ class Product:
         totals = scales + n * self.inputs * 4 // GROUP
         given[0], given[1], given[2], given[6] = numbers, scales, totals, y.data_ptr()
         given[7], given[10] = n, x.data_ptr()
-        ROUND.run(n, n * self.inputs, call.address)
-        call.run(self.blocks, n * self.inputs * self.width)
+        ROUND.run(n, n * self.inputs // ROUNDED_PER_NS, call.address)
+        products_ns = n * self.inputs * self.width // PRODUCTS_PER_NS
+        call.run(self.blocks, max(self._read_ns, products_ns))
         return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
 
 

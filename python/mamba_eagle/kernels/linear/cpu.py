@@ -35,6 +35,7 @@ PANEL = BLOCKS * LANES
 # long rows as small as those of short ones.
 SPAN = 512
 SHARED = {8: 2, 4: 4, 2: 4, 1: 4}  # blocks that share a pass over the inputs, by rows
+BYTES_PER_NS, PRODUCTS_PER_NS = 12, 70  # what a core reads, and multiplies, at best
 
 
 def panels(weight: Tensor) -> Tensor:
@@ -176,6 +177,7 @@ class Product:
     def __init__(self, weight: Tensor, outputs: int) -> None:
         self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
         self.inputs, self.width = weight.shape[2], weight.shape[0] * PANEL
+        self._read_ns = weight.nbytes // BYTES_PER_NS
         sizes = (0, self.inputs, self.width)
         self._call = Call(PRODUCTS[weight.dtype], 0, weight.data_ptr(), 0, *sizes)
 
@@ -187,7 +189,7 @@ class Product:
         y = torch.empty(n, self.width)
         given = call.arguments
         given[0], given[2], given[3] = x.data_ptr(), y.data_ptr(), n
-        call.run(self.count, n * self.inputs * self.width)
+        call.run(self.count, max(self._read_ns, n * self.inputs * self.width // PRODUCTS_PER_NS))
         return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
 
 

@@ -14,6 +14,8 @@ in triton_rows.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -365,41 +367,43 @@ def _choose_kernel(
 # ── launches ─────────────────────────────────────────────────────────────────────────────────
 
 
+class Sizes(NamedTuple):
+    """How the work is divided: powers of two."""
+
+    block: int = BLOCK  # tokens per program
+    sub: int = SUB  # tokens whose largest logit is kept; at most ``block``
+    short_list: int = LIST
+    few: int = FEW  # entries of a short list that are compared in pairs; at most ``short_list``
+    each: int = EACH  # nominees of a block
+    nominees: int = NOMINEES
+    tile: int = BLOCK  # tokens at a time, of a row that is searched bit by bit
+
+
+class _Rows(NamedTuple):
+    """What the launches tell each other of each row."""
+
+    maxima: Tensor  # [rows, subs] int32
+    sampled: Tensor  # [rows] int64
+    highest: Tensor  # [rows] int32
+    pivots: Tensor  # [rows] int32
+    listed: Tensor  # [rows] int32
+    queue: Tensor  # [rows] int32: rows that their short lists do not decide
+    queued: Tensor  # [1] int32: how many
+    masses: Tensor  # [rows, blocks] int64
+
+
 def sample_nodes(
-    logits: Tensor,
-    nodes: SampledNodes,
-    tables: SamplingTables,
-    block: int = BLOCK,
-    sub: int = SUB,
-    short_list: int = LIST,
-    few: int = FEW,
-    each: int = EACH,
-    nominees: int = NOMINEES,
-    tile: int = BLOCK,
+    logits: Tensor, nodes: SampledNodes, tables: SamplingTables, sizes: Sizes | None = None
 ) -> Tensor:
     """The target's token at every node: [b, T] int64, NO_TOKEN where none can be sampled.
 
     Args:
         logits: [b, T, V], any float dtype, rows contiguous.
-        block, sub, short_list, few, each, nominees, tile: powers of two, ``sub`` at most ``block``,
-            ``few`` at most ``short_list``; tile: of a row that is searched bit by bit.
     """
     b, T, V = logits.shape
-    rows, device = b * T, logits.device
-    logits = logits.reshape(rows, V)
+    sizes = sizes or Sizes()
+    logits = logits.reshape(b * T, V)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    blocks = triton.cdiv(V, block)
-    subs = triton.next_power_of_2(blocks) * (block // sub)
-    ids = max((V - 1).bit_length(), 1)
-
-    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    maxima, sampled = integers(rows, subs), integers(rows, dtype=torch.int64)
-    highest, pivots, listed, queue = (integers(rows) for _ in range(4))
-    queued = integers(1)
-    short = integers(rows, short_list, dtype=torch.int64)
-    masses, winners = (integers(rows, blocks, dtype=torch.int64) for _ in range(2))
     seen, counts, bias, stops = tables[4:]
     reads = (
         tables.flags,
@@ -418,106 +422,161 @@ def sample_nodes(
         V,
         T,
     )
-    per_block, per_row = (blocks, rows), (rows,)
-    _maxima_kernel[per_block](
-        maxima, *reads, SUBS=subs, BLOCK=block, SUB=sub, num_warps=_warps(block)
+    rows = _empty_rows(b * T, V, sizes, logits.device)
+    _find_pivots(rows, reads, nodes, tables, sizes)
+    _choose_from_lists(rows, reads, tables, sizes)
+    _search(rows, reads, tables, sizes)
+    return rows.sampled.view(b, T)
+
+
+def _empty_rows(count: int, V: int, sizes: Sizes, device: torch.device) -> _Rows:
+    def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    blocks = triton.cdiv(V, sizes.block)
+    subs = triton.next_power_of_2(blocks) * (sizes.block // sizes.sub)
+    highest, pivots, listed, queue = (integers(count) for _ in range(4))
+    return _Rows(
+        maxima=integers(count, subs),
+        sampled=integers(count, dtype=torch.int64),
+        highest=highest,
+        pivots=pivots,
+        listed=listed,
+        queue=queue,
+        queued=integers(1),
+        masses=integers(count, blocks, dtype=torch.int64),
     )
-    _pivot_kernel[per_row](
-        maxima,
-        highest,
-        pivots,
-        listed,
-        queued,
+
+
+def _find_pivots(
+    rows: _Rows, reads: tuple, nodes: SampledNodes, tables: SamplingTables, sizes: Sizes
+) -> None:
+    count, blocks = rows.masses.shape
+    V, T = reads[-2:]
+    subs = rows.maxima.shape[1]
+    _maxima_kernel[(blocks, count)](
+        rows.maxima,
+        *reads,
+        SUBS=subs,
+        BLOCK=sizes.block,
+        SUB=sizes.sub,
+        num_warps=_warps(sizes.block),
+    )
+    _pivot_kernel[(count,)](
+        rows.maxima,
+        rows.highest,
+        rows.pivots,
+        rows.listed,
+        rows.queued,
         tables.flags,
         tables.integers,
         nodes.slots,
-        triton.cdiv(V, sub),
+        triton.cdiv(V, sizes.sub),
         T,
         SUBS=subs,
         num_warps=1,  # so that no sum leaves a warp
     )
-    _collect_kernel[per_block](
-        highest,
-        pivots,
-        listed,
+
+
+def _choose_from_lists(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> None:
+    count, blocks = rows.masses.shape
+    short = rows.sampled.new_empty(count, sizes.short_list)
+    winners, few = torch.empty_like(rows.masses), rows.sampled.new_empty(count, sizes.few)
+    _collect_kernel[(blocks, count)](
+        rows.highest,
+        rows.pivots,
+        rows.listed,
         short,
-        masses,
+        rows.masses,
         winners,
         tables.spans,
         *reads,
-        ID_BITS=ids,
-        BLOCK=block,
-        LIST=short_list,
-        num_warps=_warps(block),
+        ID_BITS=_id_bits(reads),
+        BLOCK=sizes.block,
+        LIST=sizes.short_list,
+        num_warps=_warps(sizes.block),
     )
-    _choose_kernel[per_row](
-        sampled,
-        queue,
-        queued,
-        highest,
-        maxima,
-        listed,
+    _choose_kernel[(count,)](
+        rows.sampled,
+        rows.queue,
+        rows.queued,
+        rows.highest,
+        rows.maxima,
+        rows.listed,
         short,
-        integers(rows, few, dtype=torch.int64),
-        masses,
+        few,
+        rows.masses,
         winners,
         tables.spans,
         *reads,
         blocks,
-        ID_BITS=ids,
-        SUBS=subs,
-        SUB=sub,
+        ID_BITS=_id_bits(reads),
+        SUBS=rows.maxima.shape[1],
+        SUB=sizes.sub,
         BLOCKS=triton.next_power_of_2(blocks),
-        LIST=short_list,
-        FEW=few,
-        num_warps=_warps(short_list),
+        LIST=sizes.short_list,
+        FEW=sizes.few,
+        num_warps=_warps(sizes.short_list),
     )
-    found = integers(rows, blocks, each, dtype=torch.int64)
-    weights = integers(rows, nominees, blocks, dtype=torch.int64)
-    pool = {"POOL": triton.next_power_of_2(blocks * each), "EACH": each, "NOMINEES": nominees}
-    per_queued = (blocks, min(rows, ROWS_AT_ONCE))
+
+
+def _search(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> None:
+    """The rows in the queue."""
+    count, blocks = rows.masses.shape
+    found = rows.sampled.new_empty(count, blocks, sizes.each)
+    weights = rows.sampled.new_empty(count, sizes.nominees, blocks)
+    pool = {
+        "POOL": triton.next_power_of_2(blocks * sizes.each),
+        "EACH": sizes.each,
+        "NOMINEES": sizes.nominees,
+    }
+    per_queued, ids = (blocks, min(count, ROWS_AT_ONCE)), _id_bits(reads)
     nominate_kernel[per_queued](
         found,
-        queue,
-        queued,
-        highest,
+        rows.queue,
+        rows.queued,
+        rows.highest,
         tables.spans,
         *reads,
         ID_BITS=ids,
-        BLOCK=block,
-        EACH=each,
-        num_warps=2 * _warps(block),
+        BLOCK=sizes.block,
+        EACH=sizes.each,
+        num_warps=2 * _warps(sizes.block),
     )
     weigh_kernel[per_queued](
         weights,
         found,
-        queue,
-        queued,
-        highest,
+        rows.queue,
+        rows.queued,
+        rows.highest,
         *reads,
         ID_BITS=ids,
-        BLOCK=block,
+        BLOCK=sizes.block,
         **pool,
-        num_warps=2 * _warps(block),
+        num_warps=2 * _warps(sizes.block),
     )
-    search_kernel[per_row](
-        sampled,
+    search_kernel[(count,)](
+        rows.sampled,
         found,
         weights,
-        masses,
-        queue,
-        queued,
-        highest,
+        rows.masses,
+        rows.queue,
+        rows.queued,
+        rows.highest,
         tables.spans,
         *reads,
         blocks,
         ID_BITS=ids,
-        BLOCK=tile,
+        BLOCK=sizes.tile,
         BLOCKS=triton.next_power_of_2(blocks),
         **pool,
-        num_warps=_warps(tile),
+        num_warps=_warps(sizes.tile),
     )
-    return sampled.view(b, T)
+
+
+def _id_bits(reads: tuple) -> int:
+    """Bits of a token id."""
+    return max((reads[-2] - 1).bit_length(), 1)
 
 
 def _warps(elements: int) -> int:
