@@ -5,7 +5,9 @@
 
     python benchmark/cache_load.py --common "--model-path benchmark/models/nemotron-nano-9b-v2 \\
         --load-format dummy --skip-tokenizer-init" \\
-        --config before="--max-journals 0" --config after=""
+        --config states="--max-journals 0" --config journals="--max-journals 96"
+
+A GPU has no journals unless a flag says how many.
 
 Exits with 1 if a request fails or an answer is short.
 """

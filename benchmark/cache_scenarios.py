@@ -269,12 +269,14 @@ async def measure(base_url: str, names: Sequence[str], tokenizer: TextTokenizer)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=list(BUDGETS))
-    parser.add_argument("--only", default="", help="scenarios whose names contain this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="scenarios whose names contain one of these"
+    )
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for the server")
     parser.add_argument("--results", default="")
     arguments = parser.parse_args()
     tokenizer = TextTokenizer.load(str(EMBEDDED_MODEL))
-    names = [name for name in SCENARIOS if arguments.only in name]
+    names = [name for name in SCENARIOS if any(part in name for part in arguments.only)]
     for budget in arguments.budgets:
         print(f"── {budget}", flush=True)
         with ServerProcess([*BUDGETS[budget], *arguments.flags]) as server:

@@ -160,9 +160,22 @@ class SavedJournals:
         for move in moves:
             if move.save >= 0:
                 self.pool.copy(move.state_slot, move.save)
+            if move.save_journal >= 0:
+                self._copy(move.journal.slot, move.save_journal)
             self.replay(move.journal, move.state_slot)
 
+    def _copy(self, source: int, target: int) -> None:
+        """All rows of journal slot ``source`` to journal slot ``target``."""
+        for part in (self.conv_in, self.dt):
+            part[:, target].copy_(part[:, source])
+        self.feature[target].copy_(self.feature[source])
+
     # ── replay ──
+
+    def features(self, slot: int, start: int, end: int) -> Tensor:
+        """[end - start, F]: of tokens in journal slot ``slot``."""
+        index = torch.arange(start, end, device=self.feature.device)
+        return self.feature[slot, index % self.size]
 
     def replay(self, part: JournalPart, state_slot: int) -> None:
         """Advance the state in ``state_slot``, which is that after ``part.start`` tokens, by the

@@ -63,6 +63,11 @@ class KVPool:
         for pool, new in zip(self._bits, (k, v)):
             pool.index_copy_(1, slots, self._stored(new))
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy those of all layers from KV slots to others: [n] int64 each."""
+        for pool in self._bits:
+            pool.index_copy_(1, targets, pool.index_select(1, sources))
+
     def _stored(self, new: Tensor) -> Tensor:
         """In the dtype of ``_bits``."""
         if self.k.dtype != E4M3:

@@ -61,6 +61,11 @@ class RequestRows:
         rows = (places - self.history).clamp_(min=0)
         return self.conv_in[:, slots[:, None], places], dt[:, slots[:, None], rows]
 
+    def of_nodes(self, slots: Tensor, nodes: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of nodes [b, D], if node i is in row i."""
+        at = slots[:, None]
+        return self.conv_in[:, at, nodes + self.history], dt[:, at, nodes]
+
     def move_history(self, slots: Tensor, keep: Tensor) -> None:
         """Replace the history by that of the token ``keep`` tokens along the journal. slots, keep:
         [f] int64, request slots and numbers of tokens."""
@@ -72,6 +77,12 @@ class RequestRows:
     @property
     def num_bytes(self) -> int:
         return self.conv_in.nbytes + self.feature.nbytes
+
+
+def step_sizes(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Tensor:
+    """A buffer for dt of all rows, [layers, R, W, H] float32. like: [layers, R, …]."""
+    shape = (*like.shape[:2], size.rows, config.num_heads)
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
 def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> RowBuffers:

@@ -80,11 +80,11 @@ class StateScheme(ABC):
         """Rows in each journal: slots [b] -> [b] int64. Only for schemes with journals."""
         raise AssertionError("the scheme has no journals")
 
-    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """What the tokens accepted last fed into the recurrence: slots [b], count [b] at most
-        ``width`` -> raw convolution inputs [layers, b, width, conv_dim] and dt [layers, b, width,
-        H], arbitrary past ``count``. Only for schemes with journals."""
-        raise AssertionError("the scheme has no journals")
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        """What the D tokens accepted last fed into the recurrence: slots [b] -> raw convolution
+        inputs [layers, b, D, conv_dim] and dt [layers, b, D, H], arbitrary past ``count``. Only
+        with Mamba2 layers."""
+        raise AssertionError("the scheme has no Mamba2 layers")
 
     def keep_rows(
         self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
@@ -99,7 +99,7 @@ class StateScheme(ABC):
         )
         rows = positions % kept.feature.shape[1]
         if kept.conv_in.shape[0]:
-            conv_in, dt = self.accepted_inputs(slots, count, nodes.shape[1])
+            conv_in, dt = self.accepted_inputs(slots, accepted)
             kept.conv_in[:, journals, rows] = conv_in
             kept.dt[:, journals, rows] = dt
         at = nodes[..., None].expand(-1, -1, features.shape[2])

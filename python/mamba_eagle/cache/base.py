@@ -56,6 +56,7 @@ class Node:
         "state_slot",
         "children",
         "end",
+        "followed",
         "inflation",
         "journals",
         "kind",
@@ -66,6 +67,7 @@ class Node:
         "reaching",
         "salt",
         "spare",
+        "state_followed",
         "state_pins",
         "state_used_at",
         "tokens",
@@ -82,12 +84,14 @@ class Node:
         self.salt: int = 0 if parent is None else parent.salt  # of all nodes of one prefix
         self.pins = 0  # pins that end here or below: its KV is evicted after all others
         self.state_pins = 0  # pins that end here: the same for its state
+        self.followed = True  # the drafter has processed these tokens and all before them
         self.locks = 0  # requests whose prefix runs through here
         self.used_at = 0  # the cache's clock when the node was last on a matched path
         self.used_time = 0.0  # time.monotonic() at that time; for people
         self.state_slot = -1  # of the state after the node's last token; -1: none
         # of that state:
         self.kind: StateKind = "tail"
+        self.state_followed = True  # the drafter's own state is in the slot as well
         self.spare = False  # stored although no request is known to ask for it, and not hit so far
         self.state_used_at = 0  # the cache's clock when it was stored or last hit
         self.journals: list[Journal] = []  # which begin there
@@ -115,12 +119,13 @@ class Node:
 class Journal:
     """Rows of the tokens that follow a node's state on some path, in a journal slot."""
 
-    __slots__ = ("bottom", "node", "slot", "tokens", "used_at")
+    __slots__ = ("bottom", "hit_at", "node", "slot", "tokens", "used_at")
 
     def __init__(self, node: Node, bottom: Node, slot: int, tokens: Tokens, used_at: int) -> None:
         """bottom: the node on whose edge its last token is."""
         self.node, self.bottom, self.slot = node, bottom, slot
         self.tokens, self.used_at = tokens, used_at
+        self.hit_at = 0  # the position that it served last; 0: none so far
 
     @property
     def end(self) -> int:
@@ -130,7 +135,7 @@ class Journal:
 
 class Fold(NamedTuple):
     """What is to be done with a journal that was evicted: to bring the state that it begins at to
-    its end, where the cache has it from now on."""
+    ``end``, where the cache has it from now on."""
 
     journal: int  # journal slot
     start: int
@@ -150,6 +155,8 @@ class Match(NamedTuple):
     kind: StateKind = "tail"  # of the hit
     journal: int = -1  # journal slot with the rows of [anchor, position); -1: the state is there
     anchor: int = 0  # position of the state
+    draft_from: int = 0  # where a drafter can start: it has followed the tokens before
+    draft_state: int = -1  # state slot with its own state there, if it has states of its own
 
 
 class Inserted(NamedTuple):
@@ -157,6 +164,8 @@ class Inserted(NamedTuple):
 
     taken: int  # the cache now owns the last ``taken`` of them; the others stay the caller's
     node: Node  # ends after the last token inserted
+    healed: Sequence[tuple[int, Indices]] = ()  # where, in the tokens, the drafter has now followed
+    # what it had not, and the cache's KV slots there, which are to get its keys and values
 
 
 class CacheWatcher:
@@ -192,22 +201,48 @@ class PrefixCache(ABC):
     root: Node
 
     @abstractmethod
-    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
+    def match(self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False) -> Match:
         """The deepest state at a position <= ``limit``, and how far the KV goes, of what was
-        inserted with this salt. Counts as a use of both; locks nothing."""
+        inserted with this salt. Counts as a use of both; locks nothing.
+
+        followed: only of states up to which the drafter has followed the prefix."""
 
     @abstractmethod
-    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
+    def insert(
+        self,
+        after: Node,
+        tokens: Tokens,
+        kv_slots: Indices,
+        salt: int = 0,
+        followed: bool = True,
+        heals: bool = False,
+    ) -> Inserted:
         """Adds ``tokens`` with one KV slot each, after the prefix that ends at ``after``, which is
         locked by the caller or the root. The cache takes the slots of tokens that it lacks.
 
-        salt: of the prefix; it is looked at after the root only."""
+        salt: of the prefix; it is looked at after the root only. followed: the drafter has
+        processed the prefix up to the last of these tokens. heals: and the caller copies its keys
+        and values to the slots ``Inserted.healed``."""
 
     @abstractmethod
-    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
+    def follow(self, node: Node, position: int) -> None:
+        """The drafter has processed the prefix that ends at ``node``. If it has states of its own,
+        it leaves the one at ``position`` in the state slot that the cache has there; -1: none."""
+
+    @abstractmethod
+    def attach_state(
+        self,
+        node: Node,
+        position: int,
+        slot: int,
+        kind: StateKind = "tail",
+        followed: bool = True,
+    ) -> bool:
         """Gives the cache the state after the first ``position`` tokens of the prefix that ends at
         ``node``; splits an edge where needed. Returns False if there is a state already: then the
         slot stays the caller's.
+
+        followed: the drafter's own state is there, too. If the cache's lacks it, it is replaced.
 
         A spare state is one that no request is known to ask for, so it is evicted before all others
         until it is hit for the first time."""
@@ -254,8 +289,9 @@ class PrefixCache(ABC):
     @abstractmethod
     def evict_journal(self, keep: Collection[int] = ()) -> Fold | None:
         """Frees the journal slot of the journal that is least recently used, but for those that
-        begin at a state in ``keep``, and at ones that cannot be moved to their ends. The fold is to
-        be done before the journal slot is written again.
+        begin at a state in ``keep``, and at ones that cannot be moved. The state moves to where the
+        journal was last hit, or to its end. The fold is to be done before the journal slot is
+        written again.
 
         Returns None, and nothing is freed, if there is no such journal."""
 
@@ -287,13 +323,31 @@ class NoCache(PrefixCache):
         self.root = Node(None, as_tokens([]), indices(), 0)
         self.num_kv = self.evictable_kv = self.num_states = 0
 
-    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
+    def match(self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False) -> Match:
         return Match(0, 0, -1, indices(), self.root)
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
+    def insert(
+        self,
+        after: Node,
+        tokens: Tokens,
+        kv_slots: Indices,
+        salt: int = 0,
+        followed: bool = True,
+        heals: bool = False,
+    ) -> Inserted:
         return Inserted(0, self.root)
 
-    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
+    def follow(self, node: Node, position: int) -> None:
+        pass
+
+    def attach_state(
+        self,
+        node: Node,
+        position: int,
+        slot: int,
+        kind: StateKind = "tail",
+        followed: bool = True,
+    ) -> bool:
         return False
 
     def attach_journal(self, node: Node, position: int, slot: int, end: int) -> bool:

@@ -80,7 +80,10 @@ class RadixCache(PrefixCache):
         kv: SlotAllocator,
         state_slots: SlotAllocator,
         journal_slots: SlotAllocator | None = None,
+        draft_states: bool = False,
     ) -> None:
+        """draft_states: the drafter has states of its own, in the same state slots."""
+        self.draft_states = draft_states
         self.kv = kv
         self.state_slots = state_slots
         self.journal_slots = journal_slots or SlotAllocator(0, "journal slot")
@@ -111,10 +114,11 @@ class RadixCache(PrefixCache):
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
-    def match(self, tokens: Tokens, limit: int, salt: int = 0) -> Match:
+    def match(self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False) -> Match:
         self.clock += 1
         now = time.monotonic()
         node, length, hit = self.root, 0, self.root
+        seen, draft_state = 0, self.root  # how far the drafter has followed; its deepest state
         anchors: list[Node] = []
         data = tokens.tobytes()  # comparing bytes takes a quarter of the time
         while length < len(tokens):
@@ -126,16 +130,23 @@ class RadixCache(PrefixCache):
             if data[length * TOKEN_BYTES : end * TOKEN_BYTES] != child.tokens.tobytes():
                 length += common_prefix(child.tokens, tokens[length:end])
                 node = child
+                seen = length if child.followed else seen
                 break
             node, length = child, end
+            seen = length if child.followed else seen
             if node.state_slot >= 0 and node.end <= limit:
+                usable = node.state_followed if self.draft_states else node.followed
+                if usable:
+                    draft_state = node
+                if followed and not usable:
+                    continue
                 hit = node
                 if node.journals:
                     anchors.append(node)
         journal, position = self._best_journal(anchors, tokens[: min(length, limit)], hit.end)
         if journal is not None:
             hit, ends_at = journal.node, self._node_at(node, position)
-            journal.used_at = self.clock
+            journal.used_at, journal.hit_at = self.clock, position
         else:
             ends_at = hit
         kv_slots = indices()
@@ -144,9 +155,13 @@ class RadixCache(PrefixCache):
         if hit is not self.root:
             self._renew(hit)
             self._set_ordinary(hit)
+        draft = (min(seen, position), -1)
+        if self.draft_states:
+            draft = (draft_state.end, draft_state.state_slot)
         if journal is None:
-            return Match(length, hit.end, hit.state_slot, kv_slots, hit, hit.kind, -1, hit.end)
-        place = (journal.slot, hit.end)
+            place = (-1, hit.end, *draft)
+            return Match(length, hit.end, hit.state_slot, kv_slots, hit, hit.kind, *place)
+        place = (journal.slot, hit.end, *draft)
         return Match(length, position, hit.state_slot, kv_slots, ends_at, "journal", *place)
 
     @staticmethod
@@ -192,8 +207,17 @@ class RadixCache(PrefixCache):
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────
 
-    def insert(self, after: Node, tokens: Tokens, kv_slots: Indices, salt: int = 0) -> Inserted:
+    def insert(
+        self,
+        after: Node,
+        tokens: Tokens,
+        kv_slots: Indices,
+        salt: int = 0,
+        followed: bool = True,
+        heals: bool = False,
+    ) -> Inserted:
         assert len(tokens) == len(kv_slots)
+        healed: list[tuple[int, Indices]] = []
         salt = salt if after is self.root else after.salt
         self.clock += 1
         now = time.monotonic()
@@ -201,24 +225,44 @@ class RadixCache(PrefixCache):
         while done < len(tokens):
             child = node.children.get(child_key(salt, int(tokens[done])))
             if child is None:
-                node = self._add_leaf(node, tokens[done:], kv_slots[done:], salt)
-                node.used_time = now
-                return Inserted(len(tokens) - done, node)
+                leaf = self._add_leaf(node, tokens[done:], kv_slots[done:], salt)
+                leaf.used_time, leaf.followed = now, followed and node.followed
+                return Inserted(len(tokens) - done, leaf, healed)
             child.used_at, child.used_time = self.clock, now
             shared = common_prefix(child.tokens, tokens[done : done + len(child.tokens)])
-            done += shared
             node = child if shared == len(child.tokens) else self._split(child, shared)
-        return Inserted(0, node)
+            if followed and heals and not node.followed:
+                node.followed = True
+                healed.append((done, node.kv_slots))
+            done += shared
+        return Inserted(0, node, healed)
 
-    def attach_state(self, node: Node, position: int, slot: int, kind: StateKind = "tail") -> bool:
+    def follow(self, node: Node, position: int) -> None:
+        for part in node.ancestors():
+            part.followed = True
+            if part.end == position:
+                part.state_followed = True
+
+    def attach_state(
+        self,
+        node: Node,
+        position: int,
+        slot: int,
+        kind: StateKind = "tail",
+        followed: bool = True,
+    ) -> bool:
         spare = kind == "spare"
         node = self._node_at(node, position)
         if node.state_slot >= 0:
             if not spare:
                 self._set_ordinary(node)
-            return False
+            if not (self.draft_states and followed and not node.state_followed):
+                return False
+            self.state_slots.free([node.state_slot])
+            node.state_slot, node.state_followed = slot, True
+            return True
         self.clock += 1
-        node.state_slot = slot
+        node.state_slot, node.state_followed = slot, followed
         node.kind, node.spare = kind, spare
         self._renew(node)
         self._states.put(node)
@@ -301,7 +345,7 @@ class RadixCache(PrefixCache):
         assert node.parent is not None and 0 < at < len(node.tokens)
         upper = Node(node.parent, node.tokens[:at], node.kv_slots[:at], node.start + at)
         upper.salt = node.salt
-        upper.locks, upper.pins = node.locks, node.pins
+        upper.locks, upper.pins, upper.followed = node.locks, node.pins, node.followed
         upper.used_at, upper.used_time = node.used_at, node.used_time
         node.parent.children[upper.key] = upper
         node.parent = upper
@@ -429,12 +473,15 @@ class RadixCache(PrefixCache):
         return fold
 
     def _fold(self, journal: Journal) -> Fold | None:
-        """The state that the journal begins at moves to its end, and the journal goes. None if it
-        cannot: others begin there, it is pinned, or there is a state already."""
+        """The state that the journal begins at moves to where it was last hit, since prompts may
+        part there, or to its end; and the journal goes. None if it cannot: others begin there, it
+        is pinned, or there is a state already."""
         anchor = journal.node
         if len(anchor.journals) > 1 or anchor.state_pins:
             return None
-        end = self._node_at(journal.bottom, journal.end)
+        end = self._node_at(journal.bottom, journal.hit_at or journal.end)
+        if end.state_slot >= 0 and journal.hit_at:
+            end = self._node_at(journal.bottom, journal.end)
         if end.state_slot >= 0:
             return None
         fold = Fold(journal.slot, anchor.end, end.end, anchor.state_slot)
@@ -442,6 +489,7 @@ class RadixCache(PrefixCache):
         self._states.remove(anchor)
         end.state_slot, anchor.state_slot = anchor.state_slot, -1
         end.kind, end.spare, anchor.spare = anchor.kind, anchor.spare, False
+        end.state_followed = anchor.state_followed
         end.state_used_at, end.inflation = anchor.state_used_at, anchor.inflation
         self._states.put(end)
         if not end.spare:
@@ -454,7 +502,7 @@ class RadixCache(PrefixCache):
     @staticmethod
     def _journal_rank(journal: Journal) -> Rank:
         """The lowest is evicted first."""
-        return journal.node.state_pins > 0, journal.used_at
+        return journal.node.state_pins > 0, not journal.node.spare, journal.used_at
 
     def _drop_journal(self, journal: Journal) -> None:
         self._journals.remove(journal)
@@ -475,6 +523,8 @@ class RadixCache(PrefixCache):
             self.watcher.journal_dropped(journal)
             leaf.reaching.remove(journal)
             journal.tokens = journal.tokens[: leaf.start - journal.node.end]
+            if journal.hit_at > journal.end:
+                journal.hit_at = 0
             journal.bottom = leaf.parent
             leaf.parent.reaching.append(journal)
             self._states.put(journal.node)
@@ -542,6 +592,7 @@ class RadixCache(PrefixCache):
                 and node.locks >= sum(child.locks for child in node.children.values())
                 and node.pins >= sum(child.pins for child in node.children.values())
                 and node.salt == (node.salt if node.parent is self.root else node.parent.salt)
+                and node.followed <= node.parent.followed
             )
             if not right:
                 raise RuntimeError(

@@ -50,6 +50,15 @@ from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message.indices import Indices, indices
 
 
+class Behind(NamedTuple):
+    """What an anchor leaves behind when it moves, for the cache once the request has left."""
+
+    position: int
+    state_slot: int
+    journal: int = -1  # journal slot with the rows of [position, end); -1: none
+    end: int = 0
+
+
 @dataclass(slots=True)
 class Trail:
     """What is kept behind a running request, so that the cache can continue after any of its last
@@ -59,8 +68,7 @@ class Trail:
     state_slot: int  # of the anchor
     anchor: int  # its position
     first: int  # its position when the output began
-    inside: list[tuple[int, int]] = field(default_factory=list)  # positions and slots of states
-    # that the anchor has left behind
+    inside: list[Behind] = field(default_factory=list)  # in the output
 
 
 @dataclass(slots=True)
@@ -87,6 +95,9 @@ class HeldSlots:
     inserted: int  # tokens that are in the cache's tree
     folded: int  # position that S0 was last known to be at
     salt: int = 0  # of its prefix in the cache
+    followed: bool = True  # the drafter has processed all up to ``inserted``, and goes on
+    draft_from: int = 0  # what it lacks before ``hit``, if it is to follow, begins here
+    draft_state: int = -1  # its own state there
     load_journal: int = -1  # the cache's rows of [load_at, hit), which the state is followed by
     load_at: int = 0  # position of the state that is loaded
     prompt_journal: PromptJournal | None = None
@@ -103,7 +114,10 @@ class HeldSlots:
 
     @property
     def num_journals(self) -> int:
-        return (self.prompt_journal is not None) + (self.trail is not None)
+        if self.trail is None:
+            return int(self.prompt_journal is not None)
+        inside = sum(each.journal >= 0 for each in self.trail.inside)
+        return (self.prompt_journal is not None) + 1 + inside
 
 
 class Released(NamedTuple):
@@ -139,7 +153,9 @@ class Slots:
         self.num_trails = 0
         self.cache: PrefixCache = NoCache()
         if use_cache:
-            self.cache = RadixCache(self.kv, self.states, self.journals)
+            self.cache = RadixCache(
+                self.kv, self.states, self.journals, draft_states=not folds_journals
+            )
 
     @property
     def available_kv(self) -> int:
@@ -156,13 +172,15 @@ class Slots:
         keep: Collection[int] = (),
         salt: int = 0,
         in_place: bool = False,
+        followed: bool = True,
     ) -> HeldSlots | None:
         """All that a request needs for its prompt, evicting from the cache where necessary.
 
         match: what the cache has of the prompt's ``num_tokens`` tokens. headroom: KV slots that
         must stay available beyond the prompt. keep: state slots that must not be evicted, besides
         the match's own. salt: that of the match. in_place: S0 is the slot of the
-        match's state, which the cache gives up.
+        match's state, which the cache gives up. followed: the drafter follows the request, and has
+        followed what is cached of it, or catches up.
 
         Returns None, and nothing is held, if there is not enough.
         """
@@ -174,7 +192,7 @@ class Slots:
             if in_place:
                 state_slot: int | None = cache.take_state(match.node)
             else:
-                state_slot = self.reserve_state({match.state_slot, *keep})
+                state_slot = self.reserve_state({match.state_slot, match.draft_state, *keep})
             if state_slot is not None:
                 kv, slots = self._take_kv(fresh), self.requests.allocate(1)
                 assert kv is not None and slots is not None
@@ -192,6 +210,9 @@ class Slots:
                     salt=salt,
                     load_journal=match.journal,
                     load_at=match.anchor,
+                    followed=followed,
+                    draft_from=match.draft_from,
+                    draft_state=match.draft_state,
                 )
         cache.unlock(match.node)
         return None
@@ -238,7 +259,8 @@ class Slots:
         if held.trail is not None:
             self.journals.free([held.trail.journal])
             self.states.free([held.trail.state_slot])
-            self.states.free(slot for _, slot in held.trail.inside)
+            self.states.free(each.state_slot for each in held.trail.inside)
+            self.journals.free(each.journal for each in held.trail.inside if each.journal >= 0)
             held.trail = None
             self.num_trails -= 1
 
@@ -256,27 +278,43 @@ class Slots:
             self.journals.free([held.prompt_journal.slot])
             held.prompt_journal = None
 
-    def insert(self, held: HeldSlots, tokens: Tokens) -> None:
+    def follow(self, held: HeldSlots) -> None:
+        """The first chunk is sent, and before it the drafter processes what it lacked. Where it
+        comes past the state that the target starts from, it leaves its own."""
+        passes = held.draft_from < held.load_at
+        self.cache.follow(held.node, held.load_at if passes else -1)
+
+    def insert(
+        self, held: HeldSlots, tokens: Tokens, heals: bool = False
+    ) -> tuple[Indices, Indices]:
         """The tokens from ``inserted`` on enter the tree, and S0 is the state after them: the plan
         that processes them is complete.
 
         The cache takes the KV slots of those that it lacks. Where it has them already, the
         request's own slots are duplicates: the runner reads these until the request is released.
+
+        heals: as ``PrefixCache.insert`` has it. Returns the request's slots from which the
+        drafter's keys and values are to be copied, and the cache's, to which.
         """
         end = held.inserted + len(tokens)
         fresh = held.kv[held.inserted : end]
-        done = self.cache.insert(held.node, tokens, fresh, held.salt)
+        done = self.cache.insert(held.node, tokens, fresh, held.salt, held.followed, heals)
         held.duplicates += fresh[: len(fresh) - done.taken]
         self.cache.lock(done.node)
         self.cache.unlock(held.node)
         held.node, held.inserted, held.folded = done.node, end, end
+        sources, targets = indices(), indices()
+        for first, kv_slots in done.healed:
+            sources += fresh[first : first + len(kv_slots)]
+            targets += kv_slots
+        return sources, targets
 
     def attach_state(
         self, held: HeldSlots, position: int, state_slot: int, kind: StateKind
     ) -> None:
         """A plan saves the state after ``position`` inserted tokens: the cache gets it, unless it
         has one already."""
-        if not self.cache.attach_state(held.node, position, state_slot, kind):
+        if not self.cache.attach_state(held.node, position, state_slot, kind, held.followed):
             self.states.free([state_slot])
 
     def reserve_tree(self, num_nodes: int) -> Indices | None:
@@ -311,7 +349,7 @@ class Slots:
             self.insert(held, tokens)
             # A journal that reaches the end takes the place of the state there.
             state_kept = not self._keep_trail(held) and self.cache.attach_state(
-                held.node, held.inserted, held.state_slot, "output"
+                held.node, held.inserted, held.state_slot, "output", held.followed
             )
         self.end_trail(held)
         self.drop_prompt_journal(held)
@@ -329,10 +367,16 @@ class Slots:
         trail, end, node = held.trail, held.inserted, held.node
         if trail is None or trail.anchor > end:
             return False
-        for position, slot in trail.inside:
-            if not self.cache.attach_state(node, position, slot, "spare"):
-                self.states.free([slot])
-        if not self.cache.attach_state(node, trail.anchor, trail.state_slot, "output"):
+        for each in trail.inside:
+            at = (each.position, each.state_slot)
+            if not self.cache.attach_state(node, *at, "spare", held.followed):
+                self.states.free([each.state_slot])
+            if each.journal >= 0 and not self.cache.attach_journal(
+                node, each.position, each.journal, min(each.end, end)
+            ):
+                self.journals.free([each.journal])
+        anchor = (trail.anchor, trail.state_slot)
+        if not self.cache.attach_state(node, *anchor, "output", held.followed):
             self.states.free([trail.state_slot])
         if not self.cache.attach_journal(node, trail.anchor, trail.journal, end):
             self.journals.free([trail.journal])

@@ -14,7 +14,7 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.message import PrefillItem
+from mamba_eagle.message import DrafterReads, PrefillItem
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import weight_problems
@@ -60,7 +60,7 @@ class Drafter(ABC):
 
     The drafter does no work for *untracked* requests: it never sees their prompts and may return
     arbitrary drafts. Its caches hold nothing for prefixes that such requests leave in the prefix
-    cache.
+    cache; a tracked request that continues one shows it these tokens first.
 
     Shapes: b requests, T tree nodes, F feature size. ``features`` are the outputs of the target's
     forward pass, F numbers per token: the hidden state after the final norm and those that the
@@ -70,6 +70,8 @@ class Drafter(ABC):
     # whether ``propose`` and ``observe_accepted`` never wait for the host, so that a captured graph
     # can repeat them
     on_device = True
+    # what it must be given of a prefix that it has not followed
+    reads: DrafterReads = "features"
     # whether ``prepare`` may ask for ``catch_up``
     catches_up = False
     # whether its own state, or anything else that it needs of a prefix besides keys and values, is
@@ -88,6 +90,10 @@ class Drafter(ABC):
         tokens [n], features [n, F]; before [items, F]: the feature of the token before each chunk
         (zeros if the chunk starts at position 0).
         """
+
+    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy its keys and values from some KV slots to others: [n] int64 each."""
+        raise AssertionError("only for drafters that read more than nothing")
 
     @abstractmethod
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
@@ -136,6 +142,8 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Plain decoding: ``propose`` is never called."""
 
+    reads = "nothing"
+
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
         return StepPart(shape, idle=True)
 
@@ -146,6 +154,8 @@ class NoDrafter(Drafter):
     def observe_first_tokens(
         self, slots: Sequence[int], tokens: Tensor, features: Tensor
     ) -> None: ...
+
+    def copy_kv(self, sources: Tensor, targets: Tensor) -> None: ...
 
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None: ...
 

@@ -82,6 +82,9 @@ class BlockDrafter(Drafter):
         self.entries.processed[own] = self.place.to_device(ends)
         self.entries.pending[own] = 0
 
+    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
+        self.kv.copy(sources, targets)
+
     def observe_first_tokens(
         self, slots: Sequence[int], tokens: Tensor, features: Tensor
     ) -> None: ...

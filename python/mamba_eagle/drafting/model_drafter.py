@@ -117,6 +117,7 @@ class ModelDrafter(Drafter):
         attends = not net.num_attention_layers or backend.attention_on_device
         on_device = self.scheme.on_device and attends
         self.recurrent = net.mamba is not None or network.carry_size > 0
+        self.reads = "features" if network.feature_size else "tokens"
         self.on_device = on_device and backend.experts_on_device(net.moe)
 
     # ── following the sequences ──
@@ -155,6 +156,9 @@ class ModelDrafter(Drafter):
             for save in item.saves:
                 self.pool.feature[save.state_slot] = own[save.position - item.start - 1]
             self.pool.feature[item.state_slot] = self.carry[item.slot] = own[part.length - 1]
+
+    def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
+        self.kv.copy(sources, targets)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         device_slots, queue = self.place.to_device(slots), self.entries

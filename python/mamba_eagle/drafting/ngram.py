@@ -27,6 +27,7 @@ class NgramDrafter(Drafter):
     the next trees are needed; the trees of a step are copied to the device at once."""
 
     on_device = False
+    reads = "nothing"  # all tokens of a cached prefix come with its first chunk
     learns_from_all = True
 
     def __init__(self, index: NgramIndex, table: RequestTable, place: Place) -> None:

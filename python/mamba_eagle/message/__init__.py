@@ -18,6 +18,8 @@ target has. The last token of a request is never processed: ``processed = total 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from mamba_eagle.core import FinishReason, SamplingParams, TreeShape
@@ -267,6 +269,24 @@ class AnchorMove(msgspec.Struct, array_like=True):
     journal: JournalPart
     state_slot: int
     save: int = -1  # >= 0: copy the state to this state slot before
+    save_journal: int = -1  # >= 0: copy the journal slot to this one before
+
+
+class DraftStart(msgspec.Struct, array_like=True):
+    """The drafter has followed the cached prefix up to ``position`` only, before the target's
+    start, and processes the tokens between as well."""
+
+    position: int
+    token_ids: Indices  # of [position, start)
+    state_slot: int = -1  # with its own state at ``position``; -1: it has none or needs none
+
+
+class DraftCopy(msgspec.Struct, array_like=True):
+    """The drafter's keys and values of some tokens, for KV slots of the prefix cache that lack
+    them."""
+
+    sources: Indices  # KV slots
+    targets: Indices
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -284,7 +304,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     # only in the first chunk:
     load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
     replay: JournalPart | None = None  # rows up to ``start``: the state is that at replay.start
-    replay_token_ids: Indices = msgspec.field(default_factory=indices)  # of these rows
+    draft_start: DraftStart | None = None
     prefix_kv_slots: Indices = msgspec.field(default_factory=indices)  # KV slots of [0, start)
     sampling: SamplingParams | None = None
     output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
@@ -294,6 +314,7 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_spec_trace: bool = False
     # in every chunk:
     track: bool = True  # the drafter tracks the request
+    draft_copy: DraftCopy | None = None  # once the drafter has processed the chunk
     journal: JournalPart | None = None  # keep the rows of these prompt tokens
     trail: int = -1  # journal slot that keeps the rows of the output
     logprob_start: int = -1  # position of the first requested logprob in this chunk; -1: none
@@ -356,6 +377,9 @@ class CompileGrammar(Message):
 
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
 
+# What a drafter must be given of a prefix that it has not followed.
+DrafterReads = Literal["nothing", "tokens", "features"]
+
 
 class RunnerReady(Message):
     """The model is loaded; the runner's limits and sizes."""
@@ -371,8 +395,8 @@ class RunnerReady(Message):
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
     max_journals: int = 0  # journal slots
     journal_rows: int = 0  # of each
-    keeps_outputs: bool = False  # whether rows of output tokens can be kept
     moves_anchors: bool = False  # whether an anchor can be brought forward by rows alone
+    drafter_reads: DrafterReads = "nothing"
     cohorts: int = 1  # groups of requests whose decode steps it executes at the same time
     details: dict[str, str | int | float] = {}
 

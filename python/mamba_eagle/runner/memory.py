@@ -217,7 +217,8 @@ def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
     """Bytes of one row, or of one node's state, in one layer."""
     inputs = mamba.conv_dim * itemsize
     if verify_mode == "snapshot":
-        return inputs + mamba.num_heads * mamba.head_dim * mamba.state_size * 4
+        state = mamba.num_heads * mamba.head_dim * mamba.state_size
+        return inputs + (state + mamba.num_heads) * 4  # and dt
     xB = (mamba.inner_size + mamba.num_groups * mamba.state_size) * itemsize
     return inputs + xB + 2 * mamba.num_heads * 4  # dt and the summed log decay, float32
 

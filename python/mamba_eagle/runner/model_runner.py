@@ -391,10 +391,6 @@ class ModelRunner:
             self.steps = self._make_steps(GraphedSteps)
         self.step.num_forced.zero_()  # ranks warm up with steps of different kinds
 
-    def _keeps_outputs(self) -> bool:
-        """Whether the rows of output tokens can be copied to journal slots."""
-        return self.scheme.has_journal or self.model_config.mamba is None
-
     def _rehearse(self) -> None:
         """As ``warm_up``, and captures nothing. Ranks exchange nothing either: another one may have
         found its kernels where an earlier start left them, and rehearse nothing."""
@@ -427,7 +423,7 @@ class ModelRunner:
             moves = []
             if self.journals.num_slots:
                 prompt.journal = JournalPart(0, 0, 1)
-                prompt.trail = 0 if self._keeps_outputs() else -1
+                prompt.trail = 0
                 moves = [AnchorMove(prompt.journal, state_slot=0)]
             self.execute(Plan(step=0, prefill=[prompt]))
             self.execute(Plan(step=0, decode=tree))
@@ -621,8 +617,8 @@ class ModelRunner:
             chunked_prefill_size=self.backend.place.prompt_tokens,
             max_journals=self.journals.num_slots,
             journal_rows=self.journals.size,
-            keeps_outputs=self._keeps_outputs(),
             moves_anchors=not self.drafter.recurrent,
+            drafter_reads=self.drafter.reads,
             cohorts=self._num_cohorts(),
             details={
                 "architecture": self.model_config.architecture,

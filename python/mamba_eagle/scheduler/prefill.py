@@ -10,7 +10,8 @@ from mamba_eagle.cache.base import Match, StateKind, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
-from mamba_eagle.message import JournalPart, PrefillItem, RunnerReady, StateSave
+from mamba_eagle.message import DraftStart, JournalPart, PrefillItem, RunnerReady, StateSave
+from mamba_eagle.scheduler.catch_up import CatchUp, Start
 from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import MIN_TOKENS, PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
@@ -31,12 +32,13 @@ class PrefillManager:
         self, config: EngineConfig, policy: ShapePolicy, slots: Slots, runner: RunnerReady
     ) -> None:
         self.policy, self.slots = policy, slots
+        self.catch_up = CatchUp(policy, slots.cache, runner)
         # most prompt tokens in one step; stages that work at the same time get a part each
         share = max(MIN_TOKENS, runner.chunked_prefill_size // runner.cohorts)
         most = config.chunked_prefill_size or share
         paced = config.chunked_prefill_size is None
         self.pace = PromptPace(most, paced)
-        self.journal_rows, self.keeps_outputs = runner.journal_rows, runner.keeps_outputs
+        self.journal_rows = runner.journal_rows
         self.longest_match_first = config.schedule_policy == "lpm"
         self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes
@@ -93,10 +95,10 @@ class PrefillManager:
                 break
             if self.grammars is not None and not self.grammars.may_begin(request):
                 continue
-            match = self.slots.cache.match(request.to_prefill, request.hit_limit, request.salt)
-            if self._prefix_is_coming(request, match, leaving):
+            start = self.catch_up.start(request)
+            if self._prefix_is_coming(request, start.match, leaving):
                 continue  # others may overtake it: this lasts a few steps only
-            self.is_full = not self._admit(request, match, plan, [*holding, *admitted])
+            self.is_full = not self._admit(request, start, plan, [*holding, *admitted])
             if self.is_full:
                 break  # none may overtake it
             admitted.append(request)
@@ -127,7 +129,7 @@ class PrefillManager:
             end = other.reusable or 0
             shared = common_prefix(as_tokens(other.tokens[:end]), request.to_prefill)
             reach = min(shared, request.hit_limit)
-            if reach > match.position and other.will_serve(reach):
+            if other.will_serve(reach) > match.position:
                 return True
         for other in self.chunked:
             if other.salt != request.salt:
@@ -140,17 +142,27 @@ class PrefillManager:
         return False
 
     def _admit(
-        self, request: Request, match: Match, plan: PlanDraft, holding: Sequence[Request]
+        self, request: Request, start: Start, plan: PlanDraft, holding: Sequence[Request]
     ) -> bool:
         """Gives it all that its prompt needs, if that leaves room for decoding as well."""
+        match, followed = start.match, start.followed
+        if self.slots.kv.num_free < len(request.to_prefill) - match.position:
+            self._mark_wanted(request)
         num_running = sum(not other.leaving for other in holding)
         # Replayed tokens are in the tree already. Once it has processed them they are locked there,
         # while it holds duplicates of its own.
         replayed = match.length - match.position if num_running else 0
         headroom = replayed + (2 + num_running) * self.nodes
         held = self.slots.admit(
-            match, len(request.to_prefill), headroom, keep=plan.reads, salt=request.salt
+            match,
+            len(request.to_prefill),
+            headroom,
+            keep=plan.reads,
+            salt=request.salt,
+            followed=followed,
         )
+        if held is None and start.otherwise is not None:
+            return self._admit(request, Start(start.otherwise, False, False), plan, holding)
         if held is None:
             if holding or match.position == 0:
                 return False
@@ -158,17 +170,29 @@ class PrefillManager:
             # too few KV slots beside what is cached, it starts over without.
             if match.journal < 0:
                 held = self.slots.admit(
-                    match, len(request.to_prefill), headroom, salt=request.salt, in_place=True
+                    match,
+                    len(request.to_prefill),
+                    headroom,
+                    salt=request.salt,
+                    in_place=True,
+                    followed=followed,
                 )
         if held is None:
             self.slots.cache.flush()
-            empty = self.slots.cache.match(request.to_prefill, limit=0, salt=request.salt)
-            return self._admit(request, empty, plan, holding)
+            return self._admit(request, self.catch_up.from_nothing(request), plan, holding)
         request.admit(held)
-        self.policy.admit(request.drafts)
+        self.policy.admit(request.drafts, start.catches_up)
         if match.position > 0:
-            plan.reads.add(match.state_slot)
+            plan.reads.update((match.state_slot, match.draft_state))
         return True
+
+    def _mark_wanted(self, request: Request) -> None:
+        """KV is about to be evicted for the request. What others that wait need is to go last, and
+        of it first what is needed last; by age alone that would be what is needed next."""
+        cache = self.slots.cache
+        for other in reversed(self.waiting[:LOOK_AHEAD]):
+            if other is not request:
+                cache.match(other.to_prefill, other.hit_limit, other.salt)
 
     def _cut(self, request: Request, budget: int, plan: PlanDraft) -> int:
         """Plans the next chunk; returns its length."""
@@ -210,7 +234,9 @@ class PrefillManager:
                 item.load_from = held.load_from
             if held.load_journal >= 0:
                 item.replay = JournalPart(held.load_journal, held.load_at, start)
-                item.replay_token_ids = request.tokens[held.load_at : start]
+            if request.drafts.tracked and self.catch_up.lacks(held):
+                lacking = request.tokens[held.draft_from : start]
+                item.draft_start = DraftStart(held.draft_from, lacking, held.draft_state)
             if request.sampling.reads_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         plan.chunks.append(Chunk(request, held, item, kinds))
@@ -269,7 +295,7 @@ class PrefillManager:
 
     def _keeps_output(self, request: Request) -> bool:
         left = request.sampling.max_new_tokens - request.num_output
-        return self.slots.cache.stores and self.keeps_outputs and left > 1
+        return self.slots.cache.stores and left > 1
 
     def _shared_positions(self, request: Request, held: HeldSlots) -> list[int]:
         """Ends of prefixes shared with waiting requests; those that save most tokens first."""

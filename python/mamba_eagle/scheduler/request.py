@@ -131,9 +131,18 @@ class Request:
         exact = max(self.held.folded, 1) <= end or self._on_trail(end)
         return end if exact and end <= len(self.tokens) else None
 
-    def will_serve(self, position: int) -> bool:
-        """Whether the cache can continue after so many of its tokens once it is released."""
-        return position == self.reusable or self._on_trail(position)
+    def will_serve(self, position: int) -> int:
+        """How many of its first ``position`` tokens the cache can continue after once it is
+        released; 0 if none."""
+        if self._on_trail(position):
+            return position
+        served = self.reusable or 0
+        served = served if served <= position else 0
+        trail = self.held.trail if self.held is not None else None
+        for each in trail.inside if trail is not None else ():
+            if each.position <= position:
+                served = max(served, each.position, min(each.end, position))
+        return served
 
     def _on_trail(self, position: int) -> bool:
         trail = self.held.trail if self.held is not None else None

@@ -14,6 +14,7 @@ from mamba_eagle.message import (
     AnchorMove,
     CacheUse,
     DecodeResult,
+    DraftCopy,
     Generate,
     JournalPart,
     Plan,
@@ -230,6 +231,8 @@ class Scheduler:
             plan.moves.append(AnchorMove(rows, fold.state_slot))
         for request in plan.untracked:
             self.policy.untrack(request.drafts)
+            if request.held is not None and self.runner.drafter_reads != "nothing":
+                request.held.followed = False
         for request, _, _ in plan.decodes:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += 1
@@ -240,7 +243,12 @@ class Scheduler:
                 self.stats.prompt_tokens += request.prompt_len
                 self.stats.hit(held.hit_kind, request.cached_tokens)
             end = item.start + len(item.token_ids)
-            self.slots.insert(held, request.to_prefill[item.start : end])
+            if item.draft_start is not None:
+                self.slots.follow(held)
+            tokens = request.to_prefill[item.start : end]
+            copies = self.slots.insert(held, tokens, heals=held.followed)
+            if copies[0]:
+                item.draft_copy = DraftCopy(*copies)
             for save in item.saves:
                 if save.position in kinds:  # others are the request's own
                     kind = kinds[save.position]

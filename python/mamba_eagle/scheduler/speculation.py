@@ -64,9 +64,14 @@ class ShapePolicy(ABC):
         self._current = PLAIN
         self._used: dict[TreeShape, _Use] = {}
 
-    def admit(self, request: RequestDrafts) -> None:
-        """A request's prompt is about to be processed: decides whether it is tracked."""
-        request.tracked = True
+    def tracks_next(self, catches_up: bool) -> bool:
+        """Whether the next request that is admitted is tracked. catches_up: the drafter follows, or
+        will have followed, all that comes before."""
+        return True
+
+    def admit(self, request: RequestDrafts, catches_up: bool = True) -> None:
+        """A request's prompt is about to be processed: tracks it if ``tracks_next`` says so."""
+        request.tracked = self.tracks_next(catches_up)
 
     def untrack(self, request: RequestDrafts) -> None:
         """The plan that untracks the request, as a ``Decision`` asked for, is sent."""
@@ -161,15 +166,21 @@ class AdaptiveShape(ShapePolicy):
     def disabled(self) -> bool:  # type: ignore[override]
         return self.usefulness.none
 
-    def admit(self, request: RequestDrafts) -> None:
-        request.tracked, request.probe = True, False
+    def tracks_next(self, catches_up: bool) -> bool:
+        """A probe that lacks what came before would say nothing about the drafter."""
+        if not self.disabled:
+            return True
+        return (
+            catches_up
+            and self._requests_since_probe >= PROBE_REQUEST_INTERVAL - 1
+            and self._steps_since_probe >= PROBE_STEP_INTERVAL
+        )
+
+    def admit(self, request: RequestDrafts, catches_up: bool = True) -> None:
+        super().admit(request, catches_up)
+        request.probe = request.tracked and self.disabled
         if self.disabled:
             self._requests_since_probe += 1
-            due = (
-                self._requests_since_probe >= PROBE_REQUEST_INTERVAL
-                and self._steps_since_probe >= PROBE_STEP_INTERVAL
-            )
-            request.tracked = request.probe = due
         if request.tracked:
             self._requests_since_probe = self._steps_since_probe = 0
             self._probe_trials = TRIALS_PER_PROBE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mamba_eagle.cache.slots import HeldSlots, Slots, Trail
+from mamba_eagle.cache.slots import Behind, HeldSlots, Slots, Trail
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.message import AnchorMove, JournalPart, RunnerReady
 from mamba_eagle.scheduler.plan_draft import PlanDraft
@@ -18,7 +18,13 @@ class TrailKeeper:
                state     rows, known               rows of plans in flight, and of this one
 
     An anchor is moved by a fold of rows that are known to be accepted, to ``MIN_KEPT`` tokens
-    before the last of them.
+    before the last of them. On its way it leaves copies behind, while slots are free, for forks in
+    the output: of the state and the journal, so that any token can be continued after,
+
+    position   first ───────── end                  each begins where the one before ends, or before
+                    anchor ────────── end
+
+    or of the state alone, where forks would otherwise run more than the interval again.
     """
 
     def __init__(self, config: EngineConfig, slots: Slots, runner: RunnerReady) -> None:
@@ -26,7 +32,9 @@ class TrailKeeper:
         self.kept = min(MIN_KEPT, self.rows // 2)
         self.accepts = config.tree_shape.depth + 1  # most tokens that a step accepts
         self.interval = config.mamba_checkpoint_interval
-        self.reserve = max(1, slots.states.total // 8)  # state slots that states inside leave free
+        # slots that are left free
+        self.state_reserve = max(1, slots.states.total // 8)
+        self.journal_reserve = max(1, slots.journals.total // 8)
 
     def make_room(self, request: Request, held: HeldSlots, plan: PlanDraft) -> None:
         """Before a decode step of the request, which is not yet counted as in flight."""
@@ -42,17 +50,26 @@ class TrailKeeper:
             self.slots.end_trail(held)
             return
         rows = JournalPart(trail.journal, trail.anchor, target)
-        plan.moves.append(AnchorMove(rows, trail.state_slot, self._save(trail, target)))
+        move = AnchorMove(rows, trail.state_slot)
+        if self.interval and self.slots.states.num_free > self.state_reserve:
+            self._leave_behind(trail, move, request.processed)
+        plan.moves.append(move)
         trail.anchor = target
 
-    def _save(self, trail: Trail, target: int) -> int:
-        """A state slot for the state that is about to be left behind, if a fork in the output would
-        otherwise have to run more than the interval again; else -1."""
-        last = trail.inside[-1][0] if trail.inside else trail.first
-        wanted = self.interval and target - last > self.interval and trail.anchor > last
-        if not wanted or self.slots.states.num_free <= self.reserve:
-            return -1
+    def _leave_behind(self, trail: Trail, move: AnchorMove, known: int) -> None:
+        """Copies what is at the anchor before ``move``, if forks in the output may need it. known:
+        position up to which the journal has rows."""
+        last = trail.inside[-1] if trail.inside else Behind(trail.first, -1, -1, trail.first)
+        journals, target = self.slots.journals, move.journal.end
+        with_rows = journals.num_free > self.journal_reserve
+        if with_rows:
+            wanted = target > max(last.end, last.position)
+        else:
+            wanted = target - last.position > self.interval and trail.anchor > last.position
+        if not wanted:
+            return
         state_slot = self.slots.reserve_state()
-        assert state_slot is not None
-        trail.inside.append((trail.anchor, state_slot))
-        return state_slot
+        journal = self.slots.reserve_journal() if with_rows else -1
+        assert state_slot is not None and journal is not None
+        move.save, move.save_journal = state_slot, journal
+        trail.inside.append(Behind(trail.anchor, state_slot, journal, known))

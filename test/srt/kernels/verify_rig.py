@@ -14,7 +14,7 @@ from tensor_checks import relative_error
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.naive import convolve, step_sizes
 from mamba_eagle.kernels.ssd.naive import recurrence_oracle
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -24,6 +24,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
 HIDDEN = 8
+KEPT_ROWS = 11
 CPU = torch.device("cpu")
 
 
@@ -168,9 +169,21 @@ class Rig:
         self.scheme: StateScheme = backend.state_scheme(
             name, self.config, size, self.table, self.pool
         )
+        self.kept = self.room_for_rows(requests)
         self.max_depth, self.dtype = max_depth, dtype
         self.plain: dict[int, dict[int, RequestState]] = {}  # slot -> position -> state
         self.folds = 0
+
+    def room_for_rows(self, requests: int) -> KeptRows:
+        """A journal slot for each request slot, and one for padding."""
+        layers, slots, dtype = len(self.layers), requests + 1, self.pool.conv.dtype
+        return KeptRows(
+            torch.zeros(layers, slots, KEPT_ROWS, self.config.conv_dim, dtype=dtype),
+            torch.zeros(layers, slots, KEPT_ROWS, self.config.num_heads),
+            torch.zeros(slots, KEPT_ROWS, HIDDEN, dtype=dtype),
+            torch.arange(requests),
+            self.table.processed,
+        )
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -264,8 +277,25 @@ class Rig:
             run = int(self.table.processed[slot])
             for i, node in enumerate(paths[row][: counts[row]]):
                 self.plain[slot][run + 1 + i] = states[node]
-        self.accept(slots, truncated(paths, counts), inputs.hidden)
+        accepted = truncated(paths, counts)
+        self.accept(slots, accepted, inputs.hidden)
+        self.check_kept_rows(slots, accepted, inputs)
         return worst
+
+    def check_kept_rows(self, slots: list[int], accepted: Truncated, inputs: Inputs) -> None:
+        """What the accepted tokens fed into the recurrence can be kept, in rows by position."""
+        config, kept = self.config, self.kept
+        self.scheme.keep_rows(torch.tensor(slots), accepted, inputs.hidden, kept)
+        for row, slot in enumerate(slots):
+            end, count = int(self.table.processed[slot]), int(accepted.count[row])
+            for node, position in zip(accepted.nodes[row], range(end - count, end)):
+                at = (slot, position % KEPT_ROWS)
+                assert torch.equal(kept.feature[at], inputs.hidden[row, node])
+                for i, layer in enumerate(self.layers):
+                    xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
+                    wanted = step_sizes(dt[None], layer.dt_bias, config.time_step_limit)[0]
+                    assert torch.equal(kept.conv_in[i][at], xbc)
+                    assert relative_error(kept.dt[i][at], wanted) < 1e-5
 
     def random_step(self, slots: list[int], nodes: int, ended: tuple[int, ...] = ()) -> float:
         """A random tree, and for each request a random walk in it that may be cut short."""

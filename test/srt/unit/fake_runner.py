@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from fake_drafter import FakeDrafter
+
+from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import (
@@ -149,6 +152,7 @@ class FakeRunner:
         journals: int = 0,
         journal_rows: int = 128,
         moves_anchors: bool = True,
+        drafter_reads: str = "nothing",
         cohorts: int = 1,
     ):
         self.ready = RunnerReady(
@@ -162,9 +166,10 @@ class FakeRunner:
             pid=0,
             max_journals=journals,
             journal_rows=journal_rows,
-            keeps_outputs=journals > 0,
             moves_anchors=moves_anchors,
+            drafter_reads=drafter_reads,
         )
+        self.drafter = FakeDrafter(drafter_reads, recurrent=not moves_anchors)
         self.journals: list[dict[int, tuple[int, ...]]] = [{} for _ in range(journals)]
         self.replays = self.moves = 0
         self.rows = rows
@@ -195,8 +200,12 @@ class FakeRunner:
         for slot in plan.untrack:
             assert self.slots[slot].tracked, "untracked twice"
             self.slots[slot].tracked = False
+            self.drafter.untrack(slot)
         for release in plan.releases:
             assert release.fold_to in (-1, release.keep_to)
+            slot = self.slots[release.slot]
+            kept = (release.keep_to, slot.state_slot, slot.tokens, slot.table)
+            self.drafter.release(release.slot, *kept)
             self._release(release.slot, release.fold_to)
         for ended in plan.end_trails:
             assert self.slots[ended].trail >= 0, "a trail ended twice"
@@ -204,6 +213,8 @@ class FakeRunner:
         for move in plan.moves:
             if move.save >= 0:
                 self.state_slots[move.save] = self.state_slots[move.state_slot]
+            if move.save_journal >= 0:
+                self.journals[move.save_journal] = dict(self.journals[move.journal.slot])
             state = self._replay(move.journal, move.state_slot)
             self.state_slots[move.state_slot] = state
             self.moves += 1
@@ -277,6 +288,8 @@ class FakeRunner:
             slot.tokens.append(token)
             slot.table.append(kv)
         self.prefilled_tokens += len(item.token_ids)
+        self.drafter.overwritten(item.kv_slots)
+        self.drafter.observe(item, slot.tokens, slot.table)
         if item.journal is not None:
             rows = item.journal
             assert rows.end - rows.start <= self.ready.journal_rows
@@ -322,7 +335,6 @@ class FakeRunner:
             if item.replay is not None:
                 assert item.replay.end == item.start
                 state = self._replay(item.replay, item.load_from)
-                assert tuple(item.replay_token_ids) == state[item.replay.start :]
                 self.replays += 1
             assert len(state) == item.start
             prefix = state
@@ -367,6 +379,7 @@ class FakeRunner:
         self.decode_steps[batch.shape.name] += 1
         for slot, kv_slots in zip(batch.slots, batch.kv_slots):
             assert self.slots[slot].decoding and len(kv_slots) == batch.shape.nodes
+            self.drafter.overwritten(kv_slots)
             for kv in kv_slots:
                 self.kv[kv] = None  # rejected drafts are garbage
             self._check(self.slots[slot])
@@ -514,6 +527,8 @@ class Server:
         slots, cache = self.scheduler.slots, self.scheduler.slots.cache
         assert slots.kv.num_free + cache.num_kv == slots.kv.total
         assert cache.evictable_kv == cache.num_kv
+        if isinstance(cache, RadixCache) and self.runner.ready.drafter_reads != "nothing":
+            self.runner.drafter.check(cache)
         assert slots.states.num_free + cache.num_states == slots.states.total
         assert slots.journals.num_free + cache.num_journals == slots.journals.total
         assert slots.requests.num_free == slots.requests.total

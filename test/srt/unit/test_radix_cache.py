@@ -28,6 +28,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.cache = RadixCache(self.pool, self.state_slots, self.journal_slots)
         # journal slot -> anchor (a prefix) and the prefix that it ends with
         self.journals: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.hit_at: dict[int, int] = {}  # by journal slot: the position that it served last
         self.kv: dict[tuple[int, ...], int] = {}
         self.states: dict[tuple[int, ...], int] = {}
         self.locked: list[tuple[tuple[int, ...], object]] = []
@@ -54,6 +55,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
             assert best > max(hits, default=0) and behind[match.journal] == best
             assert match.anchor == len(self.journals[match.journal][0]) - 1
             assert match.kind == "journal"
+            self.hit_at[match.journal] = match.position
         else:
             assert match.anchor == match.position == max(hits, default=0)
         assert match.state_slot == self.states.get((salt, *prompt[: match.anchor]), -1)
@@ -72,6 +74,8 @@ class CacheAgainstDict(RuleBasedStateMachine):
         for slot, (anchor, end) in list(self.journals.items()):
             while end not in self.kv:  # evicted KV shortens it
                 end = end[:-1]
+            if self.hit_at.get(slot, 0) > len(end) - 1:
+                del self.hit_at[slot]
             self.journals[slot] = (anchor, end)
             assert (slot in left) == (anchor in self.states and len(end) > len(anchor))
         self.journals = {slot: each for slot, each in self.journals.items() if slot in left}
@@ -85,7 +89,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
     def node_of(self, prompt, size, salt):
         """A node that ends at ``size`` tokens, all of which are cached."""
-        match = self.cache.match(as_tokens(prompt[:size]), size, salt)
+        match = self.check_match(prompt[:size], size, salt)
         known = [self.kv[(salt, *prompt[: n + 1])] for n in range(match.position, size)]
         return self.cache.insert(
             match.node, as_tokens(prompt[match.position : size]), indices(known), salt
@@ -149,16 +153,19 @@ class CacheAgainstDict(RuleBasedStateMachine):
         left = {journal.slot for node in self.cache._nodes() for journal in node.journals}
         self.journals = {slot: each for slot, each in self.journals.items() if slot in left}
         self.journals[slots[0]] = ((salt, *anchor), (salt, *end))
+        self.hit_at.pop(slots[0], None)
 
     @rule(keep=st.sets(st.integers(0, 5)))
     def evict_a_journal(self, keep):
         fold = self.cache.evict_journal(keep)
         if fold is not None:
             anchor, end = self.journals.pop(fold.journal)
-            assert (fold.start, fold.end) == (len(anchor) - 1, len(end) - 1)
+            last_hit = end[: self.hit_at.get(fold.journal, 0) + 1]
+            wanted = last_hit if len(last_hit) > 1 and last_hit not in self.states else end
+            assert (fold.start, fold.end) == (len(anchor) - 1, len(wanted) - 1)
             assert fold.state_slot == self.states.pop(anchor) not in keep
-            assert end not in self.states and end in self.kv
-            self.states[end] = fold.state_slot
+            assert wanted not in self.states and wanted in self.kv
+            self.states[wanted] = fold.state_slot
         else:
             began = [anchor for anchor, _ in self.journals.values()]
             for anchor, end in self.journals.values():

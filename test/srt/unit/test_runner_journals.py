@@ -18,7 +18,7 @@ from mamba_eagle.message import JournalPart, Plan
 
 torch.set_num_threads(1)
 
-SCHEMES = ["none", "tree", "tree-torch", "tree-snapshot"]
+SCHEMES = ["none", "tree", "tree-torch", "tree-snapshot", "tree-snapshot-torch"]
 TREE = Settings(topk=2, steps=3, nodes=6)
 
 
@@ -53,16 +53,39 @@ def check_cuts(
     assert cached.hits("journal") >= 2
 
 
+def check_untracked(cached: Sequential, plain: Sequential) -> None:
+    """A prompt whose last request was untracked, and a tracked one that continues it."""
+    policy, ready = cached.engine.scheduler.policy, cached.runner.ready
+
+    def serve(prompt: list[int], count: int, tracks: bool) -> Served:
+        policy.tracks_next = lambda catches_up: tracks  # type: ignore[method-assign]
+        served = cached.serve(prompt, sampled(count, 4))
+        wanted = plain.serve(prompt, sampled(count, 4))
+        assert served == wanted if tracks else served.tokens == wanted.tokens
+        return served
+
+    prompt = random_prompt(90, seed=5)
+    serve(prompt[:30], 2, tracks=True)
+    text = [*prompt, *serve(prompt, 40, tracks=False).tokens[:-1], 5, 6, 7]
+    serve(text, 2, tracks=False)
+    first = serve(text, 110, tracks=True)
+    # the target runs again what the drafter must read of it
+    assert first.cached <= 30 if ready.drafter_reads == "features" else first.cached > 130
+    # once: then the drafter has followed all of it
+    assert serve([*text, 8], 9, tracks=True).cached >= len(text) - 1
+    assert serve([*text, *first.tokens[:-1], 5, 6], 9, tracks=True).cached > len(text) + 60
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_text_and_drafts_are_those_without_a_cache(model: Path, head: Path, name: str) -> None:
     settings = SETTINGS[name]
     cached = Sequential(settings, model, head)
     plain = Sequential(settings, model, head, disable_radix_cache=True)
-    check_cuts(cached, plain, outputs=settings.scheme == "deferred")
+    check_cuts(cached, plain)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_is_blind_behind_a_journal(model: Path, tmp_path: Path, name: str) -> None:
+def test_no_drafter_is_blind_behind_a_hit(model: Path, tmp_path: Path, name: str) -> None:
     """Recurrent ones process again what the target takes from rows."""
     drafter = DRAFTERS[name]
     folder = drafter.write(tmp_path / "drafter", model)
@@ -71,6 +94,8 @@ def test_no_drafter_is_blind_behind_a_journal(model: Path, tmp_path: Path, name:
     plain = Sequential(settings, model, folder, disable_radix_cache=True)
     # n-grams are counted once per token that was run, so drafts depend on what was cached
     check_cuts(cached, plain, cached.runner.ready.moves_anchors, drafter.algorithm != "NGRAM")
+    if drafter.algorithm != "NGRAM":
+        check_untracked(cached, plain)
 
 
 @pytest.mark.parametrize("name", ["tree", "tree-torch"])
@@ -121,6 +146,22 @@ def test_with_one_state_slot_a_conversation_goes_on_in_it(
     for turn in range(3):
         served = cached.serve(text, sampled(20, turn))
         assert served == plain.serve(text, sampled(20, turn))
+        assert served.cached == (len(text) - 4 if turn else 0)
+        text = [*text, *served.tokens, 5, 6, 7]
+
+
+def test_with_one_state_slot_a_drafter_catches_up_in_it(model: Path, tmp_path: Path) -> None:
+    one = {"max_mamba_cache_size": 1, "max_running_requests": 1}
+    folder = DRAFTERS["standalone"].write(tmp_path / "drafter", model)
+    settings = TREE._replace(algorithm="STANDALONE")
+    cached = Sequential(settings, model, folder, **one)
+    plain = Sequential(settings, model, folder, disable_radix_cache=True, **one)
+    policy, text = cached.engine.scheduler.policy, random_prompt(40, seed=4)
+    for turn in range(3):
+        policy.tracks_next = lambda catches_up, turn=turn: turn > 0  # type: ignore[method-assign]
+        served = cached.serve(text, sampled(20, turn))
+        wanted = plain.serve(text, sampled(20, turn))
+        assert served == wanted if turn else served.tokens == wanted.tokens
         assert served.cached == (len(text) - 4 if turn else 0)
         text = [*text, *served.tokens, 5, 6, 7]
 

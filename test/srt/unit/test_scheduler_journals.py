@@ -12,6 +12,7 @@ from fake_runner import FakeRunner, Server, expected_text
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.scheduler.speculation import Choice, Decision, FixedShape
 
 PROMPT = [(i * i + i // 7) % 50 for i in range(600)]
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -25,7 +26,9 @@ TREE = {
 
 def server(journals: int = 20, states: int = 60, **settings) -> Server:
     runner_settings = {
-        name: settings.pop(name) for name in ("moves_anchors", "journal_rows") if name in settings
+        name: settings.pop(name)
+        for name in ("moves_anchors", "journal_rows", "drafter_reads")
+        if name in settings
     }
     config = EngineConfig(**{"speculative_algorithm": "NONE", **settings})
     runner = FakeRunner(20000, states, 8, 3000, journals=journals, **runner_settings)
@@ -65,13 +68,15 @@ def test_an_output_cut_by_up_to_64_tokens_is_cached_up_to_the_cut(drafts, count)
     assert (serving.runner.moves > 0) == (count > 200)
 
 
-def test_a_fork_in_a_long_output_runs_no_more_than_the_interval():
-    serving = server(**TREE, mamba_checkpoint_interval=64, states=200)
+@pytest.mark.parametrize("journals, most", [(200, 0), (9, 64)])
+def test_a_fork_in_a_long_output_runs_no_more_than_the_interval(journals, most):
+    """Nothing, if journals are free as well."""
+    serving = server(journals, **TREE, mamba_checkpoint_interval=64, states=200)
     how = SamplingParams(max_new_tokens=1000, ignore_eos=True)
     text = PROMPT[:100] + served(serving, "a", PROMPT[:100], how)
     for kept in range(150, 1090, 37):
         served(serving, f"kept{kept}", [*text[:kept], 49, 48, 47])
-        assert serving.last[f"kept{kept}"].cached_tokens >= kept - 64
+        assert serving.last[f"kept{kept}"].cached_tokens >= kept - most
 
 
 def test_without_anchors_that_move_a_long_output_is_served_at_its_end():
@@ -99,6 +104,17 @@ def test_a_follow_up_sent_at_once_hits_all_that_it_shares(overlap, cut):
             assert last.cached_tokens == len(chat) - 1 - (cut == 0) * 3
         chat = text[: len(text) - cut] + [turn, 49, 48] * (cut == 0)
     serving.finish()
+
+
+@pytest.mark.parametrize("kept", [5, 200, 290])
+def test_a_fork_in_a_long_output_may_be_sent_at_once(kept):
+    serving = server(**TREE)
+    serving.add("a", PROMPT[:100], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    while (last := serving.last.get("a")) is None or last.finish is None:
+        serving.step()
+    prompt = [*PROMPT[:100], *serving.texts["a"][:kept], 49, 48]
+    served(serving, "b", prompt)
+    assert serving.last["b"].cached_tokens >= 100 + kept
 
 
 @pytest.mark.parametrize("late", [0, 1, 5, 30])
@@ -139,6 +155,16 @@ def test_a_journal_that_leaves_is_folded_so_that_its_end_is_served():
         assert serving.last[f"again{i}"].cached_tokens == 300
 
 
+def test_a_journal_that_leaves_is_folded_to_where_prompts_part():
+    """Behind it others go on, whereas its end was of use to one prompt."""
+    serving = server(journals=2)
+    served(serving, "a", PROMPT[:340])
+    for i in range(6):
+        served(serving, f"b{i}", [*PROMPT[:300], i, *PROMPT[301:340]])
+        assert serving.last[f"b{i}"].cached_tokens >= 300
+        served(serving, f"other{i}", [i, *PROMPT[:300]])
+
+
 def test_where_anchors_cannot_move_journals_leave_with_their_states_only():
     serving = server(journals=2, moves_anchors=False)
     for i in range(5):
@@ -149,13 +175,54 @@ def test_where_anchors_cannot_move_journals_leave_with_their_states_only():
     assert serving.runner.moves == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+class SomeTracked(FixedShape):
+    """Tracks some of the requests, and not always to their ends."""
+
+    def __init__(self, shape, rng: random.Random) -> None:
+        super().__init__(shape)
+        self.rng, self.next = rng, True
+
+    def tracks_next(self, catches_up: bool) -> bool:
+        return self.next
+
+    def admit(self, request, catches_up: bool = True) -> None:
+        super().admit(request, catches_up)
+        self.next = self.rng.random() < 0.6
+
+    def choose(self, requests, in_flight):
+        tracked = [i for i, each in enumerate(requests) if each.tracked]
+        some = tracked[:1] if self.rng.random() < 0.03 else []
+        return Decision(Choice(self.shape), some)
+
+
+@pytest.mark.parametrize("reads", ["features", "tokens"])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_drafter_catches_up_with_what_it_has_not_followed(reads, recurrent):
+    """``fake_drafter.py`` compares what the cache says that it has followed."""
+    serving = server(drafter_reads=reads, moves_anchors=not recurrent, **TREE)
+    policy, how = serving.scheduler.policy, SamplingParams(max_new_tokens=500, ignore_eos=True)
+    policy.tracks_next = lambda catches_up: False
+    served(serving, "a", PROMPT[:400])
+    policy.tracks_next = lambda catches_up: True
+    served(serving, "b", PROMPT[:400])  # so few tokens are not worth running 400 again
+    assert serving.last["b"].cached_tokens == 399
+    caught_up = serving.runner.drafter.caught_up
+    assert caught_up == (0 if reads == "features" else 399)
+    served(serving, "c", PROMPT[:400], how)
+    assert serving.last["c"].cached_tokens == (0 if reads == "features" else 399)
+    assert serving.runner.drafter.copied == (400 if reads == "features" else 1)
+    served(serving, "d", PROMPT[:500], how)
+    assert serving.last["d"].cached_tokens >= 399
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_edits_forks_and_chats_keep_their_texts(seed):
     """With few states and journals, aborts and stops; integrity is checked after each step."""
     rng = random.Random(seed)
     serving = server(
         rng.choice([1, 3, 12]),
         rng.choice([4, 9, 30]),
+        drafter_reads=rng.choice(["features", "tokens"]),
         **rng.choice([{}, TREE]),
         chunked_prefill_size=rng.choice([16, 200]),
         moves_anchors=rng.random() < 0.7,
@@ -163,6 +230,10 @@ def test_edits_forks_and_chats_keep_their_texts(seed):
         mamba_checkpoint_interval=rng.choice([0, 16]),
     )
     serving.rng = rng
+    policy = SomeTracked(serving.scheduler.shape, rng)
+    serving.scheduler.policy = policy
+    serving.scheduler.prefill.policy = serving.scheduler.prefill.catch_up.policy = policy
+    serving.scheduler.decode.policy = policy
     texts, wanted = [PROMPT[:60]], {}
     for i in range(50):
         text = rng.choice(texts)

@@ -393,3 +393,16 @@ def test_a_pinned_prompt_survives_a_flood_of_others():
 
     assert cached_after_the_flood(CacheHints(pin_seconds=3600)) == 999
     assert cached_after_the_flood(CacheHints()) == 0
+
+
+def test_what_waiting_requests_need_is_evicted_last():
+    """By age it would go first, and of it what is needed next."""
+    serving = server(pools=(700, 60, 1))
+    first, second, third = ([i, *TRUNK[:190]] for i in (1, 2, 3))
+    for i, prompt in enumerate((first, second, third)):
+        serving.add(f"old{i}", prompt, SHORT)
+        serving.finish()
+    for rid, prompt in (("new", TRUNK[:250]), ("first", first), ("second", second)):
+        serving.add(rid, prompt, SHORT)
+    serving.finish()
+    assert serving.last["first"].cached_tokens == serving.last["second"].cached_tokens == 190

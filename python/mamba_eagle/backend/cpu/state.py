@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows, step_sizes
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.kernels.tree_verify import cpu
@@ -37,6 +37,7 @@ class CpuScheme(StateScheme):
         self._path, self._journal_len = self.rows.path.numpy(), self.rows.journal_len.numpy()
         self._processed, self._state_slot = table.processed.numpy(), table.state_slot.numpy()
         self._layers: dict[int, tuple[cpu.LayerWeights, Any]] = {}
+        self._kept: tuple[KeptRows, list[np.ndarray]] | None = None  # and its arrays
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
@@ -49,6 +50,32 @@ class CpuScheme(StateScheme):
         inputs = (xbc.contiguous().numpy(), dt.contiguous().numpy())
         self._run(*inputs, layout, *cached, y.numpy())
         return y
+
+    def keep_rows(
+        self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
+    ) -> None:
+        if self._kept is None or self._kept[0] is not kept:
+            self._kept = (kept, [part.numpy() for part in kept])
+        conv_in, kept_dt, feature, trail, processed = self._kept[1]
+        lengths, dt = self._newest()
+        cpu.keep_rows(
+            slots.numpy(),
+            accepted.nodes.numpy(),
+            accepted.count.numpy(),
+            processed,
+            trail,
+            self._path,
+            lengths,
+            self.rows.history,
+            (self.rows.conv_in.numpy(), dt.numpy()),
+            features.numpy(),
+            (conv_in, kept_dt, feature),
+        )
+
+    @abstractmethod
+    def _newest(self) -> tuple[np.ndarray, Tensor]:
+        """For ``keep_rows``: how many rows each path has, of which the last are the tokens accepted
+        last, [R]; and dt of all rows, [layers, R, W, H]."""
 
     @abstractmethod
     def _run(self, *arguments: Any) -> None:
@@ -69,7 +96,6 @@ class CpuDeferred(CpuScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
-        self._kept: tuple[KeptRows, list[np.ndarray]] | None = None  # and its arrays
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
@@ -107,28 +133,8 @@ class CpuDeferred(CpuScheme):
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
-    def keep_rows(
-        self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
-    ) -> None:
-        if self._kept is None or self._kept[0] is not kept:
-            self._kept = (kept, [part.numpy() for part in kept])
-        conv_in, dt, feature, trail, processed = self._kept[1]
-        cpu.keep_rows(
-            slots.numpy(),
-            accepted.nodes.numpy(),
-            accepted.count.numpy(),
-            processed,
-            trail,
-            self._path,
-            self._journal_len,
-            self.rows.history,
-            (self.rows.conv_in.numpy(), self.recurrence.dt.numpy()),
-            features.numpy(),
-            (conv_in, dt, feature),
-        )
-
-    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        return self.rows.newest(slots, count, width, self.recurrence.dt)
+    def _newest(self) -> tuple[np.ndarray, Tensor]:
+        return self._journal_len, self.recurrence.dt
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         layout = self._layout(slots.numpy(), lanes, None)
@@ -198,6 +204,10 @@ class CpuSnapshot(CpuScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)
+        self.dt = step_sizes(config, size, self.rows.conv_in)
+        self._accepted = np.zeros_like(
+            self._journal_len
+        )  # by request slot: tokens of its last step
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """``keep`` is always 0: the states already include all accepted tokens."""
@@ -231,21 +241,25 @@ class CpuSnapshot(CpuScheme):
         )
         history = self.rows.history
         self._path[layout.slots, history : history + nodes.shape[1]] = nodes + history
+        self._accepted[layout.slots] = count
         cpu.move_history(layout.slots, count, self._path, history, self.rows.conv_in.numpy())
 
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.processed[slots]
 
+    def _newest(self) -> tuple[np.ndarray, Tensor]:
+        return self._accepted, self.dt
+
     def _run(self, *arguments: Any) -> None:
         cpu.snapshot_verify(*arguments)
 
     def _buffers(self, layer: int) -> cpu.SnapshotBuffers:
-        own = (self.rows.conv_in, self.node_states, self.pool.ssm)
+        own = (self.rows.conv_in, self.dt, self.node_states, self.pool.ssm)
         return cpu.SnapshotBuffers(*(part[layer].numpy() for part in own))
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes
+        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.dt.nbytes
 
 
 _weights: WeakKeyDictionary[Mamba2Mixer, cpu.LayerWeights] = WeakKeyDictionary()

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, clear_rows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import (
+    RequestRows,
+    clear_rows,
+    layer_rows,
+    recurrence_rows,
+    step_sizes,
+)
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -168,8 +174,9 @@ class TorchDeferred(TorchScheme):
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
-    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        return self.rows.newest(slots, count, width, self.recurrence.dt)
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        width = accepted.nodes.shape[1]
+        return self.rows.newest(slots, accepted.count, width, self.recurrence.dt)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         return self._nodes(slots, self._free_rows(slots, lanes), slots)
@@ -283,6 +290,7 @@ class TorchSnapshot(TorchScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)
+        self.dt = step_sizes(config, size, self.rows.conv_in)  # for whoever keeps rows
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """``keep`` is always 0: the states already include all accepted tokens."""
@@ -312,8 +320,12 @@ class TorchSnapshot(TorchScheme):
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.processed[slots]
 
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        return self.rows.of_nodes(slots, accepted.nodes, self.dt)
+
     def _recur(self, layer: Mamba2Mixer, layout: TorchLayout, inputs: Inputs) -> Tensor:
         nodes, (x, B, C, dt) = layout.nodes, inputs
+        self.dt[layer.index, nodes.slots, : layout.shape[1]] = dt
         state = self.pool.ssm[layer.index][nodes.state_slots]
         y, states = snapshot_verify(x, dt, layer.decay_rate(), B, C, state, nodes.parents)
         self.node_states[layer.index, nodes.slots, : layout.shape[1]] = states
@@ -321,7 +333,7 @@ class TorchSnapshot(TorchScheme):
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes
+        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.dt.nbytes
 
 
 def make_node_states(rows: RequestRows, pool: StatePool) -> Tensor:

@@ -96,8 +96,9 @@ class TritonDeferred(StateScheme):
     def journal_len(self, slots: Tensor) -> Tensor:
         return self.rows.journal_len[slots]
 
-    def accepted_inputs(self, slots: Tensor, count: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        return self.rows.newest(slots, count, width, self.recurrence.dt)
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        width = accepted.nodes.shape[1]
+        return self.rows.newest(slots, accepted.count, width, self.recurrence.dt)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         """Lanes do not fold, since they are not kept."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows
+from mamba_eagle.backend.rows import RequestRows, step_sizes
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
@@ -38,10 +38,11 @@ class TritonSnapshot(StateScheme):
         def inputs(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(requests, size.rows, width, dtype=dtype, device=like.device)
 
-        # shared by all layers, which run one after the other
-        self.inputs = RowBuffers(
-            inputs(width, like.dtype), inputs(config.num_heads), inputs(config.num_heads)
-        )
+        # xB and L are shared by all layers, which run one after the other; whoever keeps rows reads
+        # dt afterwards
+        xB, log_decay = inputs(width, like.dtype), inputs(config.num_heads)
+        self.dt = step_sizes(config, size, self.rows.conv_in)
+        self.inputs = [RowBuffers(xB, dt, log_decay) for dt in self.dt]
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
@@ -65,10 +66,10 @@ class TritonSnapshot(StateScheme):
 
     def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, conv_in = layer.index, conv_weights(layer), self.rows.conv_in[layer.index]
-        C = tree_conv(xbc, dt, weights, conv_in, self.inputs, layout, self.sizes)
+        C = tree_conv(xbc, dt, weights, conv_in, self.inputs[i], layout, self.sizes)
         state, skip, node_states = self.pool.ssm[i], skip_weights(layer), self.node_states[i]
         states = (state, node_states)
-        return snapshot_verify(self.inputs, C, weights.A, skip, *states, layout, self.sizes)
+        return snapshot_verify(self.inputs[i], C, weights.A, skip, *states, layout, self.sizes)
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         count, pool, own = accepted.count, self.pool, self.rows
@@ -94,6 +95,9 @@ class TritonSnapshot(StateScheme):
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.processed[slots]
 
+    def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
+        return self.rows.of_nodes(slots, accepted.nodes, self.dt)
+
     @property
     def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes
+        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.dt.nbytes

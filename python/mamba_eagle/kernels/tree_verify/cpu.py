@@ -294,7 +294,7 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
     """
     slots, state_slots, rows, parents = nodes.slots, nodes.state_slots, nodes.rows, nodes.parents
     tail = nodes.tail
-    conv_in, node_states, state = buffers
+    conv_in, dt, node_states, state = buffers
     conv, heads, low, high = weights
     A, dt_bias, D = heads[0], heads[1], heads[2]
     b, T = rows.shape
@@ -317,6 +317,7 @@ def snapshot_verify(xbc, dt_raw, nodes, weights, buffers, y):
             after, out = node_states[slot, i], y[first + i]
             for h in range(H):
                 step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
+                dt[slot, rows[r, i], h] = step
                 decay = exp(step * A[h])
                 of_B = inner + h // heads_per_group * N
                 B, C = convolved[of_B : of_B + N], convolved[of_B + half : of_B + half + N]
@@ -334,6 +335,7 @@ class SnapshotBuffers(NamedTuple):
     """What the snapshot scheme keeps of one layer."""
 
     conv_in: np.ndarray  # [R, K-1 + W, C]
+    dt: np.ndarray  # [R, W, H], after softplus and clamp; written only
     node_states: np.ndarray  # [R, W, H, P, N]
     state: np.ndarray  # [state slots, H, P, N]: where the root starts
 
@@ -392,8 +394,9 @@ def keep_rows(
 ):
     """Copy the rows of the tokens that a step accepted to the journal slots of their requests.
 
-    nodes [b, D], count [b]: the accepted paths; processed, trail, journal_len [R] by request slot,
-    these tokens included; trail: a journal slot, past the last one for none. rows: conv_in [layers,
+    nodes [b, D], count [b]: the accepted paths, at the end of ``path`` [R, places], which has
+    journal_len [R] rows; processed and trail [R] by request slot. All include these tokens; trail:
+    a journal slot, past the last one for none. rows: conv_in [layers,
     R, K-1 + W, C] and dt [layers, R, W, H]; features [b, T, F]. kept: the same by journal slot and
     row, conv_in [layers, J, S, C], dt [layers, J, S, H] and feature [J, S, F].
     """

@@ -15,7 +15,7 @@ from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
-from mamba_eagle.message import PrefillItem, PrefillResult, TokenLogprob
+from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
 from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs
@@ -99,26 +99,32 @@ class Shown(NamedTuple):
         return Shown(items, self.tokens[flat], self.features[flat], before)
 
     def extended(self, pool: StatePool, journals: SavedJournals) -> Shown:
-        """With the tokens that the target took from a journal: a drafter that is recurrent itself
-        has a state at the anchor only, and processes them from their features."""
+        """With the tokens that the target took from a journal and the drafter has not followed: it
+        processes them from the features in their rows. A drafter that is recurrent itself has
+        states at anchors only."""
         items, tokens, features, before = [], [], [], []
         for i, part in enumerate(prefill_parts(self.items)):
             item, span = part.item, slice(part.first, part.first + part.length)
             tokens.append(self.tokens[span])
             features.append(self.features[span])
             before.append(self.before[i])
-            if item.is_first and (rows := item.replay) is not None:
-                index = torch.arange(rows.start, rows.end, device=self.tokens.device)
-                kept = journals.feature[rows.slot, index % journals.size]
-                replayed = torch.as_tensor(np.asarray(item.replay_token_ids), dtype=torch.int64)
+            if (lacking := item.draft_start) is not None:
+                rows, first = item.replay, lacking.position
+                assert rows is not None and rows.start <= first, "features are in rows alone"
+                kept = journals.features(rows.slot, first, rows.end)
+                replayed = torch.as_tensor(np.asarray(lacking.token_ids), dtype=torch.int64)
                 tokens[-1] = torch.cat([replayed.to(self.tokens.device), tokens[-1]])
                 features[-1] = torch.cat([kept.to(self.features.dtype), features[-1]])
-                before[-1] = pool.feature[item.load_from]
+                if first == rows.start:
+                    before[-1] = pool.feature[item.load_from]
+                else:
+                    before[-1] = journals.features(rows.slot, first - 1, first)[0]
                 item = msgspec.structs.replace(
                     item,
-                    start=rows.start,
-                    token_ids=item.replay_token_ids + item.token_ids,
-                    kv_slots=item.prefix_kv_slots[rows.start :] + item.kv_slots,
+                    start=first,
+                    load_from=lacking.state_slot,
+                    token_ids=lacking.token_ids + item.token_ids,
+                    kv_slots=item.prefix_kv_slots[first:] + item.kv_slots,
                 )
             items.append(item)
         return Shown(items, torch.cat(tokens), torch.cat(features), torch.stack(before))
@@ -129,6 +135,9 @@ def _begun(item: PrefillItem) -> PrefillItem:
     if item.replay is None or not item.is_first:
         return item
     return msgspec.structs.replace(item, load_from=item.state_slot)
+
+
+MAX_CAUGHT_UP = 2048  # tokens that a drafter catches up with in one pass
 
 
 class PromptRunner:
@@ -203,13 +212,49 @@ class PromptRunner:
         untracked = [item.slot for item in items if item.is_first and not item.track]
         if untracked:
             drafter.untrack(untracked)
-        if drafter.recurrent and any(item.replay for item in items):
-            shown = shown.extended(self.pool, self.journals)
+        if any(item.draft_start for item in items):
+            if drafter.reads == "features":
+                shown = shown.extended(self.pool, self.journals)
+            elif drafter.reads == "tokens":
+                shown = shown._replace(items=[self._caught_up(item) for item in items])
         tracked = [i for i, item in enumerate(items) if item.track]
         if len(tracked) < len(items):
             shown = shown.only(tracked, self.place)
         if tracked:
             drafter.observe_prefill(*shown)
+        for item in items:
+            if (copy := item.draft_copy) is not None:
+                own, cached = np.asarray(copy.sources), np.asarray(copy.targets)
+                drafter.copy_kv(self._indices(own), self._indices(cached))
+
+    def _caught_up(self, item: PrefillItem) -> PrefillItem:
+        """The drafter, which reads tokens alone, processes what it lacks before the chunk. Returns
+        the chunk, which is not its first one then."""
+        lacking = item.draft_start
+        if lacking is None:
+            return item
+        nothing = self.pool.feature.new_zeros(1, self.pool.feature.shape[1])
+        anchor = item.start if item.replay is None else item.replay.start
+        if item.load_from == item.state_slot:
+            anchor = -1  # it goes on in the only state slot
+        for first in range(lacking.position, item.start, MAX_CAUGHT_UP):
+            token_ids = lacking.token_ids[first - lacking.position :][:MAX_CAUGHT_UP]
+            end = first + len(token_ids)
+            piece = msgspec.structs.replace(
+                item,
+                start=first,
+                token_ids=token_ids,
+                kv_slots=item.prefix_kv_slots[first:end],
+                load_from=lacking.state_slot,
+                is_first=first == lacking.position,
+                is_last=False,
+                # its own state, for those that start there later
+                saves=[StateSave(anchor, item.load_from)] if first < anchor <= end else [],
+            )
+            tokens = self._indices(np.asarray(token_ids))
+            features = nothing.expand(len(token_ids), -1)
+            self.step.drafter.observe_prefill([piece], tokens, features, nothing)
+        return msgspec.structs.replace(item, is_first=False)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return self.place.to_device(values)
