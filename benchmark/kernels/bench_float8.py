@@ -23,19 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.bench.launches import ROTATED_BYTES, Report, graph_us
+from mamba_eagle.bench.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.quantization.matrix import Float8Matrix, quantized
 
-SHAPES = {  # [out, in] of Nemotron-Nano-9B-v2
-    "mamba in": (22656, 4480),
-    "mamba out": (4480, 10240),
-    "MLP up": (15680, 4480),
-    "MLP down": (4480, 15680),
-    "qkv": (7168, 4480),
-    "lm_head": (131072, 4480),
-}
 TOKENS = (1, 8, 32, 64, 256, 8192)
 FEW = 64  # tokens, up to which the Triton kernels are measured
 WITHIN = {"bf16": 5e-3}  # relative error; of float8 products:
@@ -108,7 +100,7 @@ def check(name: str, shape: str, found: Tensor, exact: Tensor) -> None:
 
 def measure(report: Report, tokens: tuple[int, ...]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    for name, (rows, columns) in SHAPES.items():
+    for name, (rows, columns) in PRODUCTS.items():
         weight = Weight(rows, columns)
         for n in tokens:
             x = torch.randn(n, columns, device="cuda").bfloat16()
@@ -130,7 +122,7 @@ def measure(report: Report, tokens: tuple[int, ...]) -> None:
 
 def sweep(report: Report) -> None:
     """The best configurations for few tokens, by shape."""
-    for name, (rows, columns) in SHAPES.items():
+    for name, (rows, columns) in PRODUCTS.items():
         weight = Weight(rows, columns)
         for n in (1, 32):
             x = torch.randn(n, columns, device="cuda").bfloat16()

@@ -21,19 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.backend.triton.builds import Builders, dry_run
-from mamba_eagle.bench.launches import ROTATED_BYTES, Report, graph_us
+from mamba_eagle.bench.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.kernels.four_bit.triton import Config, Weight
 
-SHAPES = {  # [out, in] of Nemotron-Nano-9B-v2
-    "mamba in": (22656, 4480),
-    "mamba out": (4480, 10240),
-    "MLP up": (15680, 4480),
-    "MLP down": (4480, 15680),
-    "qkv": (7168, 4480),
-    "lm_head": (131072, 4480),
-}
 TOKENS = (1, 8, 16, 32, 64)
 GROUPS = {"nvfp4": (16,), "int4": (128, 32)}  # the first that fits
 WITHIN = 5e-3  # relative error; bfloat16 outputs alone are off by 1.7e-3
@@ -105,7 +97,7 @@ def check(what: str, found: Tensor, exact: Tensor) -> None:
 def measure(report: Report, forms: list[str], tokens: list[int], shapes: list[str]) -> None:
     build(forms, tokens, shapes, lambda *size: [four_bit.choose_config(*size)])
     for shape in shapes:
-        rows, columns = SHAPES[shape]
+        rows, columns = PRODUCTS[shape]
         made = [Form(name, rows, columns) for name in forms]
         dense = [torch.randn(rows, columns, device="cuda", dtype=BF16) for _ in range(3)]
         for n in tokens:
@@ -163,7 +155,7 @@ def build(
     builders = Builders()
     with dry_run() as run:
         for shape in shapes:
-            rows, columns = SHAPES[shape]
+            rows, columns = PRODUCTS[shape]
             for name in forms:
                 weight = Form(name, rows, columns, copies=1).weights[0]
                 for n in tokens:
@@ -180,7 +172,7 @@ def sweep(forms: list[str], tokens: list[int], shapes: list[str], shown: int) ->
     build(forms, tokens, shapes, candidates)
     print(*Config._fields)
     for shape in shapes:
-        rows, columns = SHAPES[shape]
+        rows, columns = PRODUCTS[shape]
         for name in forms:
             form = Form(name, rows, columns)
             for n in tokens:
@@ -207,7 +199,7 @@ def main() -> None:
     parser.add_argument("--output", help="append result lines")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(PRODUCTS), default=list(PRODUCTS))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--shown", type=int, default=4, help="configurations per line of a sweep")
     args = parser.parse_args()

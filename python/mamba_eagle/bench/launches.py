@@ -16,6 +16,14 @@ from mamba_eagle.bench import facts, results
 Launch = Callable[[], object]
 Job = TypeVar("Job")
 
+PRODUCTS = {  # weights [out, in] of Nemotron-Nano-9B-v2
+    "mamba in": (22656, 4480),
+    "mamba out": (4480, 10240),
+    "MLP up": (15680, 4480),
+    "MLP down": (4480, 15680),
+    "qkv": (7168, 4480),
+    "lm_head": (131072, 4480),
+}
 ROTATED_BYTES = 300e6  # read by all launches of a round; the L2 cache of an H100 holds 50e6
 
 

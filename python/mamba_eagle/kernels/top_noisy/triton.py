@@ -145,10 +145,6 @@ def top_noisy(
     blocks = triton.cdiv(V, block)
     keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
     largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
-    found = TopTokens(
-        torch.empty(b, lanes, k, device=device),
-        torch.empty(b, lanes, k, dtype=torch.int64, device=device),
-    )
     slots, numbers = noise.slots.contiguous(), noise.numbers
     apart = lanes if n * blocks <= ONE_WAVE else 1
     _block_kernel[(blocks, b, apart)](
@@ -169,6 +165,24 @@ def top_noisy(
         K=k,
         BLOCK=block,
         num_warps=warps,
+    )
+    return _merged(ids, slots, numbers, lanes, keys, largest, total)
+
+
+def _merged(
+    ids: Tensor | None,
+    slots: Tensor,
+    numbers: Tensor,
+    lanes: int,
+    keys: Tensor,
+    largest: Tensor,
+    total: Tensor,
+) -> TopTokens:
+    """Of what was found in each block."""
+    (n, blocks, k), device = keys.shape, keys.device
+    found = TopTokens(
+        torch.empty(n // lanes, lanes, k, device=device),
+        torch.empty(n // lanes, lanes, k, dtype=torch.int64, device=device),
     )
     _merge_kernel[(n,)](
         ids,
