@@ -230,8 +230,10 @@ class RadixCache(PrefixCache):
                 return Inserted(len(tokens) - done, leaf, healed)
             child.used_at, child.used_time = self.clock, now
             shared = common_prefix(child.tokens, tokens[done : done + len(child.tokens)])
-            node = child if shared == len(child.tokens) else self._split(child, shared)
-            if followed and heals and not node.followed:
+            above, node = node, child
+            if shared < len(child.tokens):
+                node = self._split(child, shared)
+            if followed and heals and above.followed and not node.followed:
                 node.followed = True
                 healed.append((done, node.kv_slots))
             done += shared
