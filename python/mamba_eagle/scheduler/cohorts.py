@@ -45,6 +45,8 @@ class Cohorts:
 
     def _regroup(self, members: Sequence[Request]) -> list[list[Request]]:
         """The groups, whose sizes differ by one at most."""
+        if self.count == 1:  # each step of a server with one stage comes here
+            return [list(members)]
         groups: list[list[Request]] = [[] for _ in range(self.count)]
         new: list[Request] = []
         for request in members:
