@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
@@ -39,6 +39,9 @@ class Block(Layer):
 
     def connect(self) -> None:
         self.norm.rounding = getattr(self.mixer, "input_rounding", None)
+
+    def residuals(self) -> tuple[Residual, ...]:
+        return (Residual(self.norm, self.mixer, self.total),)
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.total(self.mixer(self.norm(hidden), ctx))

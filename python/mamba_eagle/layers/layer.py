@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -39,11 +39,31 @@ class Layer(nn.Module):
         """Tell the layers inside what their neighbours need; called for every layer once all are
         prepared."""
 
+    def residuals(self) -> tuple[Residual, ...]:
+        """What ``forward(hidden, ctx)`` of a decoder layer consists of, one after the other; none
+        if it is more than that."""
+        return ()
+
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         """What a rank holds of this layer's own tensors, by name, if the layer is split: it is then
         made again from the rank's config (parallel/shard.py). A tensor that is not named here is
         copied to all ranks."""
         return {}
+
+
+class Residual(NamedTuple):
+    """``hidden + scale · total(body(norm(hidden)))``: what most layers consist of."""
+
+    norm: Any  # an RMSNorm
+    body: Any  # a mixer, called with the context, or an MLP
+    total: Total
+    scale: float = 1.0
+    takes_context: bool = True
+
+    def made(self, hidden: Tensor, ctx: Any) -> Tensor:
+        """What is added, not yet scaled."""
+        normed = self.norm(hidden)
+        return self.total(self.body(normed, ctx) if self.takes_context else self.body(normed))
 
 
 class Total(Layer):

@@ -174,6 +174,9 @@ class CausalLM(Layer):
             hidden: [n, hidden_size], the input of the first one; may be overwritten.
             embedded: [n, hidden_size], the embeddings, for families whose layers read them too.
         """
+        run = ctx.run(layers, hidden)
+        if run is not None:
+            return run
         for layer in layers:
             hidden = layer(hidden, ctx)
         return hidden

@@ -6,13 +6,15 @@ The buffers are torch tensors; numpy views of them are created once, since kerne
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mamba_eagle.backend.cpu.fused import FusedLayers
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows, step_sizes
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
@@ -96,6 +98,15 @@ class CpuDeferred(CpuScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self._fused = FusedLayers(self)
+
+    def run(
+        self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
+    ) -> Tensor | None:
+        return self._fused.run(layers, hidden, ctx, layout)
+
+    def weights_of(self, layer: Mamba2Mixer) -> cpu.LayerWeights:
+        return layer_weights(layer)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
