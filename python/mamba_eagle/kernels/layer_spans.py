@@ -13,6 +13,7 @@ from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.grouped.cpu import GROUP, round_rows
 from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
+from mamba_eagle.kernels.tree_attention.cpu import _tree_head
 from mamba_eagle.kernels.tree_verify.cpu import Buffers, LayerWeights, Seen, _enter, _head
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.kernels.vector_code import SpanKernel, pointer_to
@@ -25,7 +26,10 @@ class Frame:
     # TreeLayout's arrays, each contiguous
     SLOTS, STATE_SLOTS, JOURNAL, JOURNAL_LEN, NODE_ROWS, PARENTS, TAIL = range(2, 9)
     REQUESTS, NODES, MAX_JOURNAL, HISTORY = range(9, 13)
-    COUNT = 16
+    # what attention reads: the slot table and its columns, by request the slot and the prefix,
+    # nodes' KV slots and parents, and their number (drafted lanes: those of all depths)
+    TABLE, TABLE_ROWS, POSITIONS, ATTENDED, PREFIX, OWN, ABOVE, FAMILY = range(13, 21)
+    COUNT = 24
 
 
 @kernel
@@ -104,6 +108,13 @@ def _relu_squared(arguments, first, last):
     _round(out, first, last, given[5:8], n, size)
 
 
+@kernel
+def _add_scaled(row, added, scale):
+    """Rounded once where the processor can, as torch's ``add`` with ``alpha``."""
+    for c in range(row.shape[0]):
+        row[c] += scale * added[c]
+
+
 def _residual(arguments, first, last):
     """stream += scale · made. Words: frame, size, made, its columns, scale (of a float32)."""
     given = _words(arguments, 5)
@@ -117,8 +128,7 @@ def _residual(arguments, first, last):
             for c in range(size):
                 row[c] += added[c]
         else:
-            for c in range(size):
-                row[c] += scale * added[c]
+            _add_scaled(row, added, scale)
 
 
 class Recurrence:
@@ -136,7 +146,7 @@ class Recurrence:
 def _recurrence(arguments):
     """What ``_enter`` and ``_head`` take."""
     w = _words(arguments, 26)
-    f = _words(w[0], 16)
+    f = _words(w[0], 24)
     n, b, T, most = f[1], f[9], f[10], f[11]
     R, K, rows, channels, H, P, N, G = w[11], w[12], w[13], w[14], w[15], w[16], w[17], w[18]
     inner = H * P
@@ -192,7 +202,47 @@ def _heads(arguments, first, last):
         _head(task // H, h, nodes, weights.heads[2][h], buffers, seen, y)
 
 
+class Attended:
+    """Words of attention's span."""
+
+    FRAME, PACKED, WIDTH, HEADS, KV_HEADS, HEAD_DIM, SCALE, KEYS, VALUES, KV_SLOTS, OUT = range(11)
+    COUNT = 11
+
+
+def _attention(arguments, first, last):
+    """Pairs [first, last) of a request and a key head, of ``_tree_head``. Queries, keys and values
+    lie side by side in ``packed`` [n, columns]."""
+    w = _words(arguments, 11)
+    f = _words(w[0], 24)
+    n, b, E = f[1], f[9], f[20]
+    heads, kv, D = w[3], w[4], w[5]
+    packed = numba.carray(pointer_to(w[1]), (n, w[2] // D, D), np.float32)
+    new = (packed[:, :heads], packed[:, heads : heads + kv], packed[:, heads + kv : heads + 2 * kv])
+    pool = (
+        numba.carray(pointer_to(w[7]), (w[9], kv, D), np.float32),
+        numba.carray(pointer_to(w[8]), (w[9], kv, D), np.float32),
+    )
+    sequences = (
+        _integers(f[13], f[14], f[15]),
+        numba.carray(pointer_to(f[16]), b, np.int64),
+        numba.carray(pointer_to(f[17]), b, np.int64),
+    )
+    own, parents = _integers(f[18], b, E), _integers(f[19], b, E)
+    scale = numba.carray(pointer_to(w[6]), 1, np.float32)[0]
+    out = numba.carray(pointer_to(w[10]), (n, heads, D), np.float32)
+    for task in range(first, last):
+        _tree_head(task // kv, task % kv, new, pool, sequences, own, parents, scale, out)
+
+
+def _round_inputs(arguments, first, last):
+    """Words: frame, size, x, rounded."""
+    given = _words(arguments, 6)
+    n = _words(given[0], 2)[1]
+    _round(_floats(given[2], n, given[1]), first, last, given[3:6], n, given[1])
+
+
 NORM, GATED_NORM = SpanKernel(_norm), SpanKernel(_gated_norm)
 SILU_GATE, RELU_SQUARED = SpanKernel(_silu_gate), SpanKernel(_relu_squared)
 RESIDUAL = SpanKernel(_residual)
+ATTENTION, ROUND_INPUTS = SpanKernel(_attention), SpanKernel(_round_inputs)
 BEGIN_REQUESTS, HEADS = SpanKernel(_begin_requests), SpanKernel(_heads)

@@ -214,8 +214,8 @@ def _work(control, _first, _last):  # noqa: ANN001, ANN202
 
 def _lead(job, _first, _last):  # noqa: ANN001, ANN202
     """Run a program: ``job`` is the address of control (0: no team), table, calls, rows, requests,
-    threads."""
-    given = numba.carray(_words(job), 6, np.int64)
+    threads, nanoseconds of work from which on a call is shared out."""
+    given = numba.carray(_words(job), 7, np.int64)
     control, calls, rows, requests, threads = given[0], given[2], given[3], given[4], given[5]
     table = numba.carray(_words(given[1]), (calls, 8), np.int64)
     for i in range(calls):
@@ -225,7 +225,7 @@ def _lead(job, _first, _last):  # noqa: ANN001, ANN202
             numba.carray(_words(arguments), call[5] + 1, np.int64)[call[5]] = rows
         units = call[2] + call[3] * rows + call[4] * requests
         work = call[6] + call[7] * rows
-        if control == 0 or units < 2 or work < MIN_SHARED:
+        if control == 0 or units < 2 or work < given[6]:
             call_function(call[0], arguments, 0, units)
         else:
             chunk = max(units // (threads * SHARES), 1)
@@ -276,8 +276,9 @@ class Team:
         ]
         for worker in self.workers:
             worker.start()
-        self._one = np.array([call_row(0, 0, work=MIN_SHARED)], np.int64)
-        self._job = (ctypes.c_int64 * 6)(self.address, self._one.ctypes.data, 1, 1, 1, threads)
+        self._one = np.array([call_row(0, 0)], np.int64)
+        table = self._one.ctypes.data
+        self._job = (ctypes.c_int64 * 7)(self.address, table, 1, 1, 1, threads, 0)
         self._lead = leader()
 
     def share(self, function: int, arguments: int, units: int) -> None:
@@ -346,7 +347,7 @@ class Program:
     def __init__(self, table: np.ndarray) -> None:
         """table: [calls, Column.COUNT] int64; its memory must stay."""
         self.table = table
-        self._job = (ctypes.c_int64 * 6)(0, table.ctypes.data, len(table), 0, 0, 1)
+        self._job = (ctypes.c_int64 * 7)(0, table.ctypes.data, len(table), 0, 0, 1, 0)
         self._address = ctypes.addressof(self._job)
         self._lead = leader()
 
@@ -357,7 +358,7 @@ class Program:
         # a team has one leader; another thread works alone
         if team is not None and _leading.acquire(blocking=False):
             try:
-                job[0], job[5] = team.address, team.threads
+                job[0], job[5], job[6] = team.address, team.threads, MIN_SHARED
                 self._lead(self._address, 0, 0)
             finally:
                 _leading.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from mamba_eagle.layers.attention import Attention
@@ -45,6 +47,16 @@ class Block(Layer):
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.total(self.mixer(self.norm(hidden), ctx))
+
+
+def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    """Some layers in a row; ``hidden`` [n, hidden_size] may be overwritten."""
+    run = ctx.run(layers, hidden)
+    if run is not None:
+        return run
+    for layer in layers:
+        hidden = layer(hidden, ctx)
+    return hidden
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.block import make_blocks, run_layers
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -28,11 +28,10 @@ class EagleHead(Layer):
         self.config = config
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=True)
         self.layers = make_blocks(config)
+        self.blocks = tuple(self.layers)  # not registered once more
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         """embeddings, features [n, hidden_size] -> predicted features [n, hidden_size]."""
         hidden = self.fc(torch.cat([embeddings, features], dim=-1))
-        for layer in self.layers:
-            hidden = layer(hidden, ctx)
-        return self.norm(hidden)
+        return self.norm(run_layers(self.blocks, hidden, ctx))

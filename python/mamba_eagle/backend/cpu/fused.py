@@ -18,14 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct
+from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels import layer_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
-from mamba_eagle.kernels.layer_spans import Frame, Recurrence
+from mamba_eagle.kernels.layer_spans import Attended, Frame, Recurrence
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.team import Program, call_row
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.vector_code import SpanKernel
+from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.gated_mlp import PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.linear import Linear
@@ -34,6 +37,7 @@ from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.parallel.groups import ALONE
 
+ATTENTION_NS = 10_000  # that attention takes for a node, roughly
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
 
 
@@ -85,14 +89,16 @@ class Call:
 class Builder:
     """Collects the calls of neighbouring residual layers."""
 
-    def __init__(self, frame: np.ndarray, scheme: Any) -> None:
-        self.frame, self.scheme = frame, scheme
+    def __init__(self, frame: np.ndarray, scheme: Any, pool: KVPool | None) -> None:
+        self.frame, self.scheme, self.pool = frame, scheme, pool
         self.scratch, self.calls = Scratch(), []  # type: ignore[var-annotated]
 
     def add(self, layer: Residual) -> None:
         body = layer.body
         if isinstance(body, Mamba2Mixer):
             made, width = self._mixer(layer, body)
+        elif isinstance(body, Attention):
+            made, width = self._attention(layer, body)
         elif isinstance(body, PackedGatedMLP):
             last = body.output_linear
             self._norm(layer, body.input_linear)
@@ -199,6 +205,34 @@ class Builder:
         self._rounded(gate, 9, mixer.out_proj)
         return "made", self._product(mixer.out_proj, "inputs", "made")
 
+    def _attention(self, layer: Residual, attention: Attention) -> tuple[str, int]:
+        c, at = attention.config, Attended
+        (packed,) = attention._qkv
+        self._norm(layer, packed)
+        width = self._product(packed, "inputs", "wide")
+        words = [0] * at.COUNT
+        words[at.WIDTH], words[at.HEADS] = width, c.num_heads
+        words[at.KV_HEADS], words[at.HEAD_DIM] = c.num_kv_heads, c.head_dim
+        call = self._call(
+            spans.ATTENTION, words,
+            units_per_row=0, units_per_request=c.num_kv_heads, work_per_row=ATTENTION_NS,
+        )  # fmt: skip
+        call.keep(at.SCALE, np.array([attention.scale], np.float32))
+        assert self.pool is not None
+        for place, kept in ((at.KEYS, self.pool.k), (at.VALUES, self.pool.v)):
+            array = kept[attention.index].numpy()
+            assert array.flags.c_contiguous
+            call.keep(place, array)
+            call.words[at.KV_SLOTS] = array.shape[0]
+        size = c.num_heads * c.head_dim
+        call.scratch |= {at.PACKED: ("wide", 0), at.OUT: ("inputs", 0)}
+        self.scratch.want("inputs", size * 4)
+        if isinstance(attention.o_proj.packed, GroupedProduct):
+            rounding = self._call(spans.ROUND_INPUTS, [0, size, 0, 0, 0, 0], work_per_row=size)
+            rounding.scratch[2] = ("inputs", 0)
+            self._rounded(rounding, 3, attention.o_proj)
+        return "made", self._product(attention.o_proj, "inputs", "made")
+
     def _recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
         c, scheme, at = mixer.config, self.scheme, Recurrence
         weights: cpu.LayerWeights = scheme.weights_of(mixer)
@@ -282,29 +316,37 @@ class FusedLayers:
     """A scheme's programs, by the layers that they run."""
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = ref(scheme)
-        self._made: dict[tuple[int, int], list[Any] | None] = {}
+        self._scheme, self.recurrent = ref(scheme), scheme.recurrent
+        self._made: dict[tuple[int, int, bool], list[Any] | None] = {}
         self.frame = np.zeros(Frame.COUNT, np.int64)
 
     def run(
         self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
     ) -> Tensor | None:
         """None: they have to run one by one."""
-        if not layers or hidden.dtype != torch.float32 or layout.parents is None:
+        paged = ctx.paged
+        if not layers or hidden.dtype != torch.float32:
             return None
-        key = (id(layers[0]), len(layers))  # both ends of a slice of a model's own layers
+        if self.recurrent and layout.parents is None:
+            return None
+        attends = isinstance(paged, (CpuTreeAttention, CpuLanes))
+        key = (id(layers[0]), len(layers), attends)  # both ends of a slice of a model's own layers
         if key not in self._made:
-            self._made[key] = self._parts(layers)
+            self._made[key] = self._parts(layers, paged.pool if attends else None)
         parts = self._made[key]
         if parts is None:
             return None
-        hidden = hidden.contiguous()
-        self._describe(layout)
+        hidden, requests = hidden.contiguous(), 0
+        if self.recurrent:
+            requests = self._describe(layout)
+        if attends:
+            requests = self._describe_attention(paged)
         for part in parts:
-            hidden = part(hidden, ctx, len(layout.slots))
+            hidden = part(hidden, ctx, requests)
         return hidden
 
-    def _describe(self, layout: Any) -> None:
+    def _describe(self, layout: Any) -> int:
+        """Returns the number of requests."""
         frame = self.frame
         b, nodes = layout.rows.shape
         arrays = (
@@ -312,12 +354,26 @@ class FusedLayers:
             layout.rows, layout.parents, layout.tail,
         )  # fmt: skip
         for i, array in enumerate(arrays):
-            assert array.dtype == np.int64 and array.flags.c_contiguous
-            frame[Frame.SLOTS + i] = array.ctypes.data
+            frame[Frame.SLOTS + i] = address_of(array)
         sizes = (b, nodes, layout.journal.shape[1], layout.tail.shape[1])
         frame[Frame.REQUESTS : Frame.HISTORY + 1] = sizes
+        return int(b)
 
-    def _parts(self, layers: Sequence[nn.Module]) -> list[Any] | None:
+    def _describe_attention(self, paged: CpuTreeAttention | CpuLanes) -> int:
+        """Returns the number of requests."""
+        frame, (table, slots, prefix) = self.frame, paged.sequences
+        own, above = paged.tree
+        frame[Frame.REQUESTS] = len(own)
+        frame[Frame.TABLE : Frame.FAMILY + 1] = (
+            address_of(table), *table.shape, address_of(slots), address_of(prefix),
+            address_of(own), address_of(above), own.shape[1],
+        )  # fmt: skip
+        return len(own)
+
+    def _parts(self, layers: Sequence[nn.Module], pool: KVPool | None) -> list[Any] | None:
+        def fuses(step: Residual) -> bool:
+            return has_program(step, pool is not None)
+
         steps: list[Residual] = []
         for layer in layers:
             own = layer.residuals() if hasattr(layer, "residuals") else ()
@@ -331,21 +387,25 @@ class FusedLayers:
             if not fused:
                 made += [SingleLayer(step) for step in neighbours]
                 continue
-            builder = Builder(self.frame, self._scheme())
+            builder = Builder(self.frame, self._scheme(), pool)
             for step in neighbours:
                 builder.add(step)
             made.append(FusedRun(builder))
         return made
 
 
-def fuses(layer: Residual) -> bool:
-    """Whether a program can compute it."""
+def has_program(layer: Residual, has_pool: bool) -> bool:
+    """Whether a program can compute it; has_pool: whether it could read keys and values."""
     body = layer.body
     if layer.norm.rounding is not None or layer.total._ops.group is not ALONE:
         return False
     if isinstance(body, Mamba2Mixer):
         fits = isinstance(body.norm, GatedGroupRMSNorm)
         return fits and multiplies(body.in_proj) and multiplies(body.out_proj)
+    if type(body) is Attention and has_pool and body._qkv:
+        (packed,) = body._qkv
+        whole = multiplies(packed) and width_of(packed) % body.config.head_dim == 0
+        return whole and multiplies(body.o_proj)
     if isinstance(body, PackedGatedMLP):
         fits = body.gate.act is F.silu
         return fits and multiplies(body.input_linear) and multiplies(body.output_linear)
@@ -363,3 +423,8 @@ def multiplies(layer: Linear) -> bool:
 def width_of(layer: Linear) -> int:
     """Columns of a product's result, padding included."""
     return cast(Any, layer.packed)._product.width
+
+
+def address_of(array: np.ndarray) -> int:
+    assert array.dtype == np.int64 and array.flags.c_contiguous
+    return array.ctypes.data

@@ -18,6 +18,7 @@ from mamba_eagle.backend.cpu.fused import FusedLayers
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows, step_sizes
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
+from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -92,6 +93,7 @@ class CpuDeferred(CpuScheme):
     """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone."""
 
     has_journal = True
+    recurrent = True
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
@@ -205,6 +207,21 @@ class CpuDeferred(CpuScheme):
     @property
     def num_bytes(self) -> int:
         return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+
+
+class CpuStateless(StatelessScheme):
+    """For models without recurrent layers."""
+
+    recurrent = False
+
+    def __init__(self, table: RequestTable, pool: StatePool) -> None:
+        super().__init__(table, pool)
+        self._fused = FusedLayers(self)
+
+    def run(
+        self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
+    ) -> Tensor | None:
+        return self._fused.run(layers, hidden, ctx, layout)
 
 
 class CpuSnapshot(CpuScheme):
