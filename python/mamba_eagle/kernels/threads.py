@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mamba_eagle.kernels import team
+from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import kernel, numba
 
 # Operations (multiply-adds, roughly) below which a parallel loop takes longer to start than it

@@ -16,9 +16,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from mamba_eagle.kernels import team
+from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import numba, prange
-from mamba_eagle.kernels.team import call_function
+from mamba_eagle.kernels.numba_team import call_function
 from mamba_eagle.kernels.threads import num_threads, threaded
 
 try:
@@ -33,7 +33,7 @@ ROW_TILES = (8, 4, 2, 1)  # rows that share a pass over a block
 # Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
 # where it sleeps on a virtual machine.
 MIN_PARALLEL = 100_000
-MIN_SHARED = 20_000  # the same where a team may be awake (team.py)
+MIN_SHARED = 20_000  # the same where a team may be awake (numba_team.py)
 
 if ir is None:
     F32 = HALF = I8 = I16 = I32 = I64 = FLOATS = INTS = None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.parallel.cut import Cut
+from mamba_eagle.parallel.groups import ALONE
 from mamba_eagle.parallel.shard import Shard
 
 
@@ -76,6 +77,11 @@ class Total(Layer):
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is a single rank."""
+        return self._ops.group is ALONE
 
     def forward(self, partial: Tensor) -> Tensor:
         return self._ops.total(partial)

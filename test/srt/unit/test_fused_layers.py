@@ -12,7 +12,8 @@ from tiny_model import VOCAB, write_folder, write_head, write_model
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.fused import FusedLayers, FusedRun, SingleLayer
-from mamba_eagle.kernels import team, vector_code
+from mamba_eagle.kernels import numba_team as team
+from mamba_eagle.kernels import vector_code
 from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.models.granitemoehybrid import GraniteMoeHybridForCausalLM, parse_config
 from mamba_eagle.models.loader import random_weights

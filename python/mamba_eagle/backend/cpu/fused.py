@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct
 from mamba_eagle.backend.pools import KVPool
-from mamba_eagle.kernels import layer_spans as spans
+from mamba_eagle.kernels import numba_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
-from mamba_eagle.kernels.layer_spans import Attended, Frame, Recurrence
 from mamba_eagle.kernels.linear import cpu as linear
-from mamba_eagle.kernels.team import Program, call_row
+from mamba_eagle.kernels.numba_spans import Attended, Frame, Recurrence
+from mamba_eagle.kernels.numba_team import Program, call_row
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.vector_code import SpanKernel
 from mamba_eagle.layers.attention import Attention
@@ -35,7 +35,6 @@ from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
-from mamba_eagle.parallel.groups import ALONE
 
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
@@ -154,15 +153,15 @@ class Builder:
         """Returns the columns of its result, y in the scratch."""
         packed = layer.packed
         assert isinstance(packed, (PanelProduct, GroupedProduct))
-        product = packed._product
+        product = packed.product
         self.scratch.want(y, product.width * 4)
-        given = list(product._call.arguments)
+        given = list(product.call.arguments)
         if isinstance(product, grouped.Product):
             size = product.inputs
             per_row = size * product.width // grouped.PRODUCTS_PER_NS
             call = Call(
-                product._call.kernel, given, units=product.blocks, rows_at=7,
-                work=product._read_ns, work_per_row=per_row,
+                product.call.kernel, given, units=product.blocks, rows_at=7,
+                work=product.read_ns, work_per_row=per_row,
             )  # fmt: skip
             groups = size // grouped.GROUP * 4
             call.scratch = {0: ("rounded", 0), 1: ("rounded", size), 2: ("rounded", size + groups)}
@@ -171,8 +170,8 @@ class Builder:
             assert isinstance(product, linear.Product)
             per_row = product.inputs * product.width // linear.PRODUCTS_PER_NS
             call = Call(
-                product._call.kernel, given, units=product.count, rows_at=3,
-                work=product._read_ns, work_per_row=per_row,
+                product.call.kernel, given, units=product.count, rows_at=3,
+                work=product.read_ns, work_per_row=per_row,
             )  # fmt: skip
             call.scratch = {0: (x, 0), 2: (y, 0)}
         call.kept.append(packed)
@@ -207,7 +206,8 @@ class Builder:
 
     def _attention(self, layer: Residual, attention: Attention) -> tuple[str, int]:
         c, at = attention.config, Attended
-        (packed,) = attention._qkv
+        packed = attention.qkv
+        assert packed is not None
         self._norm(layer, packed)
         width = self._product(packed, "inputs", "wide")
         words = [0] * at.COUNT
@@ -236,7 +236,7 @@ class Builder:
     def _recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
         c, scheme, at = mixer.config, self.scheme, Recurrence
         weights: cpu.LayerWeights = scheme.weights_of(mixer)
-        buffers: cpu.Buffers = scheme._buffers(mixer.index)
+        buffers: cpu.Buffers = scheme.buffers_of(mixer)
         arrays = {
             at.CONV: np.ascontiguousarray(weights.conv),
             at.HEADS: np.ascontiguousarray(weights.heads),
@@ -397,13 +397,12 @@ class FusedLayers:
 def has_program(layer: Residual, has_pool: bool) -> bool:
     """Whether a program can compute it; has_pool: whether it could read keys and values."""
     body = layer.body
-    if layer.norm.rounding is not None or layer.total._ops.group is not ALONE:
+    if layer.norm.rounding is not None or not layer.total.alone:
         return False
     if isinstance(body, Mamba2Mixer):
         fits = isinstance(body.norm, GatedGroupRMSNorm)
         return fits and multiplies(body.in_proj) and multiplies(body.out_proj)
-    if type(body) is Attention and has_pool and body._qkv:
-        (packed,) = body._qkv
+    if type(body) is Attention and has_pool and (packed := body.qkv) is not None:
         whole = multiplies(packed) and width_of(packed) % body.config.head_dim == 0
         return whole and multiplies(body.o_proj)
     if isinstance(body, PackedGatedMLP):
@@ -422,7 +421,7 @@ def multiplies(layer: Linear) -> bool:
 
 def width_of(layer: Linear) -> int:
     """Columns of a product's result, padding included."""
-    return cast(Any, layer.packed)._product.width
+    return cast(Any, layer.packed).product.width
 
 
 def address_of(array: np.ndarray) -> int:

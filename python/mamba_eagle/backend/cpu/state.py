@@ -107,6 +107,9 @@ class CpuDeferred(CpuScheme):
     ) -> Tensor | None:
         return self._fused.run(layers, hidden, ctx, layout)
 
+    def buffers_of(self, layer: Mamba2Mixer) -> cpu.Buffers:
+        return self._buffers(layer.index)
+
     def weights_of(self, layer: Mamba2Mixer) -> cpu.LayerWeights:
         return layer_weights(layer)
 

@@ -1,4 +1,4 @@
-"""The kernels between a layer's products as spans (vector_code.py), for programs (team.py).
+"""The kernels between a layer's products as spans (vector_code.py), for programs (numba_team.py).
 
 Each is a loop over units that calls the kernel of the same name elsewhere, so programs compute what
 layers do, bit by bit. Arguments are words: the first is the address of the step's ``Frame``, others
