@@ -35,6 +35,7 @@ except ImportError:  # without Numba nothing here is called
 
 # Places in the block that a team shares, in words of 8 bytes; each has a cache line of its own.
 WORD, DONE, SLEEPERS, EPOCH, STOP, FUNCTION, ARGUMENTS, SYSCALL = range(0, 64, 8)
+MAX_LOOKS = SYSCALL + 1  # beside what else never changes
 CONTROL_WORDS = 64
 # The word: units taken so far, units in all, units to take at a time.
 _BITS, _MASK = 24, (1 << 24) - 1
@@ -199,7 +200,7 @@ def _work(control, _first, _last):  # noqa: ANN001, ANN202
             continue
         looks += 1
         pause()
-        if looks > LOOKS:
+        if looks > load(control + MAX_LOOKS * 8):
             looks = 0
             epoch = load(control + EPOCH * 8)
             add(control + SLEEPERS * 8, 1)
@@ -263,6 +264,7 @@ class Team:
         shift = -room.ctypes.data % 64 // 8
         self.control = room[shift : shift + CONTROL_WORDS]
         self.address = int(self.control.ctypes.data)
+        self.control[MAX_LOOKS] = LOOKS
         syscall = ctypes.CDLL(None).syscall
         self.control[SYSCALL] = ctypes.cast(syscall, ctypes.c_void_p).value or 0
         self._syscall = syscall

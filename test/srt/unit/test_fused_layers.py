@@ -50,7 +50,7 @@ GRANITE = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Nemotron-H with odd sizes, whose attention has no program, and Granite, all of which has."""
+    """Nemotron-H with odd sizes, and Granite."""
     room = tmp_path_factory.mktemp("fused")
     hybrid = write_model(room / "hybrid")
     granite = GraniteMoeHybridForCausalLM(parse_config(GRANITE))
@@ -102,7 +102,10 @@ def test_a_program_computes_what_the_layers_do(
         programs = steps_of(engine, monkeypatch)
         (parts,) = engine.runner.step.scheme._fused._made.values()
         kinds = {type(part) for part in parts}
-        assert kinds == ({FusedRun, SingleLayer} if name == "hybrid" else {FusedRun})
+        # 8 heads of 20 channels are no whole number of panels
+        assert kinds == {FusedRun} | (
+            {SingleLayer} if (name, mode) == ("hybrid", "auto") else set()
+        )
         with monkeypatch.context() as changed:
             changed.setattr(FusedLayers, "run", lambda *arguments: None)
             layers = steps_of(engine, monkeypatch)
