@@ -187,6 +187,24 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def top_part(
+        self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
+    ) -> Tensor:
+        """What a rank tells the others of the tokens that it has the logits of, for the k best of
+        all: logits [b, lanes, own V'], any float dtype -> [b·lanes, k + 1] int64.
+
+        first: the number of the first one. ids: [own V'] int64, the target's token of each; None:
+        V' is V. noise: that of ``top_noisy``; None: the logits themselves are ranked.
+        """
+
+    @abstractmethod
+    def top_of_parts(
+        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
+    ) -> TopTokens:
+        """As ``top_log_probs`` or ``top_noisy`` of all ranks' tokens, from all results of
+        ``top_part``: [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: of all V' tokens."""
+
+    @abstractmethod
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:

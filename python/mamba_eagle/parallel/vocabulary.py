@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.top_parts.torch import LOW_BITS, rising_bits
 from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.groups import Group
 from mamba_eagle.parallel.shard import Shard
 
-LOW_BITS = 2**32 - 1
 NO_TOKEN = -1  # as in runner/sampler.py: where no score is finite, or one is NaN
 LARGEST = 2**63 - 1
 SIGN = -(2**63)
@@ -95,18 +95,6 @@ class Columns:
             mask |= 255 << shift
             mask = mask - 2**64 if mask >= 2**63 else mask  # as int64
         return prefix ^ SIGN
-
-
-def rising_bits(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores: float32 -> int32."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def score_of(keys: Tensor) -> Tensor:
-    """The scores in keys of ``Columns.keys``: int64 -> float32."""
-    rising = (keys >> 32).int()
-    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def whole_logits(own: Tensor, group: Group, vocab_size: int) -> Tensor:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels.top_parts.torch import LOW_BITS, score_of
 from mamba_eagle.parallel.groups import ALONE, Group
-from mamba_eagle.parallel.vocabulary import LOW_BITS, Columns, score_of
+from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
     MASS,

@@ -191,6 +191,7 @@ class ModelRunner:
             table=self.table,
             kv_slots=self.memory.kv_slots,
             state_slots=self.pool.feature.shape[0],
+            group=self.group,
             load=self._load,
         )
         return source.make(parts)
@@ -492,7 +493,7 @@ class ModelRunner:
         split: Split | None = None,
         ops: LayerOps | None = None,
     ) -> Model:
-        """split, ops: of a model that is split; a drafter is not, each rank has all of it."""
+        """split: how this rank gets its part. ops: those of the backend if they are None."""
         config, ops = self.config, ops or self.backend.layer_ops
         with created_as(self.backend.dtype, self.backend.device), weights_come_late():
             model = make()
@@ -518,6 +519,7 @@ class ModelRunner:
         source = make_source(self.config, target)
         if wrong := source.problems():
             raise ConfigError(wrong)
+        source.divide(self.group.shard, self.backend)
         return source
 
     def _make_pools(self) -> None:
