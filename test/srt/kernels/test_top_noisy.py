@@ -102,6 +102,23 @@ def test_guesses_are_those_of_the_definition(form: str, reduced: bool) -> None:
         assert_best(found_by(form, made, 3), made, 3)
 
 
+def of_parts(form: str, made: Case, k: int) -> TopTokens:
+    """By three ranks, of which the first has fewer than k tokens."""
+    made, backend = on_device(made, device_of(form)), backend_of(form)
+    lanes, told, first = made.logits.shape[1], [], 0
+    for own in made.logits.tensor_split((2, 41), dim=2):
+        ids = None if made.ids is None else made.ids[first : first + own.shape[2]]
+        told.append(backend.top_part(own, first, ids, made.noise, k))
+        first += own.shape[2]
+    return backend.top_of_parts(torch.stack(told), made.ids, made.noise, lanes)
+
+
+@every_form
+def test_ranks_with_parts_of_the_tokens_guess_the_same(form: str) -> None:
+    for made in (case(2, 2, 45, reduced=True), case(2, 1, 50, reduced=False)):
+        assert_best(of_parts(form, made, 3), made, 3)
+
+
 @runs_kernels
 def test_what_fills_the_device_is_not_split_into_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program then takes a block for all lanes of a request."""
