@@ -34,6 +34,8 @@ from mamba_eagle.backend.triton.prefill import TritonPrefillContext
 from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
+from mamba_eagle.kernels.best_token import triton as best_token
+from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton import sample_nodes
@@ -196,6 +198,12 @@ class TritonBackend(TorchBackend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
+        return best_token.best_keys(scores, first, width, noise)
+
+    def best_tokens(self, keys: Tensor) -> Tensor:
+        return best_token.best_tokens(keys)
 
     def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
         count_tokens(counts, slots, tokens, number)
