@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import ModelConfig
 
@@ -46,6 +47,12 @@ class DraftNetwork(ABC):
     def target_ids(self) -> Tensor | None:
         """The target's token for each in its vocabulary, [V'] int64; None if they agree."""
         return None
+
+    def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
+        """Log-probabilities of all V tokens of the target, -inf outside of its vocabulary, on a
+        single rank: [n, O] -> [n, V] float32."""
+        logits = self.logits(depth, outputs)
+        return whole_log_probs(logits, self.target_ids(), self.config.vocab_size)
 
     @property
     @abstractmethod

@@ -205,7 +205,7 @@ class Way(NamedTuple):
 WAYS = {
     "eagle": Way(3, SPLIT, 3),
     "eagle-mamba": Way(2, SPLIT, 3, "snapshot"),
-    "eagle3": Way(2, COPIED, 2),  # a part of the vocabulary
+    "eagle3": Way(2, SPLIT, 2),  # a part of the vocabulary
     "mtp": Way(2, SPLIT, 1),  # experts
     "mtp-mamba": Way(3, COPIED, 3),
     "mtp-modules": Way(3, SPLIT, 2, "snapshot"),
