@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import interpreter
 import pytest
-from hypothesis import HealthCheck, settings
 
 # Set before torch is imported. The models in tests are small: more threads would only make the
 # test process, the server it starts and pytest's neighbours wait for each other.
@@ -20,15 +20,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# The same examples each time, as all that is random here has a seed; none is too slow, since the
-# machine may be busy. With MAMBA_EAGLE_CHAOS_SCALE above 1 hypothesis looks for others.
-settings.register_profile(
-    "tests",
-    deadline=None,
-    derandomize=int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1")) == 1,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("tests")
+if find_spec("hypothesis"):  # on a machine for the tests of kernels it may be missing
+    from hypothesis import HealthCheck, settings
+
+    # The same examples each time, as all that is random here has a seed; none is too slow, since
+    # the machine may be busy. With MAMBA_EAGLE_CHAOS_SCALE above 1 it looks for others.
+    settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1")) == 1,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +54,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[interpreter.KEY].expect(session.items)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path.parent.name not in interpreter.SERVERS:
         item.config.stash[interpreter.KEY].start()
+    if "torch" in sys.modules:  # what a test draws does not depend on those before it
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
