@@ -119,8 +119,11 @@ def test_replies_leave_at_once() -> None:
 
 
 async def all_closed(server: HttpServer) -> None:
-    while server.server_state.connections:
-        await asyncio.sleep(0.01)
+    async def look() -> None:
+        while server.server_state.connections:
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(look(), WAIT_SECONDS)
 
 
 async def bytes_read(server: HttpServer, pause: float, once_cut_off: bool = False) -> int:
