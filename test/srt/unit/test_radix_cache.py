@@ -195,7 +195,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
         self.cache.unpin(self.now)
-        assert all(pin.until > self.now for pin in self.cache._pins.values())
+        assert all(pin.until > self.now for pin in self.cache.pins._pins.values())
 
     @rule(prompt=PROMPT, salt=SALT)
     def lock(self, prompt, salt):

@@ -30,7 +30,7 @@ from mamba_eagle.backend.cpu.backend import CpuBackend
 from mamba_eagle.backend.place import Host
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
-from mamba_eagle.runner import constrained_choice, model_runner
+from mamba_eagle.runner import constrained_choice, loading, model_runner
 from mamba_eagle.runner.steps import graphs
 from mamba_eagle.runner.steps.decode_step import EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
@@ -91,7 +91,7 @@ class LikeGpu(Host):
 @pytest.fixture
 def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = CpuBackend(LikeGpu())
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
 
 

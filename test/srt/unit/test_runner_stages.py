@@ -32,7 +32,7 @@ from mamba_eagle.message import Generate, Plan, StepResult
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.registry import model_class, parse_config
 from mamba_eagle.parallel.groups import Channel
-from mamba_eagle.runner import model_runner
+from mamba_eagle.runner import loading
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.steps.graphs import GraphedSteps
 
@@ -209,7 +209,7 @@ def test_captured_steps_exchange_when_they_are_repeated(
     """Stages have graphs of different kinds, since one alone drafts, so making one exchanges
     nothing. NGRAM drafts on the host, before the graph."""
     backend = CpuBackend(LikeGpu())
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(CpuBackend, "attention_on_device", True)  # so drafts are in graphs
     without_graphs(monkeypatch)
     run_again = GraphedSteps.record

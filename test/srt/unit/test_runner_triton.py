@@ -34,7 +34,7 @@ from mamba_eagle.backend.place import Host
 from mamba_eagle.backend.triton import attention as triton_attention
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.tree_attention import triton as kernel
-from mamba_eagle.runner import model_runner
+from mamba_eagle.runner import loading
 from mamba_eagle.runner.steps.graphs import GraphedSteps
 
 torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS, **others)
 
     backend = TritonBackend(Host(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
     return calls
 
@@ -138,7 +138,7 @@ def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyP
 
     expected = outputs(graphed=False)
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
     assert outputs(graphed=True) == expected
 
