@@ -13,9 +13,7 @@ recurrence only from a state. So a hit is the deepest state on the matched path:
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -35,14 +33,10 @@ from mamba_eagle.cache.base import (
     common_prefix,
 )
 from mamba_eagle.cache.order import LazyHeap, Rank
+from mamba_eagle.cache.pins import Pin, Pins
 from mamba_eagle.message.indices import Indices, indices
 
 TOKEN_BYTES = 4  # of Tokens
-
-
-class Pin(NamedTuple):
-    until: float  # time.monotonic()
-    nodes: list[Node]  # whose states are pinned; the KV is, up to the last one
 
 
 class RadixCache(PrefixCache):
@@ -100,9 +94,7 @@ class RadixCache(PrefixCache):
         self._states = LazyHeap(self._state_rank)  # nodes with a state
         self._journals = LazyHeap(self._journal_rank)
         self._longest_journal = 0  # tokens, of all so far
-        self._pins: dict[Node, Pin] = {}  # by the deepest node
-        self._pins_in_order = LazyHeap(self._pin_rank)  # the keys of _pins
-        self.pinned_kv = self.pinned_states = 0
+        self.pins = Pins(self.kv.total // 2, self.state_slots.total // 2, self._pin_ended)
 
     @property
     def num_states(self) -> int:  # type: ignore[override]
@@ -111,6 +103,14 @@ class RadixCache(PrefixCache):
     @property
     def num_journals(self) -> int:  # type: ignore[override]
         return len(self._journals)
+
+    @property
+    def pinned_kv(self) -> int:  # type: ignore[override]
+        return self.pins.kv
+
+    @property
+    def pinned_states(self) -> int:  # type: ignore[override]
+        return self.pins.states
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
@@ -368,47 +368,21 @@ class RadixCache(PrefixCache):
 
     def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
         nodes = [self._node_at(node, position) for position in sorted(set(positions))]
-        deepest = nodes[-1]
-        old = self._pins.get(deepest)
-        kv = self.pinned_kv + deepest.end - (old.nodes[-1].end if old else 0)
-        states = self.pinned_states + len(nodes) - (len(old.nodes) if old else 0)
-        if kv > self.kv.total // 2 or states > self.state_slots.total // 2:
-            return False
-        if old is not None:
-            until = max(until, old.until)
-            self._unpin(deepest)
-        self._pins[deepest] = Pin(until, nodes)
-        self._pins_in_order.put(deepest)
-        self.pinned_kv, self.pinned_states = kv, states
-        for part in deepest.ancestors():
-            part.pins += 1
-        for part in nodes:
-            part.state_pins += 1
-        return True
+        return self.pins.add(nodes, until)
 
     def unpin(self, now: float) -> None:
-        while (node := self._pins_in_order.first()) is not None and self._pins[node].until <= now:
-            self._unpin(node)
+        self.pins.end(now)
 
-    def _unpin(self, deepest: Node) -> None:
-        """The pin's nodes may have been evicted meanwhile."""
-        self._pins_in_order.remove(deepest)
-        nodes = self._pins.pop(deepest).nodes
-        self.pinned_kv -= deepest.end
-        self.pinned_states -= len(nodes)
-        for part in nodes:
-            part.state_pins -= 1
+    def _pin_ended(self, pin: Pin) -> None:
+        """Those of its nodes that are still cached may be evicted sooner."""
+        for part in pin.nodes:
             if part in self._states:
                 self._states.put(part)
             for journal in part.journals:
                 self._journals.put(journal)
-        for part in deepest.ancestors():
-            part.pins -= 1
+        for part in pin.nodes[-1].ancestors():
             if part in self._leaves:
                 self._leaves.put(part)
-
-    def _pin_rank(self, node: Node) -> Rank:
-        return (int(1000 * self._pins[node].until),)
 
     # ── evicting ─────────────────────────────────────────────────────────────────────────────
 
@@ -630,33 +604,13 @@ class RadixCache(PrefixCache):
                 "radix cache: (KV slots, evictable KV slots, leaves without locks, state slots) "
                 f"are {found} in the tree but {counted} by its counters"
             )
-        self._check_pins()
+        if problem := self.pins.problem(self._nodes()):
+            raise RuntimeError(f"radix cache, pins: {problem}")
         orders: dict[str, LazyHeap] = {
             "leaves": self._leaves,
             "states": self._states,
             "journals": self._journals,
-            "pins": self._pins_in_order,
         }
         for name, order in orders.items():
             if problem := order.problem():
                 raise RuntimeError(f"radix cache, order of {name}: {problem}")
-
-    def _check_pins(self) -> None:
-        """Every pin counts at all nodes that it is for, whether they are still in the tree."""
-        ends: Counter[Node] = Counter()
-        above: Counter[Node] = Counter()
-        for deepest, pin in self._pins.items():
-            ends.update(pin.nodes)
-            above.update(deepest.ancestors())
-        for node in {*self._nodes(), *above}:
-            if (node.pins, node.state_pins) != (above[node], ends[node]):
-                raise RuntimeError(
-                    f"radix node [{node.start}, {node.end}): {above[node]} pins of its KV and "
-                    f"{ends[node]} of its state, but counted {node.pins} and {node.state_pins}"
-                )
-        pinned = sum(node.end for node in self._pins), sum(ends.values())
-        if pinned != (self.pinned_kv, self.pinned_states):
-            raise RuntimeError(
-                f"radix cache: (KV slots, states) pinned are {pinned} by the pins, but "
-                f"{(self.pinned_kv, self.pinned_states)} by its counters"
-            )

@@ -51,6 +51,11 @@ class Layer(nn.Module):
         copied to all ranks."""
         return {}
 
+    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
+        """The same of tensors with a row for each token of a vocabulary, which may be split where
+        layers are not."""
+        return {}
+
 
 class Residual(NamedTuple):
     """``hidden + scale · total(body(norm(hidden)))``: what most layers consist of."""

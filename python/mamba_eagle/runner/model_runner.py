@@ -1,74 +1,41 @@
-"""Executes plans: weights, pools, drafter, and one step at a time. No policy."""
+"""Executes plans, one step at a time. No policy."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import torch
-from torch import nn
 
-from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.choose import (
-    choose_backend,
-    quantization_problems,
-    rank_device,
-    reason,
-    resolve_dtype,
-)
-from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
-from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
-from mamba_eagle.core import SamplingParams
-from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.kernels.threads import num_threads, parallel_forms
-from mamba_eagle.layers.block import prepare_for_inference
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.layers.weights import weight_bytes, weights_come_late
-from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
+from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.message import (
-    AnchorMove,
     DecodeBatch,
-    JournalPart,
     Plan,
-    PrefillItem,
     Release,
     RunnerReady,
     StepResult,
 )
-from mamba_eagle.message.indices import indices
-from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import UnsupportedModel
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.loader import (
-    CheckpointError,
-    created_as,
-    load_weights,
-    random_weights,
-)
+from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import model_class, read_model_config
-from mamba_eagle.models.rooms import FewBitRooms
-from mamba_eagle.models.split import Split, split_model
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.parallel.stages import size_problems, staged
-from mamba_eagle.quantization.policy import Policy
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
-from mamba_eagle.runner.constrained_choice import (
-    MasksFirst,
-    MasksOnDemand,
-    MasksWhileVerifying,
-)
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, TreeView
-from mamba_eagle.runner.heap import give_back_freed_memory
+from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
+from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import (
     DraftSize,
     MemoryPlan,
@@ -76,6 +43,7 @@ from mamba_eagle.runner.memory import (
     plan_memory,
     size_text,
 )
+from mamba_eagle.runner.pools import context_length, make_pools
 from mamba_eagle.runner.sampler import SamplingState
 from mamba_eagle.runner.stages import (
     ConstraintsElsewhere,
@@ -95,13 +63,10 @@ from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedS
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
 from mamba_eagle.runner.turns import Begun, Turns, draftable
+from mamba_eagle.runner.warm_up import warm_up_plans
 from mamba_eagle.tree.shapes import step_shapes
 
 log = logging.getLogger("mamba_eagle.runner")
-
-Model = TypeVar("Model", bound=nn.Module)
-
-UNLIMITED_CONTEXT = 32768  # tokens, for a model whose config.json gives no limit
 
 
 class ModelRunner:
@@ -122,9 +87,9 @@ class ModelRunner:
         if wrong := split_problems(whole, group.size) + size_problems(whole, stages.size):
             raise ConfigError(wrong)
         rank = stages.rank * group.size + group.rank
-        self.backend = _choose_backend(config, whole.dtype, rank)
-        source = self._draft_source(whole)
-        split = self._split(whole)
+        self.backend = backend_for(config, whole.dtype, rank)
+        source = draft_source_for(config, whole, group.shard, self.backend)
+        split = split_of(whole, group.shard, stages.size, self.backend.dtype)
         self.model_config = local(whole, group.shard)
         if split is not None and stages.size > 1:
             spans = layers_by_stage(config, whole, split, source, self.backend)
@@ -132,10 +97,15 @@ class ModelRunner:
                 self.model_config, spans[stages.rank], drafts=source is not None
             )
         self.backend.prepare_builds(f"{config} {self.model_config}")
-        self.context_length = self._context_length()
+        self.context_length = context_length(config, self.model_config)
         self.shape = config.tree_shape
 
-        self.model = self._load_target(whole, split)
+        self.load = Loader(config, self.backend)
+        make = model_class(whole)
+        ops = self.backend.layer_ops.over(group, stages)
+        self.model: CausalLM = self.load(
+            lambda: make(self.model_config), config.model_path, split, ops
+        )
         if source is not None:
             self.model.tap(source.tap_layers)
         if not self.model_config.is_last_stage:
@@ -191,7 +161,8 @@ class ModelRunner:
             table=self.table,
             kv_slots=self.memory.kv_slots,
             state_slots=self.pool.feature.shape[0],
-            load=self._load,
+            group=self.group,
+            load=self.load,
         )
         return source.make(parts)
 
@@ -400,37 +371,12 @@ class ModelRunner:
                 self._make_steps(RehearsedSteps)
 
     def _generate(self) -> None:
-        """Make two tokens, greedy and then sampled, keep and replay their rows, and mask logits.
-
-        Leftovers in request slot 0, state slot 0, journal slot 0 and the KV slots are overwritten
-        by the requests that take these slots.
-        """
-        nodes = self.shape.nodes
-        for temperature, top_k in ((0.0, -1), (1.0, 2)):
-            sampling = SamplingParams(
-                temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
-            )
-            prompt = PrefillItem(
-                slot=0,
-                state_slot=0,
-                start=0,
-                token_ids=indices([0]),
-                kv_slots=indices([0]),
-                sampling=sampling,
-                output_start=1,
-            )
-            tree = DecodeBatch(shape=self.shape, slots=[0], kv_slots=[list(range(1, 1 + nodes))])
-            moves = []
-            if self.journals.num_slots:
-                prompt.journal = JournalPart(0, 0, 1)
-                prompt.trail = 0
-                moves = [AnchorMove(prompt.journal, state_slot=0)]
-            self.execute(Plan(step=0, prefill=[prompt]))
-            self.execute(Plan(step=0, decode=tree))
-            self.execute(Plan(step=0, releases=[Release(0, fold_to=2)], moves=moves))
+        """All that a plan can ask for, once; and mask logits."""
+        for plan in warm_up_plans(self.shape, self.journals.num_slots > 0):
+            self.execute(plan)
         if not self.model_config.is_last_stage:
             return
-        # and mask one row of two, as for the first request that has a grammar
+        # one row of two, as for the first request that has a grammar
         vocab, device = self.model_config.vocab_size, self.backend.device
         masks = torch.full((1, self.constraints.matchers.words), -1, dtype=torch.int32)
         logits = torch.zeros(2, vocab, device=device)
@@ -467,102 +413,13 @@ class ModelRunner:
             return False
         return self.scheme.on_device and self.backend.experts_on_device(model.moe)
 
-    def _context_length(self) -> int:
-        limit = self.model_config.max_position_embeddings
-        requested = self.config.context_length
-        if limit and requested is not None and requested > limit:
-            raise ConfigError(
-                [f"--context-length {requested}: the model supports at most {limit} tokens"]
-            )
-        return requested or limit or UNLIMITED_CONTEXT
-
-    def _split(self, whole: ModelConfig) -> Split | None:
-        with created_as(self.backend.dtype, torch.device("meta")):
-            return split_model(model_class(whole), whole, self.group.shard, self.stages.size)
-
-    def _load_target(self, whole: ModelConfig, split: Split | None) -> CausalLM:
-        make = model_class(whole)
-        ops = self.backend.layer_ops.over(self.group, self.stages)
-        return self._load(lambda: make(self.model_config), self.config.model_path, split, ops)
-
-    def _load(
-        self,
-        make: Callable[[], Model],
-        path: str,
-        split: Split | None = None,
-        ops: LayerOps | None = None,
-    ) -> Model:
-        """split, ops: of a model that is split; a drafter is not, each rank has all of it."""
-        config, ops = self.config, ops or self.backend.layer_ops
-        with created_as(self.backend.dtype, self.backend.device), weights_come_late():
-            model = make()
-        policy = Policy(config.quantization, config.quantize_lm_head)
-        rooms = FewBitRooms(model, self.backend.device, policy, ops.keeps)
-        if config.load_format == "dummy":
-            random_weights(model, config.random_seed, rooms, split)
-        else:
-            load_weights(model, path, rooms, split)
-        model.eval().requires_grad_(False)
-        prepare_for_inference(model, ops)
-        give_back_freed_memory()
-        return model
-
-    def _draft_source(self, target: ModelConfig) -> DraftSource | None:
-        """None without speculation.
-
-        Raises: ConfigError with every reason why the drafter does not fit the target.
-        """
-        if self.config.speculative_algorithm == "NONE":
-            return None
-        make_source = draft_source(self.config.speculative_algorithm)
-        source = make_source(self.config, target)
-        if wrong := source.problems():
-            raise ConfigError(wrong)
-        return source
-
     def _make_pools(self) -> None:
-        config, model, memory, backend = self.config, self.model_config, self.memory, self.backend
-        padding = backend.place.padding_slots
-        running = config.max_running_requests + padding
-        stops = 8 if backend.place.on_host else MAX_STOP_TOKEN_IDS + len(model.eos_token_ids)
-        self.table = RequestTable(running, self.context_length, backend.device, stops)
-        self.table.state_slot[config.max_running_requests :] = memory.state_slots
-        self.kv = KVPool(
-            model.num_attention_layers,
-            memory.kv_slots,
-            model.attention,
-            backend.dtype,
-            backend.device,
-            stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
+        """And what chooses tokens from the logits."""
+        config, model, backend = self.config, self.model_config, self.backend
+        self.table, self.kv, self.pool, self.scheme, self.journals = make_pools(
+            config, self.model, self.memory, backend
         )
-        self.pool = StatePool(
-            model.num_mamba_layers,
-            memory.state_slots + padding,
-            model.mamba,
-            self.model.feature_size,
-            backend.state_rounding(
-                config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), self.table
-            ),
-            backend.dtype,
-            backend.device,
-        )
-        size = SchemeSize(
-            layers=model.num_mamba_layers,
-            features=self.model.feature_size,
-            rows=memory.rows,
-            nodes=self.shape.nodes,
-            accepts=self.shape.depth + 1,
-        )
-        mode = config.mamba_verify_mode
-        self.scheme = backend.state_scheme(mode, model.mamba, size, self.table, self.pool)
-        mixers = [part for part in self.model.modules() if isinstance(part, Mamba2Mixer)]
-        self.journals = backend.saved_journals(
-            memory.journals,
-            config.journal_rows,
-            sorted(mixers, key=lambda mixer: mixer.index),
-            self.pool,
-            self.table,
-        )
+        running = config.max_running_requests + backend.place.padding_slots
         self.sampling = SamplingState(
             running, model.vocab_size, model.eos_token_ids, backend, whole=self.group.size == 1
         )
@@ -638,16 +495,6 @@ class ModelRunner:
                 "pointwise_ops": self.backend.layer_ops.name,
             },
         )
-
-
-def _choose_backend(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backend:
-    device = rank_device(config, rank)
-    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device)
-    backend = choose_backend(device, dtype, config.cpu_prompt_dtype)
-    if problems := quantization_problems(config.quantization, backend):
-        raise ConfigError(problems)
-    log.info("backend: %s (%s)", backend.description, reason(backend))
-    return backend
 
 
 START_ERRORS = (ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError)

@@ -36,7 +36,7 @@ from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.runner import model_runner
+from mamba_eagle.runner import loading
 from mamba_eagle.tree.shapes import step_shapes
 
 needs_numba = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
@@ -69,7 +69,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("e2e/test_gpu_server.py counts real compilations")
     driver.set_active(NoDevice())
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
 
 

@@ -195,7 +195,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
         self.cache.unpin(self.now)
-        assert all(pin.until > self.now for pin in self.cache._pins.values())
+        assert all(pin.until > self.now for pin in self.cache.pins._pins.values())
 
     @rule(prompt=PROMPT, salt=SALT)
     def lock(self, prompt, salt):
@@ -272,9 +272,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
 
 TestRadixCacheAgainstDict = CacheAgainstDict.TestCase
-TestRadixCacheAgainstDict.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+TestRadixCacheAgainstDict.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def score_by_scan(node) -> tuple[bool, bool, int, int]:

@@ -7,13 +7,12 @@ so one test runs this file again in a process of its own.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import check
 from runner_harness import (
     Engine,
     Live,
@@ -35,7 +34,7 @@ from mamba_eagle.backend.place import Host
 from mamba_eagle.backend.triton import attention as triton_attention
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.tree_attention import triton as kernel
-from mamba_eagle.runner import model_runner
+from mamba_eagle.runner import loading
 from mamba_eagle.runner.steps.graphs import GraphedSteps
 
 torch.set_num_threads(1)
@@ -58,11 +57,8 @@ FEW_PROGRAMS = kernel.Config(rows=16, keys=32, splits=1, least=32, warps=4, stag
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
-def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    check(request.node)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +85,7 @@ def nodes_seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return kernel.paged_tree_attention(*args, config=FEW_PROGRAMS, **others)
 
     backend = TritonBackend(Host(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(triton_attention, "paged_tree_attention", counted)
     return calls
 
@@ -142,7 +138,7 @@ def test_kernels_sample_within_the_step(model: Path, monkeypatch: pytest.MonkeyP
 
     expected = outputs(graphed=False)
     backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
-    monkeypatch.setattr(model_runner, "choose_backend", lambda *_: backend)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     without_graphs(monkeypatch)
     assert outputs(graphed=True) == expected
 

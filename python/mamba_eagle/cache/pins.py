@@ -1,0 +1,93 @@
+"""Prefixes that clients have asked to keep for a while."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from mamba_eagle.cache.base import Node
+from mamba_eagle.cache.order import LazyHeap, Rank
+
+
+class Pin(NamedTuple):
+    until: float  # time.monotonic()
+    nodes: Sequence[Node]  # whose states are pinned, by depth; the KV is, up to the last one
+
+
+class Pins:
+    """Counts pins at the nodes that they are for, until their time is over.
+
+    A pin forbids nothing: what is pinned is evicted after everything else. The nodes of a pin may
+    have been evicted when it ends.
+    """
+
+    def __init__(self, max_kv: int, max_states: int, ended: Callable[[Pin], None]) -> None:
+        """max_kv, max_states: KV slots and states that may be pinned at once.
+        ended: called with a pin whose nodes may be evicted sooner from now on."""
+        self._max_kv, self._max_states, self._ended = max_kv, max_states, ended
+        self._pins: dict[Node, Pin] = {}  # by the deepest node
+        self._in_order: LazyHeap[Node] = LazyHeap(self._rank)  # the keys of _pins
+        self.kv = 0  # KV slots; what pins have in common counts for each
+        self.states = 0
+
+    def add(self, nodes: Sequence[Node], until: float) -> bool:
+        """nodes: of one path, by depth. A pin of the same deepest node is replaced, and keeps its
+        time if that is later. Returns False, and changes nothing, if it would be too many."""
+        deepest = nodes[-1]
+        old = self._pins.get(deepest)
+        kv = self.kv + (0 if old else deepest.end)
+        states = self.states + len(nodes) - (len(old.nodes) if old else 0)
+        if kv > self._max_kv or states > self._max_states:
+            return False
+        if old is not None:
+            until = max(until, old.until)
+            self._remove(deepest)
+        self._pins[deepest] = Pin(until, nodes)
+        self._in_order.put(deepest)
+        self.kv, self.states = kv, states
+        for part in deepest.ancestors():
+            part.pins += 1
+        for part in nodes:
+            part.state_pins += 1
+        return True
+
+    def end(self, now: float) -> None:
+        """Those whose time is over."""
+        while (node := self._in_order.first()) is not None and self._pins[node].until <= now:
+            self._remove(node)
+
+    def _remove(self, deepest: Node) -> None:
+        self._in_order.remove(deepest)
+        pin = self._pins.pop(deepest)
+        self.kv -= deepest.end
+        self.states -= len(pin.nodes)
+        for part in pin.nodes:
+            part.state_pins -= 1
+        for part in deepest.ancestors():
+            part.pins -= 1
+        self._ended(pin)
+
+    def _rank(self, node: Node) -> Rank:
+        return (int(1000 * self._pins[node].until),)
+
+    def problem(self, nodes: Iterable[Node]) -> str:
+        """What is wrong with the counts, "" if nothing. nodes: all that are cached. A pin counts at
+        its nodes whether they are still cached or not."""
+        ends: Counter[Node] = Counter()
+        above: Counter[Node] = Counter()
+        for deepest, pin in self._pins.items():
+            ends.update(pin.nodes)
+            above.update(deepest.ancestors())
+        for node in {*nodes, *above}:
+            if (node.pins, node.state_pins) != (above[node], ends[node]):
+                return (
+                    f"node [{node.start}, {node.end}): {above[node]} pins of its KV and "
+                    f"{ends[node]} of its state, but counted {node.pins} and {node.state_pins}"
+                )
+        pinned = sum(node.end for node in self._pins), sum(ends.values())
+        if pinned != (self.kv, self.states):
+            return (
+                f"(KV slots, states) are {pinned} by the pins, but {(self.kv, self.states)} counted"
+            )
+        return self._in_order.problem()

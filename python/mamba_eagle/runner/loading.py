@@ -1,0 +1,108 @@
+"""A rank's backend, and modules with their weights: the target's part and the drafter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.backend.choose import (
+    choose_backend,
+    quantization_problems,
+    rank_device,
+    reason,
+    resolve_dtype,
+)
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.drafting import draft_source
+from mamba_eagle.drafting.base import DraftSource
+from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.weights import weights_come_late
+from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.models.loader import created_as, load_weights, random_weights
+from mamba_eagle.models.registry import model_class
+from mamba_eagle.models.rooms import FewBitRooms
+from mamba_eagle.models.split import Split, split_model
+from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.quantization.policy import Policy
+from mamba_eagle.runner.heap import give_back_freed_memory
+
+log = logging.getLogger("mamba_eagle.runner")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def backend_for(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backend:
+    """What runs on this rank's device.
+
+    Raises: ConfigError if the device is missing, or cannot do what the settings ask for.
+    """
+    device = rank_device(config, rank)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device)
+    backend = choose_backend(device, dtype, config.cpu_prompt_dtype)
+    if problems := quantization_problems(config.quantization, backend):
+        raise ConfigError(problems)
+    log.info("backend: %s (%s)", backend.description, reason(backend))
+    return backend
+
+
+def draft_source_for(
+    config: EngineConfig, target: ModelConfig, shard: Shard, backend: Backend
+) -> DraftSource | None:
+    """None without speculation. shard: this rank among those that each layer is split over.
+
+    Raises: ConfigError with every reason why the drafter does not fit the target.
+    """
+    if config.speculative_algorithm == "NONE":
+        return None
+    source = draft_source(config.speculative_algorithm)(config, target)
+    if wrong := source.problems():
+        raise ConfigError(wrong)
+    source.divide(shard, backend)
+    return source
+
+
+def split_of(whole: ModelConfig, shard: Shard, num_stages: int, dtype: torch.dtype) -> Split | None:
+    """Which slices of the target's weights a rank reads; None if all of them."""
+    with created_as(dtype, torch.device("meta")):
+        return split_model(model_class(whole), whole, shard, num_stages)
+
+
+class Loader:
+    """Makes modules on the backend's device, and reads or invents their weights."""
+
+    def __init__(self, config: EngineConfig, backend: Backend) -> None:
+        self.config, self.backend = config, backend
+
+    def __call__(
+        self,
+        make: Callable[[], Model],
+        path: str,
+        split: Split | None = None,
+        ops: LayerOps | None = None,
+    ) -> Model:
+        """A module, ready for inference, with the weights in ``path``.
+
+        split: how this rank gets its part. ops: those of the backend if they are None.
+
+        Raises: CheckpointError, FileNotFoundError.
+        """
+        config, backend = self.config, self.backend
+        ops = ops or backend.layer_ops
+        with created_as(backend.dtype, backend.device), weights_come_late():
+            model = make()
+        policy = Policy(config.quantization, config.quantize_lm_head)
+        rooms = FewBitRooms(model, backend.device, policy, ops.keeps)
+        if config.load_format == "dummy":
+            random_weights(model, config.random_seed, rooms, split)
+        else:
+            load_weights(model, path, rooms, split)
+        model.eval().requires_grad_(False)
+        prepare_for_inference(model, ops)
+        give_back_freed_memory()
+        return model
