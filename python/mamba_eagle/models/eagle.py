@@ -28,10 +28,9 @@ class EagleHead(Layer):
         self.config = config
         self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=True)
         self.layers = make_blocks(config)
-        self.blocks = tuple(self.layers)  # not registered once more
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         """embeddings, features [n, hidden_size] -> predicted features [n, hidden_size]."""
         hidden = self.fc(torch.cat([embeddings, features], dim=-1))
-        return self.norm(run_layers(self.blocks, hidden, ctx))
+        return self.norm(run_layers(tuple(self.layers), hidden, ctx))
