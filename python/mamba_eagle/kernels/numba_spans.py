@@ -27,8 +27,8 @@ class Frame:
     SLOTS, STATE_SLOTS, JOURNAL, JOURNAL_LEN, NODE_ROWS, PARENTS, TAIL = range(2, 9)
     REQUESTS, NODES, MAX_JOURNAL, HISTORY = range(9, 13)
     # what attention reads: the slot table and its columns, by request the slot and the prefix,
-    # nodes' KV slots and parents, and their number (drafted lanes: those of all depths)
-    TABLE, TABLE_ROWS, POSITIONS, ATTENDED, PREFIX, OWN, ABOVE, FAMILY = range(13, 21)
+    # nodes' KV slots and parents, their number (drafted lanes: those of all depths), and trees
+    TABLE, TABLE_ROWS, POSITIONS, ATTENDED, PREFIX, OWN, ABOVE, FAMILY, TREES = range(13, 22)
     COUNT = 24
 
 
@@ -214,7 +214,7 @@ def _attention(arguments, first, last):
     lie side by side in ``packed`` [n, columns]."""
     w = _words(arguments, 11)
     f = _words(w[0], 24)
-    n, b, E = f[1], f[9], f[20]
+    n, b, E = f[1], f[21], f[20]
     heads, kv, D = w[3], w[4], w[5]
     packed = numba.carray(pointer_to(w[1]), (n, w[2] // D, D), np.float32)
     new = (packed[:, :heads], packed[:, heads : heads + kv], packed[:, heads + kv : heads + 2 * kv])

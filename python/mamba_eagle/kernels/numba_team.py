@@ -56,7 +56,10 @@ class Column:
     UNITS, UNITS_PER_ROW, UNITS_PER_REQUEST = 2, 3, 4  # how many units: a sum
     ROWS_AT = 5  # where the arguments name the number of rows; -1: nowhere
     WORK, WORK_PER_ROW = 6, 7  # nanoseconds that the call takes one core, roughly
-    COUNT = 8
+    # attention's trees: of drafted lanes one per request, each of which is a request of its own in
+    # the recurrence
+    UNITS_PER_TREE = 8
+    COUNT = 9
 
 
 # Nanoseconds of work below which a call is not shared out.
@@ -215,16 +218,16 @@ def _work(control, _first, _last):  # noqa: ANN001, ANN202
 
 def _lead(job, _first, _last):  # noqa: ANN001, ANN202
     """Run a program: ``job`` is the address of control (0: no team), table, calls, rows, requests,
-    threads, nanoseconds of work from which on a call is shared out."""
-    given = numba.carray(_words(job), 7, np.int64)
+    threads, nanoseconds of work from which on a call is shared out, trees."""
+    given = numba.carray(_words(job), 8, np.int64)
     control, calls, rows, requests, threads = given[0], given[2], given[3], given[4], given[5]
-    table = numba.carray(_words(given[1]), (calls, 8), np.int64)
+    table = numba.carray(_words(given[1]), (calls, 9), np.int64)
     for i in range(calls):
         call = table[i]
         arguments = call[1]
         if call[5] >= 0:
             numba.carray(_words(arguments), call[5] + 1, np.int64)[call[5]] = rows
-        units = call[2] + call[3] * rows + call[4] * requests
+        units = call[2] + call[3] * rows + call[4] * requests + call[8] * given[7]
         work = call[6] + call[7] * rows
         if control == 0 or units < 2 or work < given[6]:
             call_function(call[0], arguments, 0, units)
@@ -280,7 +283,7 @@ class Team:
             worker.start()
         self._one = np.array([call_row(0, 0)], np.int64)
         table = self._one.ctypes.data
-        self._job = (ctypes.c_int64 * 7)(self.address, table, 1, 1, 1, threads, 0)
+        self._job = (ctypes.c_int64 * 8)(self.address, table, 1, 1, 1, threads, 0, 1)
         self._lead = leader()
 
     def share(self, function: int, arguments: int, units: int) -> None:
@@ -349,14 +352,14 @@ class Program:
     def __init__(self, table: np.ndarray) -> None:
         """table: [calls, Column.COUNT] int64; its memory must stay."""
         self.table = table
-        self._job = (ctypes.c_int64 * 7)(0, table.ctypes.data, len(table), 0, 0, 1, 0)
+        self._job = (ctypes.c_int64 * 8)(0, table.ctypes.data, len(table), 0, 0, 1, 0, 0)
         self._address = ctypes.addressof(self._job)
         self._lead = leader()
 
-    def run(self, rows: int, requests: int) -> None:
-        """rows, requests: in this step."""
+    def run(self, rows: int, requests: int, trees: int = 0) -> None:
+        """rows, requests, trees: in this step."""
         job, team = self._job, _team
-        job[3], job[4] = rows, requests
+        job[3], job[4], job[7] = rows, requests, trees
         # a team has one leader; another thread works alone
         if team is not None and _leading.acquire(blocking=False):
             try:

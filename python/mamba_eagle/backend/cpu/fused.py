@@ -215,7 +215,7 @@ class Builder:
         words[at.KV_HEADS], words[at.HEAD_DIM] = c.num_kv_heads, c.head_dim
         call = self._call(
             spans.ATTENTION, words,
-            units_per_row=0, units_per_request=c.num_kv_heads, work_per_row=ATTENTION_NS,
+            units_per_row=0, units_per_tree=c.num_kv_heads, work_per_row=ATTENTION_NS,
         )  # fmt: skip
         call.keep(at.SCALE, np.array([attention.scale], np.float32))
         assert self.pool is not None
@@ -283,14 +283,14 @@ class FusedRun:
         self.frame, self.scratch, self.calls = builder.frame, builder.scratch, builder.calls
         self.program: Program | None = None
 
-    def __call__(self, hidden: Tensor, ctx: Any, requests: int) -> Tensor:
+    def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:
         """hidden [n, hidden_size], which the result overwrites."""
         n = hidden.shape[0]
         if self.program is None or n > self.scratch.rows:
             self._place(n)
         assert self.program is not None
         self.frame[Frame.STREAM], self.frame[Frame.ROWS] = hidden.data_ptr(), n
-        self.program.run(n, requests)
+        self.program.run(n, requests, trees)
         return hidden
 
     def _place(self, rows: int) -> None:
@@ -306,7 +306,7 @@ class SingleLayer:
     def __init__(self, layer: Residual) -> None:
         self.layer = layer
 
-    def __call__(self, hidden: Tensor, ctx: Any, requests: int) -> Tensor:
+    def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:
         made = self.layer.made(hidden, ctx)
         scale = self.layer.scale
         return hidden + made if scale == 1.0 else hidden.add(made, alpha=scale)
@@ -336,13 +336,13 @@ class FusedLayers:
         parts = self._made[key]
         if parts is None:
             return None
-        hidden, requests = hidden.contiguous(), 0
+        hidden, requests, trees = hidden.contiguous(), 0, 0
         if self.recurrent:
             requests = self._describe(layout)
         if attends:
-            requests = self._describe_attention(paged)
+            trees = self._describe_attention(paged)
         for part in parts:
-            hidden = part(hidden, ctx, requests)
+            hidden = part(hidden, ctx, requests, trees)
         return hidden
 
     def _describe(self, layout: Any) -> int:
@@ -360,13 +360,12 @@ class FusedLayers:
         return int(b)
 
     def _describe_attention(self, paged: CpuTreeAttention | CpuLanes) -> int:
-        """Returns the number of requests."""
+        """Returns the number of trees."""
         frame, (table, slots, prefix) = self.frame, paged.sequences
         own, above = paged.tree
-        frame[Frame.REQUESTS] = len(own)
-        frame[Frame.TABLE : Frame.FAMILY + 1] = (
+        frame[Frame.TABLE : Frame.TREES + 1] = (
             address_of(table), *table.shape, address_of(slots), address_of(prefix),
-            address_of(own), address_of(above), own.shape[1],
+            address_of(own), address_of(above), own.shape[1], len(own),
         )  # fmt: skip
         return len(own)
 
