@@ -272,8 +272,8 @@ class FolderSource(DraftSource):
             whole = self.module()
         pays = split_pays(whole, shard, len(self.own.blocks), backend.place.bytes_per_sum)
         self.layers = shard if pays and not split_problems(self.own, shard.size) else Shard()
-        layers = "split" if self.layers.size > 1 else "copied: sums would take longer"
-        log.info("drafter over %d ranks: vocabulary split, layers %s", shard.size, layers)
+        parts = ["copied" if part.size == 1 else "split" for part in (self.head, self.layers)]
+        log.info("drafter over %d ranks: vocabulary %s, layers %s", shard.size, *parts)
 
     def load(self, parts: DraftParts) -> nn.Module:
         """This rank's part, with weights. Raises: CheckpointError."""
