@@ -32,13 +32,10 @@ from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
-from mamba_eagle.runner.constrained_choice import (
-    MasksFirst,
-    MasksOnDemand,
-    MasksWhileVerifying,
-)
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, TreeView
 from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
+from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import (
     DraftSize,
     MemoryPlan,

@@ -250,6 +250,10 @@ class SamplingState:
         need = self._needs[slot]
         return need.order or need.min_p or need.history
 
+    def counts(self, slot: int) -> bool:
+        """Whether it depends on the counts of tokens that a tree's nodes add."""
+        return self._needs[slot].history
+
     def needs_more_than_best(self, slot: int) -> bool:
         """Whether a request takes more than an argmax."""
         return self._needs[slot] != _GREEDY
