@@ -159,7 +159,8 @@ def test_plans_of_one_stage_give_its_results_on_several(folders, first: Recorded
 
 
 def test_grammars_are_followed_where_tokens_are_sampled(folders) -> None:
-    """On a CPU they also steer the drafts: other stages must verify the trees that come of it."""
+    """On a CPU they also steer the drafts: other stages must verify the trees that come of it, and
+    ranks collect the logits that masks are for."""
     model, head = folders("hybrid", "eagle3")
     config = Settings("EAGLE3").config(model, head, check_ranks=1)
     matchers = Matchers(vocabulary, VOCAB, (EOS,))
@@ -171,11 +172,16 @@ def test_grammars_are_followed_where_tokens_are_sampled(folders) -> None:
     runner = ModelRunner(config)
     runner.constraints.matchers = matchers
     recorder = Recorder(runner)
-    texts, seen = serve(Case(config, requests, [0, 1], {}), recorder)
+    case = Case(config, requests, [0, 1], {})
+    texts, seen = serve(case, recorder)
     assert text_of(texts["0"]).startswith("{") and seen["drafts"] > 0
     stages = RunnerRanks(replace(config, pp_size=3), 1, 3)
     stages.constraints.matchers = matchers
     replay(recorder.steps, stages)
+    ranks = RunnerRanks(replace(config, tp_size=2), 2)
+    for each in ranks.runners:
+        each.constraints.matchers = matchers
+    assert serve(case, ranks)[0] == texts
 
 
 @pytest.mark.parametrize(("drafter", "stages"), [("eagle3", 2), ("ngram", 2), ("eagle3", 1)])
