@@ -88,7 +88,7 @@ class ModelRunner:
             raise ConfigError(wrong)
         rank = stages.rank * group.size + group.rank
         self.backend = backend_for(config, whole.dtype, rank)
-        source = draft_source_for(config, whole)
+        source = draft_source_for(config, whole, group.shard, self.backend)
         split = split_of(whole, group.shard, stages.size, self.backend.dtype)
         self.model_config = local(whole, group.shard)
         if split is not None and stages.size > 1:
@@ -161,6 +161,7 @@ class ModelRunner:
             table=self.table,
             kv_slots=self.memory.kv_slots,
             state_slots=self.pool.feature.shape[0],
+            group=self.group,
             load=self.load,
         )
         return source.make(parts)

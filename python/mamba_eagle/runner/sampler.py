@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.sampling import tables as asked
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -279,8 +280,10 @@ class BatchNoise:
         state = self.state
         return NoiseKeys(self.slots, positions, state.numbers, state.integers, state.vocab_size)
 
-    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
-        return self.state.backend.top_noisy(logits, ids, self._keys(positions), k)
+    def best(
+        self, logits: Tensor, vocabulary: DraftVocabulary, positions: Tensor, k: int
+    ) -> TopTokens:
+        return vocabulary.best(logits, k, self._keys(positions))
 
     def noisy(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] -> with noise."""
