@@ -50,6 +50,13 @@ class KeyedNoise(Protocol):
         vocabulary: the drafter's, of which the logits are this rank's.
         """
 
+    def told(self, depth: int) -> Sequence[int]:
+        """Requests, by index in the batch, whose next tokens are told without a drafter, for most
+        of ``depth`` levels: whatever is drafted for them is replaced."""
+
+    def of(self, requests: Sequence[int]) -> KeyedNoise:
+        """The same for some requests of the batch, by index."""
+
     def follow(self, frontier: Frontier) -> None:
         """The next call has these lanes, made of the last call's results. Drafters without lanes
         need not call it: what depends on the tokens of lanes is then left out."""
