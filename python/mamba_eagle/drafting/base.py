@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,6 @@ from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree
 
 log = logging.getLogger("mamba_eagle.drafting")
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class KeyedNoise(Protocol):
