@@ -12,11 +12,12 @@ import numpy as np
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.grouped.cpu import GROUP, round_rows
 from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
+from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.tree_attention.cpu import _tree_head
 from mamba_eagle.kernels.tree_verify.cpu import Buffers, LayerWeights, Seen, _enter, _head
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.kernels.vector_code import SpanKernel, pointer_to
+from mamba_eagle.kernels.vector_code import SpanKernel
 
 
 class Frame:

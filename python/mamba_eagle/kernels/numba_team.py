@@ -25,13 +25,21 @@ from typing import Any
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import numba
+from mamba_eagle.kernels.numba_words import (
+    add,
+    call_function,
+    exchange,
+    futex,
+    load,
+    pause,
+    pointer_to,
+    swap,
+)
 
 try:
-    from llvmlite import ir
-    from numba.core import cgutils, types
-    from numba.extending import intrinsic
+    from numba.core import types
 except ImportError:  # without Numba nothing here is called
-    ir = cgutils = types = intrinsic = None
+    types = None
 
 # Places in the block that a team shares, in words of 8 bytes; each has a cache line of its own.
 WORD, DONE, SLEEPERS, EPOCH, STOP, FUNCTION, ARGUMENTS, SYSCALL = range(0, 64, 8)
@@ -64,98 +72,6 @@ class Column:
 
 # Nanoseconds of work below which a call is not shared out.
 MIN_SHARED = 4_000
-
-
-def _intrinsics() -> Any:
-    """load, exchange, add and compare-and-swap of words, all sequentially consistent, pause, and
-    futex calls, for Numba's code."""
-    if intrinsic is None:
-        return (None,) * 6
-    I64 = ir.IntType(64)
-
-    def pointer(builder: Any, address: Any) -> Any:
-        return builder.inttoptr(address, I64.as_pointer())
-
-    @intrinsic
-    def load(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            return builder.load_atomic(pointer(builder, given[0]), "seq_cst", 8)
-
-        return types.int64(types.int64), generate
-
-    @intrinsic
-    def exchange(typing: Any, address: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            return builder.atomic_rmw("xchg", pointer(builder, given[0]), given[1], "seq_cst")
-
-        return types.int64(types.int64, types.int64), generate
-
-    @intrinsic
-    def add(typing: Any, address: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            return builder.atomic_rmw("add", pointer(builder, given[0]), given[1], "seq_cst")
-
-        return types.int64(types.int64, types.int64), generate
-
-    @intrinsic
-    def swap(typing: Any, address: Any, expected: Any, value: Any) -> Any:
-        """Whether ``value`` has taken the place of ``expected``."""
-
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            both = builder.cmpxchg(
-                pointer(builder, given[0]), given[1], given[2], "seq_cst", "seq_cst"
-            )
-            return builder.zext(builder.extract_value(both, 1), I64)
-
-        return types.int64(types.int64, types.int64, types.int64), generate
-
-    @intrinsic
-    def pause(typing: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            if platform.machine() in ("x86_64", "AMD64"):
-                kind = ir.FunctionType(ir.VoidType(), [])
-                name = "llvm.x86.sse2.pause"
-                builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    @intrinsic
-    def futex(typing: Any, function: Any, number: Any, word: Any, what: Any, value: Any) -> Any:
-        """``syscall(number, word, what, value, NULL)``"""
-
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            kind = ir.FunctionType(I64, [I64], var_arg=True)
-            call = builder.inttoptr(given[0], kind.as_pointer())
-            return builder.call(call, [*given[1:], I64(0)])
-
-        return types.int64(*[types.int64] * 5), generate
-
-    return load, exchange, add, swap, pause, futex
-
-
-load, exchange, add, swap, pause, futex = _intrinsics()
-
-
-def _caller() -> Any:
-    """``f(function's address, arguments, first, last)`` for Numba's code."""
-    if intrinsic is None:
-        return None
-    I64 = ir.IntType(64)
-
-    @intrinsic
-    def call(typing: Any, function: Any, arguments: Any, first: Any, last: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
-            builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), generate
-
-    return call
-
-
-call_function = _caller()
 
 
 def _inline(function: Any) -> Any:
@@ -219,14 +135,14 @@ def _work(control, _first, _last):  # noqa: ANN001, ANN202
 def _lead(job, _first, _last):  # noqa: ANN001, ANN202
     """Run a program: ``job`` is the address of control (0: no team), table, calls, rows, requests,
     threads, nanoseconds of work from which on a call is shared out, trees."""
-    given = numba.carray(_words(job), 8, np.int64)
+    given = numba.carray(pointer_to(job), 8, np.int64)
     control, calls, rows, requests, threads = given[0], given[2], given[3], given[4], given[5]
-    table = numba.carray(_words(given[1]), (calls, 9), np.int64)
+    table = numba.carray(pointer_to(given[1]), (calls, 9), np.int64)
     for i in range(calls):
         call = table[i]
         arguments = call[1]
         if call[5] >= 0:
-            numba.carray(_words(arguments), call[5] + 1, np.int64)[call[5]] = rows
+            numba.carray(pointer_to(arguments), call[5] + 1, np.int64)[call[5]] = rows
         units = call[2] + call[3] * rows + call[4] * requests + call[8] * given[7]
         work = call[6] + call[7] * rows
         if control == 0 or units < 2 or work < given[6]:
@@ -234,23 +150,6 @@ def _lead(job, _first, _last):  # noqa: ANN001, ANN202
         else:
             chunk = max(units // (threads * SHARES), 1)
             _share(control, call[0], arguments, units, chunk)
-
-
-def _pointer() -> Any:
-    if intrinsic is None:
-        return None
-
-    @intrinsic
-    def words(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
-
-        return types.voidptr(types.int64), generate
-
-    return words
-
-
-_words = _pointer()
 
 
 def _compiled(function: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import numba, prange
-from mamba_eagle.kernels.numba_team import call_function
+from mamba_eagle.kernels.numba_words import call_function
 from mamba_eagle.kernels.threads import num_threads, threaded
 
 try:
@@ -159,24 +159,6 @@ def vector_code(write: Callable[..., None]) -> Any:
         return types.void(types.int64, types.int64, types.int64), generate
 
     return written
-
-
-def _pointer() -> Any:
-    """``f(address)`` for Numba's code: what ``numba.carray`` takes."""
-    if intrinsic is None:
-        return None
-
-    @intrinsic
-    def pointer(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            return builder.inttoptr(given[0], I8.as_pointer())
-
-        return types.voidptr(types.int64), generate
-
-    return pointer
-
-
-pointer_to = _pointer()
 
 
 @threaded

@@ -78,8 +78,3 @@ class Columns:
             mask |= 255 << shift
             mask = mask - 2**64 if mask >= 2**63 else mask  # as int64
         return prefix ^ SIGN
-
-
-def whole_logits(own: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """Each rank's columns [n, own V], from all ranks: [n, V]."""
-    return Columns(group, vocab_size).whole(own)

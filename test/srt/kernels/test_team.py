@@ -13,7 +13,8 @@ import pytest
 from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.kernels.numba_team import MIN_SHARED, Program, call_row
-from mamba_eagle.kernels.vector_code import SpanKernel, pointer_to
+from mamba_eagle.kernels.numba_words import pointer_to
+from mamba_eagle.kernels.vector_code import SpanKernel
 
 pytestmark = pytest.mark.skipif(not team.can_sleep(), reason="there are no teams here")
 

@@ -38,7 +38,7 @@ from mamba_eagle.parallel.stages import (
     spans_of,
     staged,
 )
-from mamba_eagle.parallel.vocabulary import whole_logits
+from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.quantization.matrix import Float8Matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +84,7 @@ def test_a_split_model_has_the_logits_of_the_whole_one(name: str, folder) -> Non
 
         def work(group: ThreadGroup) -> Tensor:
             own = logits_of(part_of(path, group))
-            return whole_logits(own, group, VOCAB)
+            return Columns(group, VOCAB).whole(own)
 
         first, *others = ThreadRanks(size).run(work)
         assert relative_error(first, expected) <= MAX_ERROR
@@ -281,7 +281,7 @@ def test_heads_and_groups_split_in_any_way(
         prepare_for_inference(part, TORCH.over(group))
         mixer = part.parts.layers[0].mixer
         assert isinstance(mixer, Mamba2Mixer) and mixer.config.num_heads < heads
-        return whole_logits(logits_of(part), group, VOCAB)
+        return Columns(group, VOCAB).whole(logits_of(part))
 
     for found in ThreadRanks(size).run(work):
         assert relative_error(found, expected) <= MAX_ERROR

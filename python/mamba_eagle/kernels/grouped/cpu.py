@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.grouped.cpu_weights import order_nibbles
 from mamba_eagle.kernels.numba_math import exactly, numba
+from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.vector_code import (
     F32,
     FLOATS,
@@ -34,7 +35,6 @@ from mamba_eagle.kernels.vector_code import (
     SpanKernel,
     has,
     ir,
-    pointer_to,
     vector_code,
 )
 from mamba_eagle.kernels.vector_transpose import transpose

@@ -1,0 +1,127 @@
+"""Addresses as words, for Numba's code: what is there, who computes it, and who waits for it."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+try:
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+except ImportError:  # without Numba nothing here is called
+    ir = cgutils = types = intrinsic = None
+
+I64 = None if ir is None else ir.IntType(64)
+
+
+def _memory() -> Any:
+    """``f(address)``: what ``numba.carray`` takes."""
+    if intrinsic is None:
+        return None
+
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
+
+        return types.voidptr(types.int64), generate
+
+    return pointer
+
+
+def _caller() -> Any:
+    """``f(function's address, arguments, first, last)``"""
+    if intrinsic is None:
+        return None
+
+    @intrinsic
+    def call(typing: Any, function: Any, arguments: Any, first: Any, last: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+            builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), generate
+
+    return call
+
+
+def _atomics() -> Any:
+    """load, exchange, add and compare-and-swap of words, all sequentially consistent."""
+    if intrinsic is None:
+        return (None,) * 4
+
+    def pointer(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, I64.as_pointer())
+
+    @intrinsic
+    def load(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.load_atomic(pointer(builder, given[0]), "seq_cst", 8)
+
+        return types.int64(types.int64), generate
+
+    @intrinsic
+    def exchange(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.atomic_rmw("xchg", pointer(builder, given[0]), given[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    @intrinsic
+    def add(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.atomic_rmw("add", pointer(builder, given[0]), given[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    @intrinsic
+    def swap(typing: Any, address: Any, expected: Any, value: Any) -> Any:
+        """Whether ``value`` has taken the place of ``expected``."""
+
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            both = builder.cmpxchg(
+                pointer(builder, given[0]), given[1], given[2], "seq_cst", "seq_cst"
+            )
+            return builder.zext(builder.extract_value(both, 1), I64)
+
+        return types.int64(types.int64, types.int64, types.int64), generate
+
+    return load, exchange, add, swap
+
+
+def _waiting() -> Any:
+    """pause, within a loop that looks at a word, and calls of futex."""
+    if intrinsic is None:
+        return (None,) * 2
+
+    @intrinsic
+    def pause(typing: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            if platform.machine() in ("x86_64", "AMD64"):
+                kind = ir.FunctionType(ir.VoidType(), [])
+                name = "llvm.x86.sse2.pause"
+                builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    @intrinsic
+    def futex(typing: Any, function: Any, number: Any, word: Any, what: Any, value: Any) -> Any:
+        """``syscall(number, word, what, value, NULL)``"""
+
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            kind = ir.FunctionType(I64, [I64], var_arg=True)
+            call = builder.inttoptr(given[0], kind.as_pointer())
+            return builder.call(call, [*given[1:], I64(0)])
+
+        return types.int64(*[types.int64] * 5), generate
+
+    return pause, futex
+
+
+pointer_to = _memory()
+call_function = _caller()
+load, exchange, add, swap = _atomics()
+pause, futex = _waiting()
