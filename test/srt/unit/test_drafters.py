@@ -21,6 +21,7 @@ from tiny_model import write_model
 from torch import Tensor
 
 from mamba_eagle.core import TreeShape
+from mamba_eagle.message import Plan
 
 torch.set_num_threads(1)
 
@@ -66,6 +67,29 @@ def test_the_text_on_a_gpu_is_the_plain_models(
     target = request.getfixturevalue(model)
     engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES[shape], **ON_GPU)
     assert_plain_texts(engine, PlainModel(target))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["eagle", "eagle-mamba", "mtp", "standalone", "dflash"])
+def test_launching_prompts_waits_for_nothing(
+    target_for_kernels: Path, tmp_path: Path, drafter: str
+) -> None:
+    """Prompts that begin and that go on, with stop tokens."""
+    engine = DRAFTERS[drafter].engine(tmp_path, target_for_kernels, SHAPES["tree"], **ON_GPU)
+    engine.overwrites = False
+    asked = greedy(5, ignore_eos=False, stop_token_ids=[3, 4])
+    engine.start(random_prompt(9, 1), asked)
+    one, other = (engine.admit(random_prompt(20 + i, i), asked) for i in range(2))
+    plans = [[engine.chunk(one, 7)], [engine.chunk(one, 20, saves=(11,)), engine.chunk(other, 21)]]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = [
+            engine.runner.launch(Plan(step=100 + i, prefill=items)) for i, items in enumerate(plans)
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(each.result().prefill) for each in launched] == [1, 2]
 
 
 def assert_plain_texts(engine: Engine, plain: PlainModel) -> None:

@@ -275,7 +275,7 @@ class PromptRunner:
         assert params is not None
         table.state_slot[slot] = item.state_slot
         table.seed[slot] = params.seed
-        table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids))
+        table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids), self._indices)
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs
         table.wants_trace[slot] = item.return_spec_trace
