@@ -182,6 +182,6 @@ class RequestTable:
         if missing > 0:
             filler = self.stop_tokens.new_full((self.stop_tokens.shape[0], missing), -1)
             self.stop_tokens = torch.cat([self.stop_tokens, filler], dim=1)
-        self.stop_tokens[slot] = -1
+        self.stop_tokens[slot].fill_(-1)
         if tokens:
             self.stop_tokens[slot, : len(tokens)] = to_device(sorted(tokens))

@@ -81,7 +81,7 @@ class BlockDrafter(Drafter):
         self._write(features[:, self.first_tap :], positions, torch.cat(slots))
         own = self.place.to_device([item.slot for item in items])
         self.entries.processed[own] = self.place.to_device(ends)
-        self.entries.pending[own] = 0
+        self.entries.pending.index_fill_(0, own, 0)
 
     def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
         self.kv.copy(sources, targets)

@@ -326,7 +326,7 @@ class ModelRunner:
             kept_slots, ends = self.backend.place.to_device(list(zip(*kept)))
             keep = ends - self.scheme.folded(kept_slots)
             self.scheme.finish(kept_slots, self.table.state_slot[kept_slots], keep)
-        self.table.remaining[self.backend.place.to_device(slots)] = 0
+        self.table.remaining.index_fill_(0, self.backend.place.to_device(slots), 0)
         for slot in slots:
             self.sampling.release(slot)
             self.constraints.release(slot)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,27 @@ def test_launching_prompts_waits_for_nothing(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [len(each.result().prefill) for each in launched] == [1, 2]
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
+def test_no_number_is_assigned_to_a_table(
+    target: Path, tmp_path: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each would wait. Prompts, a step, a request that leaves."""
+    engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES["tree-torch"])
+    assign, found = Tensor.__setitem__, list[str]()
+
+    def seen(self: Tensor, index: Any, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            caller = sys._getframe(1)
+            found.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+        assign(self, index, value)
+
+    monkeypatch.setattr(Tensor, "__setitem__", seen)
+    lives = [engine.start(random_prompt(9 + i, i), sampled(5, i)) for i in range(2)]
+    engine.execute(decode=lives)
+    engine.release(lives[0])
+    assert [line for line in found if "/mamba_eagle/" in line] == []
 
 
 def assert_plain_texts(engine: Engine, plain: PlainModel) -> None:
