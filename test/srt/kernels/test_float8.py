@@ -34,8 +34,9 @@ from mamba_eagle.kernels.rms_norm.naive import rms_norm
 
 @pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
 def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """This file and its two neighbours: a process takes longer to start than most of the tests."""
+    """This file and its neighbours: a process takes longer to start than most of the tests."""
     names = ("test_float8.py", "test_four_bit.py", "test_few_bit_products.py")
+    names = (*names, "test_one_shot_sum.py")
     run_in_the_interpreter(*(request.path.with_name(name) for name in names))
 
 
