@@ -154,8 +154,8 @@ class EngineConfig:
     all_reduce: str = setting(
         "nccl",
         "how the parts of --tp-size processes on GPUs are added up in steps; flashinfer: its "
-        "one-shot kernel, with the norm that follows; symmetric: over memory that all GPUs of a "
-        "machine reach, by torch's kernels or our own, with the norm; auto: whichever is the "
+        "one-shot kernel, with the norm that follows; symmetric: over memory that GPUs with NVLink "
+        "share, by torch's kernels or our own, with the norm; auto: whichever is the "
         "fastest here for each number of tokens; what cannot be had, or adds up anything else, "
         "leaves it to NCCL. On a CPU it is gloo",
         ("nccl", "flashinfer", "symmetric", "auto"),

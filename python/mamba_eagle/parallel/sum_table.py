@@ -103,7 +103,10 @@ class SumTable:
 
     @property
     def text(self) -> str:
-        """For the log, as in ``1-8 flashinfer with norm, 16-256 nccl, more nccl``."""
+        """To be shown, as in ``1-8 flashinfer with norm, 16-256 pushed, more: collective``: what
+        blocks that leave the norm to a sum use."""
+        if not self.limits:
+            return "collective"
         parts: list[tuple[str, int, int]] = []
         for limit, plain, fused in zip(self.limits, self._sums, self._norms):
             name = f"{fused.name} with norm" if fused else plain.name if plain else "collective"

@@ -497,6 +497,7 @@ class ModelRunner:
                 "graph_bytes": graphs,
                 "rows_per_request": memory.rows,
                 "pointwise_ops": self.backend.layer_ops.name,
+                "sums": self.group.sums.text,
             },
         )
 

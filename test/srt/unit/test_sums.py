@@ -222,7 +222,7 @@ def test_what_cannot_be_had_or_is_wrong_is_dropped(
 
 
 def test_nothing_left_is_the_collective(three: ThreadRanks) -> None:
-    assert chosen(three, Missing, Breaks, or_collective=False).text == "more: collective"
+    assert chosen(three, Missing, Breaks, or_collective=False).text == "collective"
 
 
 def test_a_group_adds_up_by_its_table(two: ThreadRanks) -> None:
