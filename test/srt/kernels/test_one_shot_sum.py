@@ -4,6 +4,7 @@ rank, with memory that all of them see, in place of GPUs that reach each other's
 from __future__ import annotations
 
 import multiprocessing as mp
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mamba_eagle.kernels.one_shot_sum import naive
 
 SIZE, TOKENS, PROGRAMS, EPS = 24, 5, 2, 1e-5
 CALLS = [5, 1, 3, 2, 4]  # tokens; programs take turns with them, and buffers with calls
-WAIT_SECONDS = 60
+WAIT_SECONDS, LATE_SECONDS = 60, 0.02
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -27,8 +28,12 @@ def parts_of(call: int, n: int, ranks: int) -> Tensor:
 
 
 def add_up(rank: int, ranks: int, rooms: list[Tensor], flags: list[Tensor], results: Any) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
     from mamba_eagle.kernels.one_shot_sum.triton import Peers, pushed_sum, pushed_sum_norm
 
+    if rank == 0:  # late to read what others have written: they are in the next call by then
+        InterpreterBuilder.create_barrier = lambda self: time.sleep(LATE_SECONDS)
     torch.set_num_threads(1)
     places = [torch.tensor([x.data_ptr() for x in each]) for each in (rooms, flags)]
     clock = torch.zeros(2, dtype=torch.int64)
