@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
+import interpreter
 import pytest
 
 # Set before torch is imported. The models in tests are small: more threads would only make the
@@ -18,6 +20,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+if find_spec("hypothesis"):  # on a machine for the tests of kernels it may be missing
+    from hypothesis import HealthCheck, settings
+
+    # The same examples each time, as all that is random here has a seed; none is too slow, since
+    # the machine may be busy. With MAMBA_EAGLE_CHAOS_SCALE above 1 it looks for others.
+    settings.register_profile(
+        "tests",
+        deadline=None,
+        derandomize=int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1")) == 1,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    settings.load_profile("tests")
+
 
 @pytest.fixture(autouse=True)
 def denormals_as_they_are() -> Iterator[None]:
@@ -25,6 +40,26 @@ def denormals_as_they_are() -> Iterator[None]:
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[interpreter.KEY] = interpreter.Interpreter()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[interpreter.KEY].close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[interpreter.KEY].expect(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path.parent.name not in interpreter.SERVERS:
+        item.config.stash[interpreter.KEY].start()
+    if "torch" in sys.modules:  # what a test draws does not depend on those before it
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from mamba_eagle.bench.server import ServerProcess
 
 START_SECONDS = 120
+PATIENCE = 120.0  # seconds; only what hangs takes so long
 
 
 def is_running(pid: int) -> bool:
@@ -46,14 +48,22 @@ class RunningServer(ServerProcess):
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
+StartServer = Callable[..., RunningServer]  # a fixture: flags go in
+
+
+def assert_end(pids: dict[str, int]) -> None:
+    """No process of these, by role, is left, or will be in a moment."""
+    deadline = time.monotonic() + PATIENCE
+    while any(map(is_running, pids.values())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [role for role, pid in pids.items() if is_running(pid)] == []
+
+
 def assert_all_ended(server: RunningServer) -> None:
     """No process, no folder, no traceback is left of a server that served."""
     pids = server.pids()
     assert set(pids) == {"server", "scheduler", "runner"}
-    deadline = time.monotonic() + 2
-    while any(map(is_running, pids.values())) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [role for role, pid in pids.items() if is_running(pid)] == []
+    assert_end(pids)
     assert server.leftovers() == []
     assert "Traceback" not in server.output, server.output
 

@@ -18,7 +18,8 @@ class RequestGrammar:
     """Follows the output of a request, and drafted tokens behind it.
 
     One matcher is moved between the places that are asked about. It stays where it was last, which
-    mostly is where the request goes on: then nothing is taken in twice.
+    mostly is where the request goes on: then nothing is taken in twice. Masks of drafted tokens are
+    computed by copies of it (``Branch``).
 
     A grammar that fails has a ``problem``: its request cannot go on, and no other is touched.
 
@@ -109,7 +110,7 @@ class RequestGrammar:
             matcher.rollback(back)
         self._here = here
         for token in reversed(forth):  # which it has taken before
-            if not self.step_in(token):
+            if not self._step_in(token):
                 if matcher.is_error():
                     self._recover(matcher.get_error())
                 return None
@@ -160,8 +161,15 @@ class RequestGrammar:
         cannot tell, because it exceeds its limits here: then nothing may follow."""
         place = place or self.root
         if place.mask is None:
+            matcher = self._stand_at(place)
+            if matcher is None:
+                return None
+            # Not where it may be rolled back: see Branch.
+            asked = matcher if place is self.root else matcher.deep_copy()
             row = np.empty(self._words, dtype=np.uint32)
-            if self._stand_at(place) is None or not self.fill(row, row.ctypes.data):
+            if not self._fill(asked, row, row.ctypes.data, place.depth):
+                if place is self.root:
+                    self.problem = asked.get_error()
                 return None
             place.mask = row
         return place.mask
@@ -183,31 +191,23 @@ class RequestGrammar:
         """Nothing may follow."""
         return np.zeros(self._words, dtype=np.uint32)
 
-    # ── a walk with masks of all nodes ──
+    def branch(self) -> Branch | None:
+        """At the end of the output; None after an error."""
+        matcher = self._stand_at(self.root)
+        return None if matcher is None else Branch(self, matcher.deep_copy(), self.root.depth)
 
-    def start_walk(self) -> bool:
-        """Stand behind the output; False after an error."""
-        return self._stand_at(self.root) is not None
+    def _fill(self, matcher: LLMatcher, row: Row, address: int, depth: int) -> bool:
+        """Write the mask of what may follow where ``matcher`` stands, ``depth`` tokens behind the
+        start; False if it cannot tell. address: of ``row``, which numpy takes as long to tell as a
+        mask takes."""
+        matcher.unsafe_compute_mask_ptr(address, 4 * self._words)
+        if matcher.is_error():
+            return False
+        self._hold(row, depth)
+        return True
 
-    def fill(self, row: Row, address: int) -> bool:
-        """Write the mask of what may follow here; False if the grammar cannot tell, because it
-        exceeds its limits: nothing may follow. address: of ``row``, which numpy takes as long to
-        tell as a mask takes."""
-        matcher, here = self._matcher, self._here
-        if matcher is not None and not self.problem:
-            if here.mask is not None:
-                row[:] = here.mask
-                return True
-            matcher.unsafe_compute_mask_ptr(address, 4 * self._words)
-            if not matcher.is_error():
-                self._hold(row, here.depth)
-                return True
-            self._recover(matcher.get_error())
-        row[:] = 0
-        return False
-
-    def step_in(self, token: int) -> bool:
-        """Go on with a drafted token that the mask here allows; False if nothing can follow it."""
+    def _step_in(self, token: int) -> bool:
+        """Go on with a drafted token; False if nothing can follow it."""
         assert self._matcher is not None
         if self._matcher.try_consume_tokens([token]) == 0:
             return False
@@ -217,12 +217,6 @@ class RequestGrammar:
             below = here.below[token] = Place(here, token, here.depth + 1)
         self._here = below
         return True
-
-    def step_out(self) -> None:
-        """Forget the token last stepped into."""
-        assert self._matcher is not None and self._here.above is not None
-        self._matcher.rollback(1)
-        self._here = self._here.above
 
     def _hold(self, row: Row, count: int) -> None:
         """Take end tokens out of a mask that has others. count: output tokens so far."""
@@ -242,6 +236,40 @@ class RequestGrammar:
         matcher = self._base.result().deep_copy()
         self._take_in(matcher, [*self.output, *self._here.way()])
         self.__dict__["_matcher"] = matcher
+
+
+class Branch:
+    """A matcher of its own that goes along one path of a tree, for masks of many nodes.
+
+    It is never rolled back. A matcher keeps its last mask, and gives it again at any place with as
+    many parsed lexemes and the same state of the lexer. Behind a rollback that may be another
+    place, with another stack: the mask of ``]`` in one branch of a tree would be given for ``}`` in
+    another. So the request's own matcher, which is rolled back, computes masks where it never goes
+    back behind, at the end of the output, and copies compute the others.
+    """
+
+    __slots__ = ("_depth", "_grammar", "_matcher")
+
+    def __init__(self, grammar: RequestGrammar, matcher: LLMatcher, depth: int) -> None:
+        """depth: output tokens and drafted tokens up to here."""
+        self._grammar, self._matcher, self._depth = grammar, matcher, depth
+
+    def fork(self) -> Branch:
+        """Another one that stands here."""
+        return Branch(self._grammar, self._matcher.deep_copy(), self._depth)
+
+    def step_in(self, token: int) -> bool:
+        """Go on with a drafted token that the mask here allows; False if nothing can follow it."""
+        self._depth += 1
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def fill(self, row: Row, address: int) -> bool:
+        """Write the mask of what may follow; False if the grammar cannot tell, because it exceeds
+        its limits: nothing may follow. address: of ``row``."""
+        if self._grammar._fill(self._matcher, row, address, self._depth):
+            return True
+        row[:] = 0
+        return False
 
 
 def is_allowed(mask: Row, token: int) -> bool:

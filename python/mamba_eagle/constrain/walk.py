@@ -1,7 +1,7 @@
 """The masks of a draft tree: which tokens the grammar allows behind each node.
 
-A node's mask depends on the tokens of its path from the root alone, so a depth-first walk that
-takes tokens in and rolls them back finds all of them with one matcher.
+A node's mask depends on the tokens of its path from the root alone. A matcher is copied where the
+tree forks, and goes along one path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mamba_eagle.constrain.request import RequestGrammar, is_allowed
+from mamba_eagle.constrain.request import Branch, RequestGrammar, is_allowed
 
 Masks = npt.NDArray[np.uint32]  # [T, W]: bit ``v % 32`` of word ``v // 32`` is set: v is allowed
 
@@ -30,29 +30,34 @@ def fill_masks(
     for node in range(1, len(tokens)):
         children[parents[node]].append(node)
     address, row_bytes = masks.ctypes.data, masks.strides[0]
-    if not grammar.start_walk() or not grammar.fill(masks[0], address):
+    root, branch = grammar.mask(), grammar.branch()
+    if root is None or branch is None:
         masks[0] = 0
         return list(range(1, len(tokens)))
+    masks[0] = root
     refused: list[int] = []
 
-    def visit(above: int) -> None:
-        row = masks[above]
+    def visit(above: int, branch: Branch) -> None:
+        row, below = masks[above], []
         for node in children[above]:
-            token = tokens[node]
-            if not is_allowed(row, token):
+            if is_allowed(row, tokens[node]):
+                below.append(node)
+            else:
                 refuse(node)
-            elif grammar.step_in(token):
-                if grammar.fill(masks[node], address + node * row_bytes):
-                    visit(node)
-                else:
-                    refused.extend(children[node])
-                grammar.step_out()
-            # else it is an end token behind a finished grammar: a leaf, which ends the request
+        for node in below:
+            own = branch if node == below[-1] else branch.fork()
+            if not own.step_in(tokens[node]):
+                continue  # an end token behind a finished grammar: a leaf, which ends the request
+            if own.fill(masks[node], address + node * row_bytes):
+                if children[node]:
+                    visit(node, own)
+            else:
+                refused.extend(children[node])
 
     def refuse(node: int) -> None:
         refused.append(node)
         for child in children[node]:
             refuse(child)
 
-    visit(0)
+    visit(0, branch)
     return sorted(refused)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from running_server import RunningServer, need_weights
+from running_server import RunningServer, StartServer, need_weights
 
 from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
-
-StartServer = Callable[..., RunningServer]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from chat_rig import TEMPLATE, body_of, check_calls, family_file, plain, streamed
-from conftest import StartServer
+from running_server import StartServer
 
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
 CHATS = 6 * SCALE

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import RunningServer
+from running_server import PATIENCE, RunningServer
 
 pytestmark = pytest.mark.e2e
 
@@ -38,10 +38,15 @@ def stream(client: httpx.Client, path: str, **body: Any) -> list[Any]:
     return [json.loads(event) for event in events]
 
 
+def internal_state(client: httpx.Client) -> dict[str, Any]:
+    state: dict[str, Any] = client.get("/server_info").json()["internal_states"][0]
+    return state
+
+
 def wait_until_idle(client: httpx.Client) -> dict[str, Any]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while True:
-        state = client.get("/server_info").json()["internal_states"][0]
+        state = internal_state(client)
         if not state["num_running_reqs"] and not state["num_queue_reqs"]:
             return state
         assert time.monotonic() < deadline, state
@@ -120,48 +125,51 @@ def test_prefill_only_fills_the_cache(client: httpx.Client) -> None:
     assert reply["text"] == "" and reply["output_ids"] == []
     longer = generate(client, text=text + "More.", sampling_params={"max_new_tokens": 1})
     assert longer["meta_info"]["cached_tokens"] > 0
-    assert client.post("/flush_cache?timeout=5").status_code == 200
+    assert client.post(f"/flush_cache?timeout={PATIENCE:g}").status_code == 200
     cold = generate(client, text=text + "More.", sampling_params={"max_new_tokens": 1})
     assert cold["meta_info"]["cached_tokens"] == 0
 
 
 def test_client_that_leaves_frees_its_request(client: httpx.Client) -> None:
-    wait_until_idle(client)
-    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    before = wait_until_idle(client)["num_aborted_requests_total"]
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 7000, "ignore_eos": True}}
     with client.stream("POST", "/generate", json={**body, "stream": True}) as reply:
         next(reply.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
-        client.post("/generate", json=body, timeout=0.3)
-    left = time.monotonic()
-    wait_until_idle(client)
-    assert time.monotonic() - left < 1
+        client.post("/generate", json=body, timeout=httpx.Timeout(PATIENCE, read=0.3))
+    assert wait_until_idle(client)["num_aborted_requests_total"] == before + 2
 
 
 def test_abort_by_rid(client: httpx.Client) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+        before = wait_until_idle(client)["generation_tokens_total"]
+        sampling = {"max_new_tokens": 7000, "ignore_eos": True}
         task = pool.submit(generate, client, text=PROMPT, rid="r10", sampling_params=sampling)
-        time.sleep(0.3)
+        while internal_state(client)["generation_tokens_total"] == before:
+            assert not task.done()
+            time.sleep(0.02)
         assert client.post("/abort_request", json={"rid": "r1"}).json() == {"aborted": 0}
         assert not task.done()
         assert client.post("/abort_request", json={"rid": "r10"}).json() == {"aborted": 1}
-        reply = task.result(5)
+        reply = task.result(PATIENCE)
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert reply["text"]
     wait_until_idle(client)
 
 
-def test_health_answers_in_milliseconds_under_load(client: httpx.Client) -> None:
+def test_health_answers_many_times_while_one_request_runs(client: httpx.Client) -> None:
+    wait_until_idle(client)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sampling = {"max_new_tokens": 64, "ignore_eos": True}
-        task = pool.submit(generate, client, text=[PROMPT] * 8, sampling_params=sampling)
-        times = []
-        while not task.done():
-            begin = time.monotonic()
-            assert client.get("/health").status_code == 200
-            times.append(time.monotonic() - begin)
+        sampling = {"max_new_tokens": 7000, "ignore_eos": True}
+        body = {"text": [PROMPT] * 8, "rid": "load", "sampling_params": sampling}
+        task = pool.submit(generate, client, **body)
+        while internal_state(client)["num_running_reqs"] < 8:
+            assert not task.done()
             time.sleep(0.02)
-    assert sorted(times)[len(times) // 2] < 0.1
+        for _ in range(20):
+            assert client.get("/health").status_code == 200
+        assert not task.done()
+        assert client.post("/abort_request", json={"rid": "load"}).json() == {"aborted": 8}
     assert client.get("/health_generate").status_code == 200
 
 

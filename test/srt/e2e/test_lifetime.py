@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from running_server import RunningServer, assert_all_ended, is_running, need_weights
+from running_server import PATIENCE, RunningServer, assert_all_ended, assert_end, need_weights
 
 from mamba_eagle.embedded import EMBEDDED_MODEL
 
@@ -43,14 +43,18 @@ class OpenRequests:
     """A plain request and a stream that are being served."""
 
     def __init__(self, server: RunningServer) -> None:
-        self.client = httpx.Client(base_url=server.base_url, timeout=30)
+        self.client = httpx.Client(base_url=server.base_url, timeout=PATIENCE)
         self.pool = concurrent.futures.ThreadPoolExecutor()
         self.streaming = False
         self.plain = self.pool.submit(self.client.post, "/generate", json=ENDLESS)
         self.stream = self.pool.submit(self._stream)
-        deadline = time.monotonic() + 20
-        while not self.streaming and time.monotonic() < deadline:
+        deadline = time.monotonic() + PATIENCE
+        while not (self.streaming and self._both_run()):
+            assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def _both_run(self) -> bool:
+        return self.client.get("/get_load").json()[0]["num_running_reqs"] == 2
 
     def _stream(self) -> str:
         text = ""
@@ -61,10 +65,10 @@ class OpenRequests:
         return text
 
     def assert_errors(self, status: int, word: str) -> None:
-        reply = self.plain.result(10)
+        reply = self.plain.result(PATIENCE)
         assert reply.status_code == status
         assert word in reply.json()["error"]["message"]
-        tail = self.stream.result(10)
+        tail = self.stream.result(PATIENCE)
         assert '"error"' in tail and word in tail and "[DONE]" in tail
 
 
@@ -83,7 +87,7 @@ def test_requested_stop_is_clean(start: Start, to_group: bool) -> None:
     send()
     server.wait_for_output("Shutting down: waiting")
     send()
-    assert server.wait(10) == 0
+    assert server.wait(PATIENCE) == 0
     requests.assert_errors(503, "shutting down")
     assert_all_ended(server)
 
@@ -93,7 +97,7 @@ def test_killed_child_ends_everything(start: Start, role: str) -> None:
     server = start().wait_until_ready()
     requests = OpenRequests(server)
     os.kill(server.pids()[role], signal.SIGKILL)
-    assert server.wait(10) == 1
+    assert server.wait(PATIENCE) == 1
     requests.assert_errors(500, f"the {role} process")
     assert f"the {role} process (pid {server.pids()[role]}) was killed by SIGKILL" in server.output
     assert_all_ended(server)
@@ -102,24 +106,21 @@ def test_killed_child_ends_everything(start: Start, role: str) -> None:
 def test_killed_server_leaves_no_process_and_the_next_one_tidies(start: Start) -> None:
     server = start().wait_until_ready()
     server.process.kill()
-    server.wait(5)
-    deadline = time.monotonic() + 3
-    while any(map(is_running, server.pids().values())) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_running, server.pids().values()))
+    server.wait(PATIENCE)
+    assert_end(server.pids())
     (left,) = server.leftovers()
     successor = start(temporary=server.temporary)
     successor.wait_for_output("runner process")
     assert left not in server.leftovers()
     successor.process.send_signal(signal.SIGTERM)
-    assert successor.wait(6) == 0
+    assert successor.wait(PATIENCE) == 0
 
 
 def test_frozen_child_is_killed_in_time(start: Start) -> None:
     server = start().wait_until_ready()
     os.kill(server.pids()["runner"], signal.SIGSTOP)
     server.process.send_signal(signal.SIGTERM)
-    assert server.wait(10) == 0
+    assert server.wait(PATIENCE) == 0
     assert_all_ended(server)
 
 
@@ -127,7 +128,7 @@ def test_stop_while_loading(start: Start) -> None:
     server = start()
     server.wait_for_output("runner process")
     server.process.send_signal(signal.SIGTERM)
-    assert server.wait(10) == 0
+    assert server.wait(PATIENCE) == 0
     assert_all_ended(server)
 
 
@@ -137,7 +138,7 @@ def test_port_in_use_is_said_before_anything_starts(start: Start) -> None:
         other.listen()
         port = other.getsockname()[1]
         server = start(port=port)
-        assert server.wait(20) == 1
+        assert server.wait(PATIENCE) == 1
     assert str(port) in server.output and "--port" in server.output
     assert "Traceback" not in server.output
     assert server.pids() == {}
@@ -146,7 +147,7 @@ def test_port_in_use_is_said_before_anything_starts(start: Start) -> None:
 
 def test_all_bad_settings_are_listed(start: Start) -> None:
     server = start("--max-running-requests", "0", "--stream-interval", "0", "--port", "99999")
-    assert server.wait(20) == 2
+    assert server.wait(PATIENCE) == 2
     lines = server.output.splitlines()
     for flag in ("--max-running-requests 0", "--stream-interval 0", "--port 99999"):
         assert any(line.startswith(flag) for line in lines), server.output
@@ -155,7 +156,7 @@ def test_all_bad_settings_are_listed(start: Start) -> None:
 
 def test_missing_model_is_a_clear_error(start: Start) -> None:
     server = start("--model-path", "/no/such/folder")
-    assert server.wait(20) == 2
+    assert server.wait(PATIENCE) == 2
     assert "--model-path /no/such/folder" in server.output
 
 
@@ -164,7 +165,7 @@ def test_broken_model_ends_with_the_runners_last_words(start: Start, tmp_path: P
         (tmp_path / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
     (tmp_path / "config.json").write_text("{}")
     server = start("--model-path", str(tmp_path), *FLAGS)
-    assert server.wait(60) != 0
+    assert server.wait(PATIENCE) != 0
     assert "the runner process" in server.output
     assert "ended with exit code" in server.output
     assert_all_ended(server)

@@ -13,10 +13,9 @@ import httpx
 import jsonschema
 import pytest
 from chat_rig import TEMPLATE, family_file, tool
-from conftest import StartServer
 from page_rig import Browser, browser
 from rich.tree import Tree
-from running_server import RunningServer
+from running_server import RunningServer, StartServer
 
 from mamba_eagle.explain import step_tree
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from running_server import RunningServer, is_running, need_weights
+from running_server import PATIENCE, RunningServer, assert_end, need_weights
 
 from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.bench.server import free_port
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.e2e
 
 PROMPTS, LENGTH, TOKENS = 6, 40, 32
 ENDLESS = {"text": "Hello", "sampling_params": {"max_new_tokens": 8000, "ignore_eos": True}}
-WAIT_SECONDS = 20
 RUNNERS = ("runner", "runner1", "runner2", "runner3")
 
 
@@ -82,7 +81,7 @@ def assert_answers(server: RunningServer, expected: Expected) -> None:
 
     def ask(prompt: list[int]) -> dict[str, Any]:
         body = {"input_ids": prompt, "sampling_params": sampling}
-        return httpx.post(f"{server.base_url}/generate", json=body, timeout=60).json()
+        return httpx.post(f"{server.base_url}/generate", json=body, timeout=PATIENCE).json()
 
     for _ in range(2):
         with ThreadPoolExecutor(PROMPTS) as pool:
@@ -94,7 +93,7 @@ def assert_answers(server: RunningServer, expected: Expected) -> None:
 def test_several_ranks_answer_as_one(server: RunningServer, expected: Expected) -> None:
     """Drafts, batches and the cache included; their tables are compared every third step."""
     assert_answers(server, expected)
-    info = httpx.get(f"{server.base_url}/server_info").json()
+    info = httpx.get(f"{server.base_url}/server_info", timeout=PATIENCE).json()
     assert (info["tp_size"], info["pp_size"]) == (2, 2)
 
 
@@ -104,17 +103,17 @@ def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
     assert set(pids) == {"server", "scheduler", *RUNNERS}
     with ThreadPoolExecutor() as pool:
         url = f"{server.base_url}/generate"
-        open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=WAIT_SECONDS)
-        with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=WAIT_SECONDS) as s:
+        open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
+        with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
                 os.kill(pids["runner1"], signal.SIGKILL)
                 break
-        reply = open_request.result(WAIT_SECONDS)
+        reply = open_request.result(PATIENCE)
     assert reply.status_code == 500
-    assert server.wait(WAIT_SECONDS) == 1
+    assert server.wait(PATIENCE) == 1
     ending = f"the runner1 process (pid {pids['runner1']}) was killed by SIGKILL"
     assert ending in server.output and ending in reply.json()["error"]["message"]
-    assert not any(map(is_running, pids.values()))
+    assert_end(pids)
     assert server.leftovers() == []
 
 
@@ -123,7 +122,7 @@ def test_two_nodes_answer_as_one(
 ) -> None:
     first, other = nodes
     assert_answers(first, expected)
-    info = httpx.get(f"{first.base_url}/server_info").json()
+    info = httpx.get(f"{first.base_url}/server_info", timeout=PATIENCE).json()
     assert (info["pp_size"], info["nnodes"], info["cluster_key"]) == (2, 2, "***")
     assert set(first.pids()) == {"server", "scheduler", "runner"}
     assert set(other.pids()) == {"agent", "runner1"}
@@ -132,21 +131,21 @@ def test_two_nodes_answer_as_one(
 def test_a_lost_node_ends_the_others(nodes: tuple[RunningServer, RunningServer]) -> None:
     """The last test of these servers. The kernel takes the agent's rank along."""
     first, other = nodes
-    pids = [*first.pids().values(), *other.pids().values()]
+    pids = {**first.pids(), **other.pids()}
     with ThreadPoolExecutor() as pool:
         url = f"{first.base_url}/generate"
-        open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=WAIT_SECONDS)
-        with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=WAIT_SECONDS) as s:
+        open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
+        with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
                 os.kill(other.pids()["agent"], signal.SIGKILL)
                 break
-        reply = open_request.result(WAIT_SECONDS)
-    assert first.wait(WAIT_SECONDS) == 1
+        reply = open_request.result(PATIENCE)
+    assert first.wait(PATIENCE) == 1
     ending = first.output.splitlines()[-1]
     assert ending.startswith("mamba-eagle: the connection to node 1 (")
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == ending.removeprefix("mamba-eagle: ")
-    assert not any(map(is_running, pids))
+    assert_end(pids)
     assert first.leftovers() == []
 
 
@@ -154,9 +153,9 @@ def test_ctrl_c_at_node_zero_ends_all_nodes() -> None:
     first, other = start_nodes()
     other.wait_for_output("runner1 process: pid")
     first.process.send_signal(signal.SIGINT)
-    assert first.wait(WAIT_SECONDS) == other.wait(WAIT_SECONDS) == 0
-    pids = [*first.pids().values(), *other.pids().values()]
-    assert not any(map(is_running, pids))
+    assert first.wait(PATIENCE) == other.wait(PATIENCE) == 0
+    pids = {**first.pids(), **other.pids()}
+    assert_end(pids)
     assert first.leftovers() == other.leftovers() == []
     first.stop()
     other.stop()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from running_server import PATIENCE
 
 from mamba_eagle.eval import gsm8k
 
@@ -124,19 +125,24 @@ def same_logprobs(mine: Any, theirs: Any) -> bool:
     )
 
 
+def internal_state(client: httpx.Client) -> dict[str, float]:
+    state: dict[str, float] = client.get("/server_info").json()["internal_states"][0]
+    return state
+
+
 def all_free(url: str) -> dict[str, float]:
     """Waits until nothing runs; nothing may be held then but by the cache. The last state."""
-    deadline = time.monotonic() + 10
-    with httpx.Client(base_url=url, timeout=10) as client:
+    deadline = time.monotonic() + PATIENCE
+    with httpx.Client(base_url=url, timeout=PATIENCE) as client:
         while True:
-            state = client.get("/server_info").json()["internal_states"][0]
+            state = internal_state(client)
             if not state["num_running_reqs"] and not state["num_queue_reqs"]:
                 break
             assert time.monotonic() < deadline, state
             time.sleep(0.05)
         # Flushing waits for the last plan to come back, and only the cache can be emptied.
-        assert client.post("/flush_cache?timeout=10").status_code == 200
-        empty = client.get("/server_info").json()["internal_states"][0]
+        assert client.post(f"/flush_cache?timeout={PATIENCE:g}").status_code == 200
+        empty = internal_state(client)
         assert empty["num_free_kv_slots"] == empty["max_total_num_tokens"]
         assert empty["num_free_checkpoints"] == empty["max_mamba_cache_size"]
         assert client.get("/health_generate").status_code == 200
@@ -221,7 +227,7 @@ def test_aborts_and_clients_that_leave_free_everything(client: httpx.Client) -> 
 
     def leave(delay: float) -> None:
         with pytest.raises(httpx.ReadTimeout):
-            client.post("/generate", json=body, timeout=httpx.Timeout(5, read=delay))
+            client.post("/generate", json=body, timeout=httpx.Timeout(PATIENCE, read=delay))
 
     def stream() -> Any:
         return read_stream(client, {**body, "rid": "streamed"})
@@ -230,17 +236,26 @@ def test_aborts_and_clients_that_leave_free_everything(client: httpx.Client) -> 
         samples = pool.submit(client.post, "/generate", json=many)
         streamed = pool.submit(stream)
         gone = [pool.submit(leave, delay) for delay in (0.02, 0.1, 0.3)]
-        time.sleep(0.6)  # 32 requests run, the others wait
+        for task in gone:
+            task.result(PATIENCE)
+        made = 0.0  # tokens when 32 of the 37 requests run
+        while True:
+            state = internal_state(client)
+            counts = [state["num_running_reqs"], state["num_queue_reqs"]]
+            if counts == [32, 5]:
+                made = made or state["generation_tokens_total"]
+                if state["generation_tokens_total"] > made + 500:  # some of each
+                    break
+            assert not samples.done() and not streamed.done()
+            time.sleep(0.02)
         counts = []
         for rid in ("nobody", "many_0", "many_35", "streamed", "many"):
             counts.append(client.post("/abort_request", json={"rid": rid}).json()["aborted"])
         assert counts == [0, 1, 1, 1, 34]
-        replies = samples.result(10).json()
+        replies = samples.result(PATIENCE).json()
         assert {reply["meta_info"]["finish_reason"]["type"] for reply in replies} == {"abort"}
         assert replies[0]["output_ids"]
-        assert streamed.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
-        for task in gone:
-            task.result(10)
+        assert streamed.result(PATIENCE)["meta_info"]["finish_reason"]["type"] == "abort"
     all_free(str(client.base_url))
 
 

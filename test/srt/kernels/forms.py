@@ -2,18 +2,17 @@
 
 torch's run everywhere, the fused CPU kernels where numba is installed, Triton's on a GPU or in
 Triton's interpreter. The interpreter must be asked for before triton is imported. So without a GPU
-one test of each file, ``test_in_the_interpreter``, runs the file again in a process of its own,
-in which the other forms are skipped.
+one test of each file, ``test_in_the_interpreter``, runs the file again in a process of its own
+(interpreter.py), in which the other forms are skipped.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
+import interpreter
 import pytest
 import torch
 from tensor_checks import host_backend, torch_backend
@@ -39,18 +38,19 @@ TRITON = pytest.param("triton", marks=runs_kernels)
 every_form = pytest.mark.parametrize("form", [TORCH, CPU, TRITON])
 
 
-def run_in_the_interpreter(*paths: Path) -> None:
-    """The tests of some files, in a process of their own."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+def all_in_the_interpreter(*neighbours: str) -> Callable[[pytest.FixtureRequest], None]:
+    """As below, for several files at once: a process may take longer to start than their tests."""
+
+    @pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
+    def test(request: pytest.FixtureRequest) -> None:
+        interpreter.check(request.node)
+
+    test.neighbours = neighbours  # type: ignore[attr-defined]
+    return test
 
 
-@pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
-def in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """For files to collect as ``test_in_the_interpreter``."""
-    run_in_the_interpreter(request.path)
+# For files to collect as ``test_in_the_interpreter``.
+in_the_interpreter = all_in_the_interpreter()
 
 
 def device_of(form: str) -> torch.device:

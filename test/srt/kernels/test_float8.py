@@ -6,15 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import (
-    GPU,
-    HAS_TRITON,
-    INTERPRETED,
-    TORCH,
-    TRITON,
-    device_of,
-    run_in_the_interpreter,
-)
+from forms import TORCH, TRITON, all_in_the_interpreter, device_of
 from torch import Tensor
 
 from mamba_eagle.kernels.float8 import naive
@@ -31,15 +23,9 @@ from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
 from mamba_eagle.kernels.relu_squared.naive import relu_squared
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
 
-
-@pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
-def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """This file and its neighbours: a process takes longer to start than most of the tests."""
-    names = ("test_float8.py", "test_four_bit.py", "test_few_bit_products.py")
-    names = (*names, "test_one_shot_sum.py")
-    run_in_the_interpreter(*(request.path.with_name(name) for name in names))
-
-
+test_in_the_interpreter = all_in_the_interpreter(
+    "test_four_bit.py", "test_few_bit_products.py", "test_one_shot_sum.py"
+)
 EPS = 1e-5
 
 torch_or_triton = pytest.mark.parametrize("form", [TORCH, TRITON])

@@ -112,7 +112,7 @@ def assert_sound(index: NgramIndex) -> None:
     assert chained == len(listed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, st.lists(TEXTS, max_size=3), st.integers(2, 7), SHAPES, st.integers(0, 30))
 def test_trees_equal_those_counted_from_the_texts(
     own: list[int], finished: list[list[int]], depth: int, shape: TreeShape, cut: int
@@ -135,7 +135,7 @@ def test_trees_equal_those_counted_from_the_texts(
     assert_sound(index)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(0, 2), TEXTS, st.booleans()), min_size=1, max_size=8),
     st.integers(2, 7),

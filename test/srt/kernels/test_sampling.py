@@ -14,12 +14,11 @@ import torch
 from forms import (
     DEVICE,
     GPU,
-    HAS_TRITON,
     INTERPRETED,
+    all_in_the_interpreter,
     backend_of,
     device_of,
     every_form,
-    run_in_the_interpreter,
     runs_kernels,
 )
 from tensor_checks import torch_backend
@@ -33,14 +32,9 @@ from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, sample
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
-
-@pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="the other tests run here")
-def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    """This file and its neighbours: a process takes longer to start than most of the tests."""
-    names = ("sampling", "sampling_noise", "top_log_probs", "top_noisy")
-    run_in_the_interpreter(*(request.path.with_name(f"test_{name}.py") for name in names))
-
-
+test_in_the_interpreter = all_in_the_interpreter(
+    "test_sampling_noise.py", "test_top_log_probs.py", "test_top_noisy.py"
+)
 EOS, PROMPT = 0, [3, 3, 5, 1]
 OTHERS = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.3}
 PARAMS = {

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from forms import INTERPRETED, run_in_the_interpreter
+from forms import INTERPRETED
+from interpreter import check
 from verify_rig import Rig, assert_same_state, mamba_config
 
 pytest.importorskip("triton")
@@ -22,7 +23,7 @@ runs_kernels = pytest.mark.skipif(
 
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
 def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    run_in_the_interpreter(request.path)
+    check(request.node)
 
 
 def triton_rig(

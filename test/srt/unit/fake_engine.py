@@ -123,7 +123,8 @@ class FakeEngine:
     def of(self, kind: type) -> list[Any]:
         return [item for item in self.received if isinstance(item, kind)]
 
-    def wait_for(self, kind: type, count: int = 1, seconds: float = 5.0) -> list[Any]:
+    def wait_for(self, kind: type, count: int = 1, seconds: float = 60.0) -> list[Any]:
+        """Those received so far, once there are so many, or at the latest after ``seconds``."""
         deadline = time.monotonic() + seconds
         while len(self.of(kind)) < count and time.monotonic() < deadline:
             time.sleep(0.005)

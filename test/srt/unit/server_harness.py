@@ -26,6 +26,7 @@ from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.manager import TokenizerManager
 
 TOKENIZER = byte_level()
+PATIENCE = 120.0  # seconds; only what hangs takes so long
 
 
 def says(text: str) -> Script:
@@ -52,6 +53,10 @@ class Harness:
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body)
 
+    async def all_heard(self) -> None:
+        """Returns when the engine has received all that it was sent until now."""
+        await self.manager.state(PATIENCE)
+
     async def events(self, path: str, **body: Any) -> list[Any]:
         """The stream's objects; the last line must be [DONE]."""
         response = await self.client.post(path, json={**body, "stream": True})
@@ -77,7 +82,7 @@ async def serving(
     manager = TokenizerManager(config, context, socket_dir, recorder)
     manager.tokenizer = tokenizer
     engine = FakeEngine(socket_dir, script, chunk, vocab_size, context_length=context_length)
-    await asyncio.wait_for(manager.ready, 5)
+    await asyncio.wait_for(manager.ready, PATIENCE)
     app = make_app(ServerState(config, manager, recorder))
     transport = httpx.ASGITransport(app)
     try:
@@ -101,7 +106,7 @@ async def listening(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
             await asyncio.sleep(0.005)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
                 yield client
         finally:
             server.should_exit = True
@@ -109,4 +114,4 @@ async def listening(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+    asyncio.run(asyncio.wait_for(test, PATIENCE))

@@ -146,12 +146,12 @@ class Sleeper(ServerProcess):
 
 def test_a_server_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STOP_SECONDS", 0.2)
-    sleeper = Sleeper([], start_seconds=20)
+    sleeper = Sleeper([], start_seconds=120)
     sleeper.wait_for_output("up")
     assert sleeper.process.poll() is None
     sleeper.stop()
     sleeper.stop()  # is safe to call again
-    assert sleeper.wait(1) == -signal.SIGKILL
+    assert sleeper.wait(60) == -signal.SIGKILL
 
 
 def test_a_server_that_ends_at_its_start_is_not_waited_for() -> None:
@@ -197,8 +197,11 @@ def test_processor_time_is_that_of_all_processes() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         assert child.pid in family(os.getpid()) and family(child.pid) == [child.pid]
         child.kill()
-    assert cpu_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=0.1)
-    assert family_seconds(os.getpid()) >= cpu_seconds(os.getpid()) - 0.05
+    # Between two looks other threads of this process may use any amount.
+    before = time.process_time()
+    own = cpu_seconds(os.getpid())
+    assert before - 0.05 < own < time.process_time() + 0.05
+    assert family_seconds(os.getpid()) > own - 0.05
 
 
 def test_lines_are_added_behind_those_there_are(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from unittest import mock
 
 import httpx
 import pytest
 
+from mamba_eagle.bench import soak as soaks
 from mamba_eagle.bench.client import Client
 from mamba_eagle.bench.soak import Load, Soak
 
@@ -20,6 +22,17 @@ IDLE = {
     "num_cached_checkpoints": 3,
     "max_mamba_cache_size": 8,
 }
+
+
+class Clock:
+    """Goes on by a second whenever it is looked at, as before each request."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 def run_soak(state: dict, text_of=lambda prompt, call: " #### 1") -> Soak:
@@ -42,7 +55,7 @@ def run_soak(state: dict, text_of=lambda prompt, call: " #### 1") -> Soak:
     load = Load(
         prompts=["a", "b", "c", "d"],
         clients=4,
-        seconds=0.2,
+        seconds=100,
         abort_rate=0.3,
         max_new_tokens=8,
         stop=["Question"],
@@ -50,8 +63,9 @@ def run_soak(state: dict, text_of=lambda prompt, call: " #### 1") -> Soak:
 
     async def run() -> Soak:
         async with Client("http://test", transport=httpx.MockTransport(answer)) as client:
-            soak = Soak(load, client, idle_seconds=0.3)
-            await soak.run()
+            soak = Soak(load, client, idle_seconds=2)
+            with mock.patch.object(soaks, "time", Clock()):
+                await soak.run()
         return soak
 
     return asyncio.run(run())

@@ -11,7 +11,7 @@ from mamba_eagle.cache.base import as_tokens
 from mamba_eagle.cache.slots import Slots
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=40))
 def test_no_slot_has_two_owners(operations):
     allocator, held = SlotAllocator(10), []

@@ -49,7 +49,7 @@ class HeapAgainstScan(RuleBasedStateMachine):
 
 
 TestLazyHeapAgainstScan = HeapAgainstScan.TestCase
-TestLazyHeapAgainstScan.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestLazyHeapAgainstScan.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 def test_entries_of_removed_members_do_not_pile_up():

@@ -167,9 +167,9 @@ class OwnersWithoutACache(OwnersOfSlots):
 
 
 TestOwnersOfSlots = OwnersOfSlots.TestCase
-TestOwnersOfSlots.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestOwnersOfSlots.settings = settings(max_examples=100, stateful_step_count=60)
 TestOwnersWithoutACache = OwnersWithoutACache.TestCase
-TestOwnersWithoutACache.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestOwnersWithoutACache.settings = settings(max_examples=20, stateful_step_count=40)
 
 
 def test_of_two_equal_prompts_at_once_the_cache_keeps_one_state_and_one_kv_slot_per_token():

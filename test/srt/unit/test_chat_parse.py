@@ -74,7 +74,7 @@ MARKS += ["</function>", "<parameter=city>", "</parameter>", '{"name": "weather"
 MARKS += ["{}}", "<TOOLCALL>", "</TOOLCALL>", "[", "]", "word", "<", "ü", HERMES]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     family=st.sampled_from(FAMILIES),
     prefix=st.sampled_from(["", "<think>\n", "<think></think>", "<think>a</think>So "]),

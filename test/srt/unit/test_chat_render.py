@@ -78,16 +78,16 @@ LOOPS = {
 def test_a_template_that_loops_is_stopped(name: str) -> None:
     with pytest.raises(TemplateError, match="had not ended after 0.1 s"):
         rendered(LOOPS[name], seconds=0.1)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(thread.name == "bounded-work" for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "the template still runs"
         time.sleep(0.01)
 
 
 def test_bounded_work_gives_its_result_and_its_errors() -> None:
-    assert run_bounded(lambda: 7, 1.0) == 7
+    assert run_bounded(lambda: 7, 60.0) == 7
     with pytest.raises(KeyError):
-        run_bounded(lambda: {}["x"], 1.0)
+        run_bounded(lambda: {}["x"], 60.0)
     with pytest.raises(OutOfTime):
         run_bounded(lambda: [None for _ in iter(int, 1)], 0.05)
 

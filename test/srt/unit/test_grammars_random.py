@@ -175,7 +175,6 @@ def again(engine: Engine, prompt: list[int], params: SamplingParams, whole: list
 
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     derandomize=EXAMPLES < 100,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -272,9 +272,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
 
 TestRadixCacheAgainstDict = CacheAgainstDict.TestCase
-TestRadixCacheAgainstDict.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+TestRadixCacheAgainstDict.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def score_by_scan(node) -> tuple[bool, bool, int, int]:

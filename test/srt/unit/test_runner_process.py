@@ -59,7 +59,7 @@ class Runner:
 model_runner.ModelRunner = Runner
 main()
 """
-WAIT_SECONDS = 30
+WAIT_SECONDS = 120  # only what hangs takes so long
 
 
 STEP = """def launch(self, plan):

@@ -7,13 +7,12 @@ so one test runs this file again in a process of its own.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import check
 from runner_harness import (
     Engine,
     Live,
@@ -58,11 +57,8 @@ FEW_PROGRAMS = kernel.Config(rows=16, keys=32, splits=1, least=32, warps=4, stag
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the other tests run here")
-def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    check(request.node)
 
 
 @pytest.fixture(scope="module")

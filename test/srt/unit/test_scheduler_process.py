@@ -36,6 +36,7 @@ from mamba_eagle.message import (
 from mamba_eagle.message.channel import Receiver, Sender
 from mamba_eagle.message.lifetime import END_SIGNAL
 
+WAIT_SECONDS = 120.0  # only what hangs takes so long
 LONG = SamplingParams(max_new_tokens=300, ignore_eos=True, seed=1)
 
 
@@ -69,7 +70,7 @@ class Rig:
         while (item := self.to_server.receive(timeout_ms=0)) is not None:
             self.received += item.outputs if isinstance(item, Outputs) else [item]
 
-    def until(self, done, seconds: float = 10.0):
+    def until(self, done, seconds: float = WAIT_SECONDS):
         """Turns until ``done`` holds for something received; returns that."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -147,9 +148,13 @@ def test_sleeps_when_there_is_nothing_to_do(rig):
             fields = file.read().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    before = cpu_seconds()
-    time.sleep(0.5)
-    assert cpu_seconds() - before < 0.1
+    def share() -> float:
+        before = cpu_seconds()
+        time.sleep(0.5)
+        return (cpu_seconds() - before) / 0.5
+
+    # A loop without pauses takes all that it can get, each time.
+    assert any(share() < 0.2 for _ in range(20))
 
 
 def test_a_signal_ends_it_quietly_and_the_runner_with_it(rig):
@@ -159,11 +164,11 @@ def test_a_signal_ends_it_quietly_and_the_runner_with_it(rig):
         rig.process.send_signal(number)
     rig.until(lambda item: getattr(item, "completion_tokens", 0) > 20)
     rig.process.send_signal(END_SIGNAL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT_SECONDS
     while not rig.shutdown and time.monotonic() < deadline:
         rig.turn()
     assert rig.shutdown
-    assert rig.process.wait(5) == 0
+    assert rig.process.wait(WAIT_SECONDS) == 0
     assert rig.process.stderr.read() == ""
 
 
@@ -183,7 +188,7 @@ def test_a_child_does_not_outlive_its_parent():
     pid = int(started.stdout.readline())
     started.kill()
     started.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         while time.monotonic() < deadline:
             with open(f"/proc/{pid}/stat") as file:

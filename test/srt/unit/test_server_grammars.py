@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
-from server_harness import TOKENIZER, run, says, serving
+from server_harness import TOKENIZER, Harness, run, says, serving
 
 from mamba_eagle.constrain.vocabulary import Vocabulary, tokenizer_json
 from mamba_eagle.message import Generate
@@ -244,21 +243,30 @@ def test_every_refusal_names_field_and_keyword_and_holds_up_nobody() -> None:
 
 def test_the_event_loop_turns_while_a_grammar_is_compiled() -> None:
     """A schema that takes a while: other requests are answered in the meantime."""
-    properties = {f"p{i}": {"type": "string", "maxLength": 50} for i in range(1200)}
-    slow = {"json_schema": {"type": "object", "properties": properties}}
+
+    def slow(number: int) -> dict[str, Any]:
+        names = [f"{number}p{i}" for i in range(1200)]
+        properties = {name: {"type": "string", "maxLength": 50} for name in names}
+        return {"json_schema": {"type": "object", "properties": properties}}
+
+    async def answers_meanwhile(server: Harness, sampling: dict[str, Any]) -> int:
+        first = asyncio.ensure_future(server.post("/generate", text="a", sampling_params=sampling))
+        answered = 0
+        while not first.done():
+            assert (await server.client.get("/health")).is_success
+            answered += 1
+            await asyncio.sleep(0.001)
+        assert (await first).is_success
+        return answered
 
     async def test() -> None:
         async with serving(says("hello")) as server:
-            first = asyncio.ensure_future(server.post("/generate", text="a", sampling_params=slow))
-            answered = 0
-            began = time.perf_counter()
-            while not first.done():
-                assert (await server.client.get("/health")).is_success
-                answered += 1
-                await asyncio.sleep(0.001)
-            assert (await first).is_success
-            # the compilation took most of this time, and did not keep the interpreter
-            assert answered >= 5, (answered, time.perf_counter() - began)
+            # The compilation took most of the time, and did not keep the interpreter. Somebody else
+            # may have kept it, but not each time.
+            counts = []
+            while max(counts, default=0) < 5:
+                counts.append(await answers_meanwhile(server, slow(len(counts))))
+                assert len(counts) < 20, counts
 
     run(test())
 

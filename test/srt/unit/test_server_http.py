@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,9 @@ from tiny_tokenizer import EOS, spell
 
 from mamba_eagle.core import Failure, FinishReason
 from mamba_eagle.message import Abort, FlushCache, Generate, StopAt
+
+# An answer that takes minutes: it never ends before a test ends it.
+LONG, ROOM = says("x" * 9000), {"context_length": 10_000}
 
 
 def test_reply_has_what_clients_read() -> None:
@@ -105,10 +107,14 @@ def test_stream_interval_leaves_out_pieces_but_not_the_end() -> None:
     async def test() -> None:
         async with serving(says("abcdefghij"), stream_interval=4) as server:
             server.engine.pause = 0.005
-            events = await server.events("/generate", text="x")
-            counts = [len(event["output_ids"]) for event in events]
-            assert counts[0] == 1 and counts[-1] == 10
-            assert all(b - a >= 4 for a, b in zip(counts[:-2], counts[1:-1]))
+            firsts = []
+            while 1 not in firsts:  # on a busy machine several tokens may have come at once
+                events = await server.events("/generate", text="x")
+                counts = [len(event["output_ids"]) for event in events]
+                assert counts[-1] == 10
+                assert all(b - a >= 4 for a, b in zip(counts[:-2], counts[1:-1]))
+                firsts.append(counts[0])
+                assert len(firsts) < 100, "the first token waits for others"
 
     run(test())
 
@@ -275,10 +281,8 @@ def test_client_that_leaves_aborts_its_samples(stream: bool) -> None:
             while server.manager.num_live < 2:
                 await asyncio.sleep(0.005)
             task.cancel()
-            left = time.monotonic()
-            while server.manager.num_live:
+            while server.manager.num_live:  # nothing else would end them
                 await asyncio.sleep(0.001)
-            assert time.monotonic() - left < 1
             assert len(server.engine.wait_for(Abort, 2)) == 2
 
     run(test())
@@ -286,7 +290,7 @@ def test_client_that_leaves_aborts_its_samples(stream: bool) -> None:
 
 def test_client_that_leaves_mid_stream_aborts() -> None:
     async def test() -> None:
-        async with serving(says("x" * 60)) as server, listening(server.app) as client:
+        async with serving(LONG, **ROOM) as server, listening(server.app) as client:
             server.engine.pause = 0.02
             async with client.stream(
                 "POST", "/generate", json={"text": "x", "stream": True}
@@ -341,7 +345,7 @@ def test_routers_are_told_where_kv_events_are(publisher: str) -> None:
 
 def test_engine_death_mid_stream_is_an_event() -> None:
     async def test() -> None:
-        async with serving(says("x" * 60)) as server:
+        async with serving(LONG, **ROOM) as server:
             server.engine.pause = 0.02
             task = asyncio.ensure_future(server.events("/generate", text="x"))
             while not any(sample.told for sample in server.manager._samples.values()):
@@ -558,7 +562,7 @@ def test_a_flush_ends_with_its_client() -> None:
             flush.cancel()
             while server.manager._calls:
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(0.1)
+            await server.all_heard()
             asked = len(server.engine.of(FlushCache))
             await asyncio.sleep(0.3)
             assert len(server.engine.of(FlushCache)) == asked
@@ -740,10 +744,10 @@ def test_an_aborted_answer_is_no_answer(path: str, stream: bool) -> None:
     """OpenAI's clients know four finish reasons, and none of them means this."""
 
     async def test() -> None:
-        async with serving(says("x" * 60)) as server:
+        async with serving(LONG, **ROOM) as server:
             server.engine.pause = 0.02
             messages = [{"role": "user", "content": "a"}]
-            body = {"prompt": "a", "messages": messages, "max_tokens": 40, "stream": stream}
+            body = {"prompt": "a", "messages": messages, "max_tokens": 9000, "stream": stream}
             task = asyncio.ensure_future(server.post(path, **body, rid="mine"))
             while not any(sample.output_ids for sample in server.manager._samples.values()):
                 await asyncio.sleep(0.005)

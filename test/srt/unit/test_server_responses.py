@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from typing import Any
 
 import pytest
 from chat_samples import HERMES, WEATHER
-from server_harness import Harness, run
+from server_harness import PATIENCE, Harness, listening, run
 from test_server_anthropic import events_of, says
 from test_server_chat import USER, chatting, ends, fits, prompt_of
 from tiny_tokenizer import spell
@@ -294,16 +294,24 @@ def test_an_error_after_a_keep_alive_has_the_form_of_its_route() -> None:
     failure = FinishReason(kind="abort", message="broken", failure=Failure.INTERNAL)
     bodies = {PATH: {"input": "Hi"}, "/v1/messages": {"messages": [USER]}}
 
+    heard = threading.Event()
+
     def late(request: Generate) -> Any:
-        time.sleep(0.2)
+        assert heard.wait(PATIENCE)
         return [], failure
 
     async def test() -> None:
-        async with chatting(late, sse_keep_alive=0.02) as server:
+        async with chatting(late, sse_keep_alive=0.02) as server, listening(server.app) as client:
             for path, body in bodies.items():
-                reply = await server.post(path, **body, stream=True, **OFF)
-                assert reply.status_code == 200
-                *comments, last, end = reply.text.split("\n\n")
+                asked = {**body, "stream": True, **OFF}
+                text = ""
+                heard.clear()
+                async with client.stream("POST", path, json=asked) as reply:
+                    assert reply.status_code == 200
+                    async for piece in reply.aiter_text():
+                        text += piece
+                        heard.set()
+                *comments, last, end = text.split("\n\n")
                 assert set(comments) == {": keep-alive"} and end == ""
                 name, data = last.split("\ndata: ")
                 assert name == f"event: {json.loads(data)['type']}" and "broken" in data
