@@ -122,9 +122,15 @@ def best_tokens(group: Group, nodes: int, vocab: int) -> Callable[[], Tensor]:
     columns = Columns(group, vocab)
     generator = torch.Generator(group.device).manual_seed(1)
     logits = torch.randn(nodes, vocab, device=group.device, generator=generator)
-    own = columns.of(logits).contiguous()
-    assert torch.equal(columns.best(own), logits.argmax(-1)), "a wrong token"
-    return lambda: columns.best(own)
+    own, width = columns.of(logits).contiguous(), max(columns.sizes)
+    backend = choose_backend(group.device, torch.float32)
+
+    def work() -> Tensor:
+        keys = backend.best_keys(own, columns.span.begin, width, None)
+        return backend.best_tokens(group.max(keys))
+
+    assert torch.equal(work(), logits.argmax(-1)), "a wrong token"
+    return work
 
 
 def main() -> None:

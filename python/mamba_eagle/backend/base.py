@@ -29,6 +29,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
@@ -187,6 +188,24 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def top_part(
+        self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
+    ) -> Tensor:
+        """What a rank tells the others of the tokens that it has the logits of, for the k best of
+        all: logits [b, lanes, own V'], any float dtype -> [b·lanes, k + 1] int64.
+
+        first: the number of the first one. ids: [own V'] int64, the target's token of each; None:
+        V' is V. noise: that of ``top_noisy``; None: the logits themselves are ranked.
+        """
+
+    @abstractmethod
+    def top_of_parts(
+        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
+    ) -> TopTokens:
+        """As ``top_log_probs`` or ``top_noisy`` of all ranks' tokens, from all results of
+        ``top_part``: [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: of all V' tokens."""
+
+    @abstractmethod
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -219,6 +238,17 @@ class Backend(ABC):
         [n, V] float32."""
 
     # ── sampling ──
+
+    @abstractmethod
+    def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
+        """Keys of a rank's best tokens, m for each row: scores [n, own V] float32 of the tokens
+        from ``first`` on -> [n, m] int64. width: the largest own V of any rank. noise: added to the
+        scores, if it is given."""
+
+    @abstractmethod
+    def best_tokens(self, keys: Tensor) -> Tensor:
+        """The best token of each row, from the largest over ranks of what ``best_keys`` returns:
+        [n, m] -> [n] int64, negative where none can be sampled."""
 
     @abstractmethod
     def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:

@@ -75,6 +75,7 @@ class Place(ABC):
     prompt_tokens: int  # most prompt tokens per step: enough to keep the device busy, but no more,
     # since running requests wait for them
     journals_per_state: float  # saved journals for each state slot, unless a flag sets their number
+    bytes_per_sum: int  # of weights: what is read in the time that ranks take for a sum of few rows
     max_kv_slots: int  # upper limit of KV slots unless a flag sets their number
     max_cached_states: int | None  # the same for state slots beyond those of running requests
 
@@ -113,6 +114,7 @@ class Host(Place):
     prompt_tokens = 1024
     # What a finished request leaves of both. At 9B sizes a quarter of the states' memory.
     journals_per_state = 0.5
+    bytes_per_sum = 4_000_000  # gloo takes 0.3 to 1 ms, in which a core reads 3 to 10 MB
     max_kv_slots = 65536
     max_cached_states = 192
 
@@ -147,6 +149,7 @@ class Cuda(Place):
     # Their memory holds fewer states, and keeping rows makes passes over prompts longer: in chats
     # on an H200 as much was cached, and the first token took 210 ms instead of 107.
     journals_per_state = 0.0
+    bytes_per_sum = 40_000_000  # NCCL takes 8.4 to 10 µs on two H200s, which copy 4.3 TB/s
     max_kv_slots = 2_000_000
     max_cached_states = None
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.message import DrafterReads, PrefillItem
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
-from mamba_eagle.models.loader import weight_problems
+from mamba_eagle.models.loader import created_as, weight_problems
 from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.models.split import Split, split_model, split_pays
+from mamba_eagle.parallel.groups import ALONE, Group
+from mamba_eagle.parallel.shard import Shard, local
+from mamba_eagle.parallel.shard import problems as split_problems
+from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree
@@ -30,11 +38,13 @@ class KeyedNoise(Protocol):
     """What else the target will sample with: noise, and on a CPU the masks of grammars. A drafter
     that heeds it predicts the sampled token rather than the distribution."""
 
-    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
+    def best(
+        self, logits: Tensor, vocabulary: DraftVocabulary, positions: Tensor, k: int
+    ) -> TopTokens:
         """The k best tokens of each lane, and their log-probabilities with noise: logits
-        [b, lanes, V'] of tokens at ``positions`` [b] int64, any float dtype -> [b, lanes, k].
+        [b, lanes, own V'] of tokens at ``positions`` [b] int64, any float dtype -> [b, lanes, k].
 
-        ids: [V'] int64, the target's token for each of the drafter's; None: they agree.
+        vocabulary: the drafter's, of which the logits are this rank's.
         """
 
     def follow(self, frontier: Frontier) -> None:
@@ -181,7 +191,9 @@ class DraftParts:
     table: RequestTable
     kv_slots: int  # in the target's pool
     state_slots: int  # in the target's pool, padding included
-    load: Callable[[Callable[[], nn.Module], str], nn.Module]  # constructor, folder -> module
+    group: Group  # the ranks that hold parts of the same layers
+    # constructor, folder, how this rank gets its part of what is there, operations -> module
+    load: Callable[[Callable[[], nn.Module], str, Split | None, LayerOps], nn.Module]
 
 
 class DraftSource(ABC):
@@ -192,7 +204,12 @@ class DraftSource(ABC):
     @property
     @abstractmethod
     def config(self) -> ModelConfig | None:
-        """Sizes of its layers, for the memory plan; None if it has no network."""
+        """Sizes of its layers, of those that this rank holds; None if it has no network."""
+
+    @abstractmethod
+    def divide(self, shard: Shard, backend: Backend) -> None:
+        """Let each rank hold a part, if there is a network; before anything is asked but
+        ``problems``. shard: this rank among those that the target's layers are split over."""
 
     @property
     def rows(self) -> int:
@@ -213,7 +230,11 @@ class DraftSource(ABC):
 
 
 class FolderSource(DraftSource):
-    """A drafter in a folder of its own, ``--speculative-draft-model-path``."""
+    """A drafter in a folder of its own, ``--speculative-draft-model-path``.
+
+    Ranks hold parts of it as they do of the target: of what has a row for each token of its
+    vocabulary always, of its layers where that pays.
+    """
 
     must_equal: tuple[str, ...]  # fields of ModelConfig that must equal the target's
 
@@ -221,17 +242,46 @@ class FolderSource(DraftSource):
         self.path, self.target = config.speculative_draft_model_path, target
         self.has_files = config.load_format != "dummy"
         self.own = self.read()
+        self.head = self.layers = Shard()  # this rank's part of either
 
     @property
     def config(self) -> ModelConfig:
-        return self.own
+        tokens = None if self.head.size == 1 else self.head.span(self.vocabulary)
+        return replace(local(self.own, self.layers), head_tokens=tokens)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens it can draft."""
+        return self.own.vocab_size
 
     def read(self) -> ModelConfig:
         return read_model_config(self.path)
 
     @abstractmethod
-    def module(self) -> nn.Module:
-        """The network, without loaded weights."""
+    def module(self, config: ModelConfig | None = None) -> nn.Module:
+        """The network, without loaded weights. config: a rank's; None: all of it."""
+
+    def divide(self, shard: Shard, backend: Backend) -> None:
+        if shard.size == 1:
+            return
+        self.head = shard if self.vocabulary >= shard.size else Shard()
+        with created_as(backend.dtype, torch.device("meta")):
+            whole = self.module()
+        pays = split_pays(whole, shard, len(self.own.blocks), backend.place.bytes_per_sum)
+        self.layers = shard if pays and not split_problems(self.own, shard.size) else Shard()
+
+    def load(self, parts: DraftParts) -> nn.Module:
+        """This rank's part, with weights. Raises: CheckpointError."""
+        with created_as(parts.backend.dtype, torch.device("meta")):
+            split = split_model(self.module, self.own, self.layers, head=self.head)
+        ops = parts.backend.layer_ops
+        if self.layers.size > 1:
+            ops = ops.over(parts.group)
+        return parts.load(lambda: self.module(self.config), self.path, split, ops)
+
+    def columns(self, parts: DraftParts) -> Columns:
+        """The tokens that this rank has the logits of."""
+        return Columns(parts.group if self.head.size > 1 else ALONE, self.vocabulary)
 
     def problems(self) -> list[str]:
         wrong = []

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
 from mamba_eagle.drafting.base import KeyedNoise
+from mamba_eagle.drafting.vocabulary import DraftVocabulary, Shortlist
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.models.dflash import BlockDraftModel, Head
 from mamba_eagle.models.markov import MarkovHead
@@ -33,9 +33,9 @@ class Block(NamedTuple):
 class BlockTrees(ABC):
     """How trees grow from the rows of a block."""
 
-    def __init__(self, model: BlockDraftModel, lm_head: Head, backend: Backend) -> None:
-        """lm_head: the target's."""
-        self.model, self.lm_head, self.backend = model, lm_head, backend
+    def __init__(self, model: BlockDraftModel, lm_head: Head, vocabulary: DraftVocabulary) -> None:
+        """lm_head: the target's; of either, this rank has the logits of its own tokens."""
+        self.model, self.lm_head, self.vocabulary = model, lm_head, vocabulary
 
     @abstractmethod
     def grow(self, grown: Candidates, block: Block, noise: KeyedNoise | None) -> None:
@@ -44,15 +44,11 @@ class BlockTrees(ABC):
     def best(
         self, logits: Tensor, positions: Tensor, noise: KeyedNoise | None, k: int
     ) -> TopTokens:
-        """The k best tokens of each lane: logits [b, lanes, V'] of tokens at ``positions`` [b]
+        """The k best tokens of each lane: logits [b, lanes, own V'] of tokens at ``positions`` [b]
         -> [b, lanes, k]."""
-        ids = self.model.target_ids()
-        if noise is not None:
-            return noise.best(logits, ids, positions, k)
-        best = self.backend.top_log_probs(logits.flatten(0, 1), k)
-        if ids is not None:
-            best = best._replace(tokens=ids[best.tokens])
-        return best.unflatten(logits.shape[:2])
+        if noise is None:
+            return self.vocabulary.best(logits, k)
+        return noise.best(logits, self.vocabulary, positions, k)
 
 
 class MarginalTrees(BlockTrees):
@@ -83,8 +79,8 @@ class MarkovTrees(BlockTrees):
     dependence, and only M rows of the product's weight are read.
     """
 
-    def __init__(self, model: BlockDraftModel, lm_head: Head, backend: Backend) -> None:
-        super().__init__(model, lm_head, backend)
+    def __init__(self, model: BlockDraftModel, lm_head: Head, vocabulary: DraftVocabulary) -> None:
+        super().__init__(model, lm_head, vocabulary)
         assert model.markov_head is not None
         self.head: MarkovHead = model.markov_head
         self.scale = model.block.logit_scale
@@ -97,15 +93,18 @@ class MarkovTrees(BlockTrees):
         b, depth, _ = block.hidden.shape
         head, k = self.head, grown.topk
         logits = self.model.logits(block.hidden.flatten(0, 1), self.lm_head).view(b, depth, -1)
-        listed = logits.topk(self.shortlist).indices if self.shortlist else None
+        listed = None
+        if self.shortlist:
+            found = self.vocabulary.shortlist(logits.flatten(0, 1), self.shortlist)
+            listed = found.unflatten((b, depth))
         tokens = block.anchors[:, None]  # [b, lanes]
         state = block.hidden.new_zeros(b, 1, head.rank)
         for d in range(depth):
             lanes = tokens.shape[1]
             hidden = block.hidden[:, d, None].expand(-1, lanes, -1).flatten(0, 1)
             step = head.step(head.markov_w1(tokens.reshape(-1)), hidden, state.flatten(0, 1))
-            ids = None if listed is None else listed[:, d]
-            bias = self._bias(step.code.view(b, lanes, -1), ids)
+            row = None if listed is None else listed.row(d)
+            bias = self._bias(step.code.view(b, lanes, -1), row)
             biased = logits[:, d, None] + (bias if self.scale == 1.0 else bias * self.scale)
             frontier = grown.expand(self.best(biased, block.first + d, noise, k))
             tokens = frontier.tokens
@@ -113,12 +112,15 @@ class MarkovTrees(BlockTrees):
                 above = frontier.lanes[..., None].expand(-1, -1, head.rank)
                 state = step.state.view(b, lanes, -1).gather(1, above)
 
-    def _bias(self, code: Tensor, ids: Tensor | None) -> Tensor:
-        """What the head adds to logits: code [b, lanes, r] -> [b, lanes, V']; -inf for draft tokens
-        that are not in ``ids`` [b, M], if it is given."""
-        if ids is None:
+    def _bias(self, code: Tensor, listed: Shortlist | None) -> Tensor:
+        """What the head adds to logits: code [b, lanes, r] -> [b, lanes, own V']; -inf for draft
+        tokens that are not ``listed``, if that is given, [b, M]."""
+        weight, lanes = self.head.markov_w2.weight, code.shape[1]
+        if listed is None:
             return self.head.markov_w2(code.flatten(0, 1)).unflatten(0, code.shape[:2])
-        rows = self.head.markov_w2.weight[ids]  # [b, M, r]
+        rows = weight[listed.places]  # [b, M, r]
         own = (code @ rows.transpose(1, 2)).to(code.dtype)
-        bias = own.new_full((*code.shape[:2], self.model.block.draft_vocab_size), float("-inf"))
-        return bias.scatter_(2, ids[:, None].expand(-1, code.shape[1], -1), own)
+        if listed.kept is not None:
+            own = own.masked_fill(~listed.kept[:, None], float("-inf"))
+        bias = own.new_full((*code.shape[:2], len(weight)), float("-inf"))
+        return bias.scatter_(2, listed.places[:, None].expand(-1, lanes, -1), own)

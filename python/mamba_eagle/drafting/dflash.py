@@ -8,6 +8,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.block_drafter import BlockDrafter
 from mamba_eagle.drafting.block_trees import BlockTrees, MarginalTrees
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.dflash import BlockDraftModel, published_name
 from mamba_eagle.models.dflash_config import block_config
@@ -56,18 +57,23 @@ class DFlashSource(FolderSource):
             )
         return wrong
 
-    def module(self) -> BlockDraftModel:
+    @property
+    def vocabulary(self) -> int:
+        return self.block.draft_vocab_size
+
+    def module(self, config: ModelConfig | None = None) -> BlockDraftModel:
         names = None
         if self.has_files:
             names = {published_name(name) for name in stored_tensors(Path(self.path))}
-        return BlockDraftModel(self.own, names)
+        return BlockDraftModel(config or self.own, names)
 
     def make(self, parts: DraftParts) -> Drafter:
-        model = parts.load(self.module, self.path)
+        model = self.load(parts)
         assert isinstance(model, BlockDraftModel)
         try:
             model.check_tokens()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        trees = self.trees(model, parts.target.whole_head, parts.backend)
+        vocabulary = DraftVocabulary(parts.backend, self.columns(parts), model.target_ids())
+        trees = self.trees(model, parts.target.own_head, vocabulary)
         return BlockDrafter(model, trees, parts)

@@ -9,6 +9,7 @@ from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.eagle import EagleHead
 from mamba_eagle.models.registry import MODELS
@@ -50,10 +51,10 @@ class EagleSource(FolderSource):
             ]
         return super().problems()
 
-    def module(self) -> EagleHead:
-        return EagleHead(self.own)
+    def module(self, config: ModelConfig | None = None) -> EagleHead:
+        return EagleHead(config or self.own)
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = parts.load(self.module, self.path)
+        head = self.load(parts)
         assert isinstance(head, EagleHead)
-        return ModelDrafter(EagleNetwork(head, parts.target), parts)
+        return ModelDrafter(EagleNetwork(head, parts.target), self.columns(parts), parts)

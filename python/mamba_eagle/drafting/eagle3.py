@@ -100,15 +100,19 @@ class EagleThreeSource(FolderSource):
             )
         return wrong
 
-    def module(self) -> Eagle3Head:
+    @property
+    def vocabulary(self) -> int:
+        return draft_vocab_size(self.own)
+
+    def module(self, config: ModelConfig | None = None) -> Eagle3Head:
         names = map(published_name, stored_tensors(Path(self.path))) if self.has_files else ()
-        return Eagle3Head(self.own, {*names} or OWN_WEIGHTS)
+        return Eagle3Head(config or self.own, {*names} or OWN_WEIGHTS)
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = parts.load(self.module, self.path)
+        head = self.load(parts)
         assert isinstance(head, Eagle3Head)
         try:
             head.check_tokens()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        return ModelDrafter(EagleThreeNetwork(head, parts.target), parts)
+        return ModelDrafter(EagleThreeNetwork(head, parts.target), self.columns(parts), parts)

@@ -18,9 +18,11 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.drafting.waiting import Waiting
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.message import PrefillItem
+from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree
 
@@ -67,9 +69,11 @@ class ModelDrafter(Drafter):
 
     catches_up = True
 
-    def __init__(self, network: DraftNetwork, parts: DraftParts) -> None:
+    def __init__(self, network: DraftNetwork, columns: Columns, parts: DraftParts) -> None:
+        """columns: of the network's logits, which this rank has."""
         config, net, backend = parts.config, network.config, parts.backend
         self.network, self.table, self.backend = network, parts.table, backend
+        self.vocabulary = DraftVocabulary(backend, columns, network.target_ids())
         self.place = backend.place
         self.max_lanes = max_lanes(config)
         room = max_without_rows if net.mamba is None else max_pending
@@ -231,11 +235,11 @@ class ModelDrafter(Drafter):
     ) -> TopTokens:
         """The k best next tokens of each lane: outputs [b, lanes, O], positions [b] of the tokens
         that they predict -> [b, lanes, k]."""
-        shape, outputs = outputs.shape[:2], outputs.flatten(0, 1)
+        shape = outputs.shape[:2]
+        logits = self.network.logits(depth, outputs.flatten(0, 1)).unflatten(0, shape)
         if noise is None:
-            return self.network.best(depth, outputs, k, self.backend).unflatten(shape)
-        logits = self.network.logits(depth, outputs).unflatten(0, shape)
-        return noise.best(logits, self.network.target_ids(), positions, k)
+            return self.vocabulary.best(logits, k)
+        return noise.best(logits, self.vocabulary, positions, k)
 
     def _lanes(self, slots: Tensor, prefix: Tensor, depth: int) -> Lanes:
         """Lanes that continue the first ``prefix`` [b] tokens, which include the root."""

@@ -98,8 +98,8 @@ class MtpSource(FolderSource):
                 return stored_modules(own, stored_tensors(Path(self.path)))
         return own
 
-    def module(self) -> MtpHead:
-        return MtpHead(self.own)
+    def module(self, config: ModelConfig | None = None) -> MtpHead:
+        return MtpHead(config or self.own)
 
     def problems(self) -> list[str]:
         wrong = super().problems()
@@ -111,6 +111,6 @@ class MtpSource(FolderSource):
         return wrong
 
     def make(self, parts: DraftParts) -> Drafter:
-        head = parts.load(self.module, self.path)
+        head = self.load(parts)
         assert isinstance(head, MtpHead)
-        return ModelDrafter(MtpNetwork(head, parts.target), parts)
+        return ModelDrafter(MtpNetwork(head, parts.target), self.columns(parts), parts)

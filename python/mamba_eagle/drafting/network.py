@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from mamba_eagle.backend.base import Backend
-from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import ModelConfig
@@ -16,7 +14,7 @@ from mamba_eagle.model_config import ModelConfig
 class DraftNetwork(ABC):
     """Entry p takes token p and features of position p-1, and predicts token p+1.
 
-    Sizes: F elements in an entry's features, O in its output, C in its carry; V vocabulary.
+    Sizes: F elements in an entry's features, O in its output, C in its carry; V' vocabulary.
     """
 
     config: ModelConfig  # sizes of its attention and Mamba2 layers
@@ -43,23 +41,18 @@ class DraftNetwork(ABC):
 
     @abstractmethod
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        """Logits of the tokens that follow entries at ``depth`` (the root: 0), over the network's
-        own vocabulary: [n, O] -> [n, own V], any float dtype."""
+        """Logits of the tokens that follow entries at ``depth`` (the root: 0), of those in the
+        network's vocabulary that this rank has: [n, O] -> [n, own V'], any float dtype."""
 
     def target_ids(self) -> Tensor | None:
-        """The target's token for each of its own, [own V] int64; None if they agree."""
+        """The target's token for each in its vocabulary, [V'] int64; None if they agree."""
         return None
 
     def log_probs(self, depth: int, outputs: Tensor) -> Tensor:
-        """Log-probabilities of all V tokens, -inf outside of its own: [n, O] -> [n, V] float32."""
+        """Log-probabilities of all V tokens of the target, -inf outside of its vocabulary, on a
+        single rank: [n, O] -> [n, V] float32."""
         logits = self.logits(depth, outputs)
         return whole_log_probs(logits, self.target_ids(), self.config.vocab_size)
-
-    def best(self, depth: int, outputs: Tensor, k: int, backend: Backend) -> TopTokens:
-        """The k best of ``log_probs``: [n, O] -> [n, k]."""
-        own = backend.top_log_probs(self.logits(depth, outputs), k)
-        ids = self.target_ids()
-        return own if ids is None else own._replace(tokens=ids[own.tokens])
 
     @property
     @abstractmethod

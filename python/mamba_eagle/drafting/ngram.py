@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import EngineConfig
@@ -16,6 +17,7 @@ from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, KeyedNoi
 from mamba_eagle.drafting.ngram_index import NgramIndex
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -132,6 +134,8 @@ class NgramSource(DraftSource):
     @property
     def config(self) -> ModelConfig | None:
         return None
+
+    def divide(self, shard: Shard, backend: Backend) -> None: ...
 
     def problems(self) -> list[str]:
         wrong = []

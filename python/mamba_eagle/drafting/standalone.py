@@ -9,6 +9,7 @@ from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.registry import model_class
 
@@ -42,10 +43,10 @@ class StandaloneNetwork(DraftNetwork):
 class StandaloneSource(FolderSource):
     must_equal = ("vocab_size",)
 
-    def module(self) -> CausalLM:
-        return model_class(self.own)(self.own)
+    def module(self, config: ModelConfig | None = None) -> CausalLM:
+        return model_class(self.own)(config or self.own)
 
     def make(self, parts: DraftParts) -> Drafter:
-        model = parts.load(self.module, self.path)
+        model = self.load(parts)
         assert isinstance(model, CausalLM)
-        return ModelDrafter(StandaloneNetwork(model), parts)
+        return ModelDrafter(StandaloneNetwork(model), self.columns(parts), parts)

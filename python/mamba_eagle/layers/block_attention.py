@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from mamba_eagle.layers.context import Rotation
 from mamba_eagle.layers.rotary import RotaryAttention
 from mamba_eagle.model_config import AttentionConfig
+from mamba_eagle.parallel.cut import Cut, rows
+from mamba_eagle.parallel.shard import Shard, attention_heads
 
 
 class BlockAttention(RotaryAttention):
@@ -32,6 +34,10 @@ class BlockAttention(RotaryAttention):
         self.window, self.causal = window, causal
         zeros = torch.zeros(config.num_heads) if sinks else None
         self.attention_sink_bias = None if zeros is None else nn.Parameter(zeros)
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        sinks = rows(attention_heads(shard, self.config).heads)
+        return {**super().cuts(shard), "attention_sink_bias": sinks}
 
     def context_kv(self, context: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values of context features [n, hidden_size]: both [n, kv_heads, D]. Not to be

@@ -45,6 +45,11 @@ class Layer(nn.Module):
         copied to all ranks."""
         return {}
 
+    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
+        """The same of tensors with a row for each token of a vocabulary, which may be split where
+        layers are not."""
+        return {}
+
 
 class Total(Layer):
     """The sum over all ranks of what each has computed, [n, hidden_size]. Only where it is called

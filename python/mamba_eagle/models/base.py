@@ -19,7 +19,6 @@ from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig, Span
 from mamba_eagle.parallel.cut import Cut, rows
 from mamba_eagle.parallel.shard import Shard
-from mamba_eagle.parallel.vocabulary import whole_logits
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class CausalLM(Layer):
             hidden = layer(hidden, ctx)
         return hidden
 
-    def cuts(self, shard: Shard) -> dict[str, Cut]:
+    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
         if self.config.tie_word_embeddings:
             return {}  # lm_head is a part of the embedding, which is copied
         return {"lm_head.weight": rows(shard.span(self.config.vocab_size))}
@@ -215,20 +214,16 @@ class CausalLM(Layer):
         return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """All tokens' logits on all ranks, for drafters, without the conversion to float32 where
-        that loses nothing: [n, hidden_size or feature_size] -> [n, vocab_size]."""
+        """The same for drafters, without the conversion to float32 where that loses nothing:
+        [n, hidden_size or feature_size] -> [n, tokens of this rank]."""
         if self.logits_scale != 1.0:
-            return self._whole(self.compute_logits(hidden))
-        return self.whole_head(hidden[..., : self.config.hidden_size])
+            return self.compute_logits(hidden)
+        return self.own_head(hidden[..., : self.config.hidden_size])
 
-    def whole_head(self, hidden: Tensor) -> Tensor:
-        """``lm_head`` for drafters, all of it on all ranks: [n, hidden_size] -> [n, vocab_size]."""
-        return self._whole(self.lm_head(hidden))
-
-    def _whole(self, own: Tensor) -> Tensor:
-        if self.config.head_tokens is None:
-            return own
-        return whole_logits(own, self._ops.group, self.config.vocab_size)
+    def own_head(self, hidden: Tensor) -> Tensor:
+        """``lm_head`` for drafters, this rank's part: [n, hidden_size] -> [n, tokens of this
+        rank]."""
+        return self.lm_head(hidden)
 
     def target(self, name: str) -> Target | None:
         """Where a checkpoint's tensor of this name goes; None if it is not needed."""

@@ -23,9 +23,11 @@ from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import Rotary
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import Target
-from mamba_eagle.models.dflash_config import block_config
+from mamba_eagle.models.dflash_config import block_config, held_tokens
 from mamba_eagle.models.draft_vocabulary import check_target_ids
 from mamba_eagle.models.markov import ConfidenceHead, MarkovHead
+from mamba_eagle.parallel.cut import Cut, rows
+from mamba_eagle.parallel.shard import Shard
 
 # of other tools: the target's own, what only training needs, and what config.json implies
 Head = Callable[[Tensor], Tensor]  # an lm_head
@@ -83,7 +85,7 @@ class BlockDraftModel(Layer):
         if "embed_tokens.weight" in stored or foreign:
             self.embed_tokens = Embedding(config.vocab_size, size)
         if "lm_head.weight" in stored or reduced or foreign:
-            self.lm_head = Linear(size, block.draft_vocab_size)
+            self.lm_head = Linear(size, held_tokens(config).size)
         masked = "mask_embedding" in stored
         self.mask_embedding = nn.Parameter(torch.zeros(size)) if masked else None
         mapped = reduced or "d2t" in stored
@@ -98,6 +100,9 @@ class BlockDraftModel(Layer):
         self.rotary = Rotary(config.attention.rope)
         self._target_ids: Tensor | None = None
         self._context: _StackedContext | None = None
+
+    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
+        return {"lm_head.weight": rows(shard.span(self.block.draft_vocab_size))}
 
     def prepare(self, ops: LayerOps) -> None:
         self._target_ids = self.target_ids()
@@ -150,8 +155,8 @@ class BlockDraftModel(Layer):
         return normed
 
     def logits(self, hidden: Tensor, lm_head: Head) -> Tensor:
-        """Without the Markov head: hidden [n, hidden_size] -> [n, draft_vocab_size]. lm_head: the
-        target's, used if the drafter has none of its own."""
+        """Without the Markov head: hidden [n, hidden_size] -> [n, draft_vocab_size], of a rank
+        those of its tokens. lm_head: the target's, used if the drafter has none of its own."""
         own = self.lm_head if self.lm_head is not None else lm_head
         logits = own(hidden)
         return logits if self.block.logit_scale == 1.0 else logits * self.block.logit_scale

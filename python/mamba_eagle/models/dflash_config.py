@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
 
@@ -119,6 +119,11 @@ def block_config(config: ModelConfig) -> BlockConfig:
         confidence_reads_markov=bool(both.get("confidence_head_with_markov", True)),
         draft_topk=int(both.get("dspark_draft_topk") or 0),
     )
+
+
+def held_tokens(config: ModelConfig) -> Span:
+    """The tokens of its vocabulary that a rank has the logits of."""
+    return config.head_tokens or Span(0, block_config(config).draft_vocab_size)
 
 
 def _whole(values: dict[str, Any], name: str, least: int) -> int:

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.gated_mlp import GatedMLP
-from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.rotary import RotaryAttention
-from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, Span, UnsupportedModel
 from mamba_eagle.models.base import Target
 from mamba_eagle.models.draft_vocabulary import check_target_ids
 from mamba_eagle.models.parse import attention_config, model_config, only
 from mamba_eagle.models.rope import rope_config
+from mamba_eagle.parallel.cut import Cut, rows
+from mamba_eagle.parallel.shard import Shard
 
 # optional weights that new heads have; for published heads, the files tell
 OWN_WEIGHTS = ("lm_head.weight", "d2t")
@@ -44,14 +46,15 @@ class Eagle3Layer(Layer):
         self.self_attn = RotaryAttention(config.attention, size, 0, eps, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
+        self.total = Total()
         self.norm_before_residual = bool(config.raw.get("norm_before_residual", False))
 
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         normed = self.hidden_norm(features)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         residual = normed if self.norm_before_residual else features
-        hidden = residual + self.self_attn(both, ctx)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = residual + self.total(self.self_attn(both, ctx))
+        return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class Eagle3Head(Layer):
@@ -86,11 +89,15 @@ class Eagle3Head(Layer):
         if "embed_tokens.weight" in stored or size != given:
             self.embed_tokens = Embedding(config.vocab_size, size)
         if "lm_head.weight" in stored or reduced or size != given:
-            self.lm_head = Linear(size, self.draft_vocab_size)
+            tokens = config.head_tokens or Span(0, self.draft_vocab_size)
+            self.lm_head = Linear(size, tokens.size)
         mapped = reduced or "d2t" in stored
         offsets = torch.zeros(self.draft_vocab_size, dtype=torch.int64) if mapped else None
         self.register_buffer("d2t", offsets)
         self._target_ids: Tensor | None = None
+
+    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
+        return {"lm_head.weight": rows(shard.span(self.draft_vocab_size))}
 
     def prepare(self, ops: LayerOps) -> None:
         self._target_ids = self.target_ids()

@@ -12,7 +12,9 @@ from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.model_config import ModelConfig
-from mamba_eagle.models.dflash_config import block_config
+from mamba_eagle.models.dflash_config import block_config, held_tokens
+from mamba_eagle.parallel.cut import Cut, rows
+from mamba_eagle.parallel.shard import Shard
 
 
 class Step(NamedTuple):
@@ -39,13 +41,17 @@ class MarkovHead(Layer):
         block, size = block_config(config), config.hidden_size
         self.rank = rank = block.markov_rank
         self.markov_w1 = Embedding(config.vocab_size, rank)
-        self.markov_w2 = Linear(rank, block.draft_vocab_size)
+        self.vocabulary = block.draft_vocab_size
+        self.markov_w2 = Linear(rank, held_tokens(config).size)
         self.markov_w2.may_hold = False  # drafts read some of its rows
         self.gate_proj = self.joint_proj = None
         if block.markov_kind == "gated":
             self.gate_proj = Linear(size + rank, rank, bias=True)
         elif block.markov_kind == "rnn":
             self.joint_proj = Linear(2 * rank + size, 3 * rank, bias=True)
+
+    def head_cuts(self, shard: Shard) -> dict[str, Cut]:
+        return {"markov_w2.weight": rows(shard.span(self.vocabulary))}
 
     @property
     def has_state(self) -> bool:

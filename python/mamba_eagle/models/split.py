@@ -38,23 +38,50 @@ class Split:
 
 
 def split_model(
-    make: Callable[[ModelConfig], nn.Module], config: ModelConfig, shard: Shard, stages: int = 1
+    make: Callable[[ModelConfig], nn.Module],
+    config: ModelConfig,
+    shard: Shard,
+    stages: int = 1,
+    head: Shard | None = None,
 ) -> Split | None:
     """How rank ``shard`` of each of so many pipeline stages gets its part of the model of this
-    whole ``config``; None: all of it."""
-    if shard.size == 1 and stages == 1:
+    whole ``config``; None: all of it. head: its part of the vocabulary, if that is another."""
+    head = shard if head is None else head
+    if shard.size == head.size == stages == 1:
         return None
     with torch.device("meta"):
         whole = make(config)
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     cuts = {}
     for module in whole.modules():
-        if not isinstance(module, Layer) or shard.size == 1:
-            continue
-        for name, cut in module.cuts(shard).items():
+        for name, cut in cuts_of(module, shard, head).items():
             if (parameter := _tensor(module, name)) is not None and id(parameter) in names:
                 cuts[names[id(parameter)]] = cut
     return Split(whole, cuts)
+
+
+def cuts_of(module: nn.Module, shard: Shard, head: Shard) -> dict[str, Cut]:
+    if not isinstance(module, Layer):
+        return {}
+    of_layers = module.cuts(shard) if shard.size > 1 else {}
+    return of_layers | (module.head_cuts(head) if head.size > 1 else {})
+
+
+def split_pays(whole: nn.Module, shard: Shard, blocks: int, bytes_per_sum: int) -> bool:
+    """Whether ranks that have parts of a small model's layers save more, since each reads less,
+    than their sums cost. Each block ends in one, and so does each matrix that is split by columns.
+
+    whole: may be on the meta device. bytes_per_sum: as ``Place`` has it.
+    """
+    if shard.size == 1:
+        return False
+    saved, sums = 0.0, 0
+    for module in whole.modules():
+        for name, cut in cuts_of(module, shard, Shard()).items():
+            if (parameter := _tensor(module, name)) is not None:
+                saved += parameter.nbytes * (1 - 1 / shard.size)
+                sums += cut.axis == 1
+    return saved >= max(sums, blocks) * bytes_per_sum
 
 
 def _tensor(module: nn.Module, name: str) -> nn.Parameter | None:

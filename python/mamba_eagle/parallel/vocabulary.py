@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.top_parts.torch import token_keys
 from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.groups import Group
 from mamba_eagle.parallel.shard import Shard
 
-LOW_BITS = 2**32 - 1
-NO_TOKEN = -1  # as in runner/sampler.py: where no score is finite, or one is NaN
-LARGEST = 2**63 - 1
 SIGN = -(2**63)
 DIGIT_BITS = 8
 
@@ -44,23 +42,8 @@ class Columns:
     def keys(self, scores: Tensor) -> Tensor:
         """Distinct keys over all ranks that order tokens by rising score, then by falling id:
         [n, own V] float32 -> [n, own V] int64. The high half has the bits of the score."""
-        begin, end = self.span
-        ids = torch.arange(
-            self.vocab_size - 1 - begin, self.vocab_size - 1 - end, -1, device=scores.device
-        )
-        return (rising_bits(scores).long() << 32).bitwise_or_(ids)
-
-    def best(self, scores: Tensor) -> Tensor:
-        """The lowest token id with the highest score: [n, own V] float32 -> [n] int64. NO_TOKEN
-        where that score is not finite."""
-        top, column = scores.max(dim=-1)
-        ids = self.vocab_size - 1 - self.span.begin - column
-        key = (rising_bits(top).long() << 32).bitwise_or_(ids)
-        key = key.masked_fill(torch.isnan(top) | (top == torch.inf), LARGEST)
-        key = self.group.max(key)
-        nothing = rising_bits(torch.full_like(top[:1], -torch.inf)).long()
-        none = (key == LARGEST) | ((key >> 32) == nothing)
-        return (self.vocab_size - 1 - (key & LOW_BITS)).masked_fill_(none, NO_TOKEN)
+        ids = torch.arange(*self.span, device=scores.device)
+        return token_keys(scores, ids)
 
     def forbid(self, scores: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
         """-inf for tokens whose bit is not set: scores [n, own V]; rows [m] int64 of them; masks
@@ -95,18 +78,6 @@ class Columns:
             mask |= 255 << shift
             mask = mask - 2**64 if mask >= 2**63 else mask  # as int64
         return prefix ^ SIGN
-
-
-def rising_bits(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores: float32 -> int32."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def score_of(keys: Tensor) -> Tensor:
-    """The scores in keys of ``Columns.keys``: int64 -> float32."""
-    rising = (keys >> 32).int()
-    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def whole_logits(own: Tensor, group: Group, vocab_size: int) -> Tensor:

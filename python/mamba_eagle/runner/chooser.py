@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.kernels.best_token.torch import RowNoise
+from mamba_eagle.kernels.top_parts.torch import LOW_BITS, score_of
 from mamba_eagle.parallel.groups import ALONE, Group
-from mamba_eagle.parallel.vocabulary import LOW_BITS, Columns, score_of
+from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import (
     MASS,
@@ -109,10 +111,11 @@ class ShardedChooser(Chooser):
             largest = self.columns.largest(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
             floor = largest + temperature * min_p.log()
             kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
-        seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
-        noise = state.backend.gumbel(seeds, positions.reshape(-1), state.vocab_size)
-        own = self.columns.of(noise).view(kept.shape)
-        return self._best(own.mul(temperature).add_(kept))  # two roundings, as in ``sample``
+        seeds, temperatures = (
+            part[:, :, 0].expand_as(positions).reshape(-1) for part in (seed, temperature)
+        )
+        noise = RowNoise(seeds, positions.reshape(-1), temperatures, state.vocab_size)
+        return self._best(kept, noise)
 
     def _constrained(self, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
         if allowed is None:
@@ -120,8 +123,11 @@ class ShardedChooser(Chooser):
         flat = self.columns.forbid(logits.flatten(0, 1), allowed.rows, allowed.masks)
         return flat.view(logits.shape)
 
-    def _best(self, scores: Tensor) -> Tensor:
-        return self.columns.best(scores.flatten(0, 1)).view(scores.shape[:2])
+    def _best(self, scores: Tensor, noise: RowNoise | None = None) -> Tensor:
+        backend, columns = self.state.backend, self.columns
+        flat, width = scores.flatten(0, 1), max(columns.sizes)
+        keys = self.group.max(backend.best_keys(flat, columns.span.begin, width, noise))
+        return backend.best_tokens(keys).view(scores.shape[:2])
 
     def _adjusted(
         self,
@@ -199,9 +205,7 @@ class ShardedChooser(Chooser):
         else:
             found = self.group.gather(found.contiguous()).transpose(0, 1).flatten(1)
         found = found.topk(top, dim=-1).values
-        return TokenLogprobs(
-            logprob[:, 0], score_of(found) - total, columns.vocab_size - 1 - (found & LOW_BITS)
-        )
+        return TokenLogprobs(logprob[:, 0], score_of(found) - total, (found & LOW_BITS) ^ LOW_BITS)
 
 
 def make_chooser(state: SamplingState, group: Group) -> Chooser:

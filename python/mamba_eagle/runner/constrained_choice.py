@@ -13,7 +13,7 @@ grammar refuses.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -28,9 +28,7 @@ from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeV
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
 from mamba_eagle.tree.tree import Tree
 
-# On a GPU so many masks are made while it verifies: each takes about 0.2 ms with 131,072 tokens,
-# and a step at least 3 ms.
-FEW_MASKS = 16
+NodeLists = tuple[list[int], list[int]]  # tokens, the root's aside, and parents, of a tree
 
 
 class MasksFirst:
@@ -79,19 +77,31 @@ class MasksOnDemand(MasksFirst):
     ) -> tuple[Tensor, Marks]:
         self.constraints.read_all()
         trees = self._trees(len(slots), tree, view)
-        walks: list[_Walk] = []
-        at_once: dict[int, tuple[list[int], list[int]]] = {}
+        return self._choose(slots, logits, positions, tree, trees)
+
+    def _choose(
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None,
+        trees: Sequence[NodeLists],
+        ahead: Callable[[Sequence[Walk]], TokenMasks | None] = lambda walks: None,
+    ) -> tuple[Tensor, Marks]:
+        """trees: by request. ahead: makes masks before anything is sampled."""
+        walks: list[Walk] = []
+        at_once: dict[int, NodeLists] = {}
         for i, slot in enumerate(slots):
             grammar = self.constraints.grammar(slot)
             if grammar is not None and self._may_wait(slot):
-                walks.append(_Walk(i, grammar, *trees[i], self._is_resampled(slot)))
+                walks.append(self._walk_of(i, slot, grammar, trees[i]))
             elif grammar is not None:
                 at_once[i] = trees[i]
         allowed, marks = None, Marks({}, {})
         if at_once:
             allowed, marks = self.constraints.masks(slots, at_once, logits.shape[1])
-        if ahead := self._masks_ahead(walks):
-            allowed = self._joined(allowed, ahead, logits.shape[1])
+        if walks and (made := ahead(walks)) is not None:
+            allowed = made if allowed is None else _joined(allowed, made)
         target = self.chooser.sample(slots, logits, positions, tree, allowed)
         if walks:
             self._walk(walks, slots, logits, positions, target)
@@ -106,18 +116,12 @@ class MasksOnDemand(MasksFirst):
         traced = self.table.wants_trace[slot]
         return not traced and not self.sampling.filters_or_counts(slot)
 
-    def _is_resampled(self, slot: int) -> bool:
-        """Whether the sampler is asked again where a token is refused: more than the logits decides
-        on the best one."""
-        return self.sampling.needs_more_than_best(slot)
+    def _walk_of(self, index: int, slot: int, grammar: RequestGrammar, tree: NodeLists) -> Walk:
+        """The sampler is asked again where a token is refused if more than the logits decides on
+        the best one."""
+        return Walk(index, grammar, tree, self.sampling.needs_more_than_best(slot))
 
-    def _masks_ahead(self, walks: Sequence[_Walk]) -> list[_Walk]:
-        """Those whose roots have masks before anything is sampled."""
-        return []
-
-    def _trees(
-        self, count: int, tree: Tree | None, view: TreeView | None
-    ) -> Sequence[tuple[list[int], list[int]]]:
+    def _trees(self, count: int, tree: Tree | None, view: TreeView | None) -> Sequence[NodeLists]:
         """Tokens and parents of each request."""
         if tree is None or tree.tokens.shape[1] == 1:
             return [([0], [0])] * count
@@ -125,7 +129,7 @@ class MasksOnDemand(MasksFirst):
 
     def _walk(
         self,
-        walks: Sequence[_Walk],
+        walks: Sequence[Walk],
         slots: Sequence[int],
         logits: Tensor,
         positions: Tensor,
@@ -165,70 +169,25 @@ class MasksOnDemand(MasksFirst):
             self.place.to_device(list(rows)), buffer.to(self.place.device, non_blocking=True)
         )
 
-    def _joined(self, allowed: TokenMasks | None, ahead: Sequence[_Walk], nodes: int) -> TokenMasks:
-        """Masks, and those of the roots of requests."""
-        rows, masks = self._as_masks(
-            [walk.index * nodes for walk in ahead], [walk.mask for walk in ahead]
-        )
-        if allowed is None:
-            return TokenMasks(rows, masks)
-        return TokenMasks(torch.cat([allowed.rows, rows]), torch.cat([allowed.masks, masks]))
+
+def _joined(some: TokenMasks, others: TokenMasks) -> TokenMasks:
+    return TokenMasks(torch.cat([some.rows, others.rows]), torch.cat([some.masks, others.masks]))
 
 
-class MasksWhileVerifying(MasksOnDemand):
-    """On a GPU, which verifies meanwhile: masks of all nodes where they are few. They are made one
-    after the other, so where they are many it would be the device that waits. Then only roots get
-    theirs, of the requests whose grammars refuse or force tokens lately, and the other masks are
-    made on demand: the host waits for the sampler, for what it takes to launch the rest."""
-
-    def choose(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None = None,
-        view: TreeView | None = None,
-    ) -> tuple[Tensor, Marks]:
-        count = sum(self.constraints.grammar(slot) is not None for slot in slots)
-        demand = view is not None and count * logits.shape[1] > FEW_MASKS
-        return (super() if demand else super(MasksOnDemand, self)).choose(
-            slots, logits, positions, tree, view
-        )
-
-    def _is_resampled(self, slot: int) -> bool:
-        """Always: logits are on the device."""
-        return True
-
-    def _masks_ahead(self, walks: Sequence[_Walk]) -> list[_Walk]:
-        ahead = []
-        for walk in walks:
-            if walk.grammar.narrow and (mask := walk.grammar.mask()) is not None:
-                walk.mask = mask
-                ahead.append(walk)
-        return ahead
-
-    def _trees(
-        self, count: int, tree: Tree | None, view: TreeView | None
-    ) -> Sequence[tuple[list[int], list[int]]]:
-        assert view is not None
-        return list(zip(*view.trees()))
-
-
-class _Walk:
+class Walk:
     """One request's way through its tree, as far as the target's tokens are drafted."""
 
     def __init__(
         self,
         index: int,
         grammar: RequestGrammar,
-        drafted: list[int],
-        parents: list[int],
+        tree: NodeLists,
         is_resampled: bool,
     ) -> None:
-        """index: in the batch. drafted: tokens by node, the root's aside. is_resampled: the sampler
-        is asked again where a token is refused."""
+        """index: in the batch. is_resampled: the sampler is asked again where a token is
+        refused."""
         self.index, self.grammar, self.is_resampled = index, grammar, is_resampled
-        self.drafted, self.parents = drafted, parents
+        self.drafted, self.parents = tree
         self.node: int | None = 0  # None: the way has ended
         self.place = grammar.root
         self.mask: Row | None = None  # under which the node was sampled

@@ -222,11 +222,11 @@ class TreeView:
         self._constraints, self._slots = constraints, slots
         self._tokens = constraints.place.to_host(tree.tokens)
         self._parents = constraints.place.to_host(tree.parents)
-        self._here = constraints.place.timestamp()
+        self.here = constraints.place.timestamp()  # when they are
 
     def trees(self) -> tuple[list[list[int]], list[list[int]]]:
         """Tokens and parents [b, T]; waits until the trees and the last step's tokens are here."""
-        self._here.wait()
+        self.here.wait()
         self._constraints.read_all()
         return self._tokens.tolist(), self._parents.tolist()
 

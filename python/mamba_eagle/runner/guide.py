@@ -17,6 +17,7 @@ from torch import Tensor
 from mamba_eagle.constrain.place import Place, Row
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.drafting.base import KeyedNoise
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.runner.constraints import Constraints
@@ -54,8 +55,11 @@ class GrammarGuide(KeyedNoise):
             if grammar.narrow or grammar.forced(grammar.root) is not None:
                 self.grammars[i], self.lanes[i] = grammar, [grammar.root]
 
-    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
-        log_probs = whole_log_probs(logits, ids, self.vocab_size)
+    def best(
+        self, logits: Tensor, vocabulary: DraftVocabulary, positions: Tensor, k: int
+    ) -> TopTokens:
+        whole = vocabulary.whole(logits)
+        log_probs = whole_log_probs(whole, vocabulary.ids, self.vocab_size)
         if self.noise is not None:
             log_probs = self.noise.noisy(log_probs, positions)
         best = self.backend.top_of(self._guided(log_probs).flatten(0, 1), k)

@@ -51,8 +51,10 @@ def backend_for(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backe
     return backend
 
 
-def draft_source_for(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
-    """None without speculation.
+def draft_source_for(
+    config: EngineConfig, target: ModelConfig, shard: Shard, backend: Backend
+) -> DraftSource | None:
+    """None without speculation. shard: this rank among those that each layer is split over.
 
     Raises: ConfigError with every reason why the drafter does not fit the target.
     """
@@ -61,6 +63,7 @@ def draft_source_for(config: EngineConfig, target: ModelConfig) -> DraftSource |
     source = draft_source(config.speculative_algorithm)(config, target)
     if wrong := source.problems():
         raise ConfigError(wrong)
+    source.divide(shard, backend)
     return source
 
 
@@ -85,7 +88,7 @@ class Loader:
     ) -> Model:
         """A module, ready for inference, with the weights in ``path``.
 
-        split, ops: of a model that is split; a drafter is not, each rank has all of it.
+        split: how this rank gets its part. ops: those of the backend if they are None.
 
         Raises: CheckpointError, FileNotFoundError.
         """

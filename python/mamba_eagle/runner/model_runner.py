@@ -32,13 +32,10 @@ from mamba_eagle.parallel.shard import problems as split_problems
 from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
-from mamba_eagle.runner.constrained_choice import (
-    MasksFirst,
-    MasksOnDemand,
-    MasksWhileVerifying,
-)
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
 from mamba_eagle.runner.constraints import Constraints, TreeView
 from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
+from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import (
     DraftSize,
     MemoryPlan,
@@ -92,7 +89,7 @@ class ModelRunner:
             raise ConfigError(wrong)
         rank = stages.rank * group.size + group.rank
         self.backend = backend_for(config, whole.dtype, rank)
-        source = draft_source_for(config, whole)
+        source = draft_source_for(config, whole, group.shard, self.backend)
         split = split_of(whole, group.shard, stages.size, self.backend.dtype)
         self.model_config = local(whole, group.shard)
         if split is not None and stages.size > 1:
@@ -166,6 +163,7 @@ class ModelRunner:
             table=self.table,
             kv_slots=self.memory.kv_slots,
             state_slots=self.pool.feature.shape[0],
+            group=self.group,
             load=self.load,
         )
         return source.make(parts)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.sampling import tables as asked
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -249,6 +250,10 @@ class SamplingState:
         need = self._needs[slot]
         return need.order or need.min_p or need.history
 
+    def counts(self, slot: int) -> bool:
+        """Whether it depends on the counts of tokens that a tree's nodes add."""
+        return self._needs[slot].history
+
     def needs_more_than_best(self, slot: int) -> bool:
         """Whether a request takes more than an argmax."""
         return self._needs[slot] != _GREEDY
@@ -275,8 +280,10 @@ class BatchNoise:
         state = self.state
         return NoiseKeys(self.slots, positions, state.numbers, state.integers, state.vocab_size)
 
-    def best(self, logits: Tensor, ids: Tensor | None, positions: Tensor, k: int) -> TopTokens:
-        return self.state.backend.top_noisy(logits, ids, self._keys(positions), k)
+    def best(
+        self, logits: Tensor, vocabulary: DraftVocabulary, positions: Tensor, k: int
+    ) -> TopTokens:
+        return vocabulary.best(logits, k, self._keys(positions))
 
     def noisy(self, log_probs: Tensor, positions: Tensor) -> Tensor:
         """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] -> with noise."""

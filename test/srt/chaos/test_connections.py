@@ -154,7 +154,7 @@ def test_connections_beyond_the_limit_are_answered(server: RunningServer) -> Non
 def test_out_of_descriptors_is_one_line_and_no_storm(start: Start) -> None:
     server = start("--header-timeout", str(PATIENCE), max_files=64).wait_until_ready()
     assert "ulimit -n leaves room for" in server.output
-    before = len(server.output.splitlines())
+    before, began = len(server.output.splitlines()), time.monotonic()
     with raw_connections(server, 45 * min(SCALE, 8), b"GET /health HTTP/1.1\r\n") as clients:
         assert clients[-1].recv(12) == b"HTTP/1.1 503"
         for _ in range(3):
@@ -164,7 +164,8 @@ def test_out_of_descriptors_is_one_line_and_no_storm(start: Start) -> None:
     eventually(lambda: answers(server), "the server answers once they have left")
     assert_serves(server)
     assert "Traceback" not in server.output
-    assert len(server.output.splitlines()) - before <= 3, server.output
+    minutes = 1 + int(time.monotonic() - began) // 60  # in each of which a line may come again
+    assert len(server.output.splitlines()) - before <= 3 * minutes, server.output
 
 
 def answers(server: RunningServer) -> bool:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from ports import free_ports
 from running_server import PATIENCE, RunningServer, assert_end, need_weights
 
 from mamba_eagle.bench.batch import BatchEngine, greedy
-from mamba_eagle.bench.server import free_port
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.eval.prompts import synthetic_prompts
@@ -46,7 +46,7 @@ def start_nodes() -> tuple[RunningServer, RunningServer]:
     """Two machines, as far as they can tell: node 0 listens on an address of its own, and they
     share no folder. The rank that answers is on the second."""
     flags = ("--device", "cpu", "--pp-size", "2", "--check-ranks", "3", "--nnodes", "2")
-    flags += ("--dist-init-addr", f"127.0.0.2:{free_port()}", "--cluster-key", "k" * 16)
+    flags += ("--dist-init-addr", f"127.0.0.2:{free_ports(8)}", "--cluster-key", "k" * 16)
     first, other = (RunningServer(*flags, "--node-rank", rank) for rank in "01")
     return first, other
 

@@ -10,6 +10,7 @@ import torch
 from forms import (
     DEVICE,
     GPU,
+    backend_of,
     device_of,
     every_form,
     needs_numba,
@@ -21,6 +22,7 @@ from torch import Tensor
 from mamba_eagle.kernels.top_log_probs import cpu, naive
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as torch_top_log_probs
+from mamba_eagle.kernels.top_parts import naive as parts_naive
 
 
 def top(form: str, logits: Tensor, k: int, block: int = 64) -> TopTokens:
@@ -85,6 +87,41 @@ def test_the_best_are_those_of_a_stable_sort(form: str, kind: str, dtype: torch.
         stable = form != "torch" or len(logits.unique()) == logits.numel()
         found = top(form, logits.to(device_of(form)), k)
         assert_best(found, logits, k, stable)
+
+
+def of_parts(form: str, logits: Tensor, borders: tuple[int, ...], k: int) -> TopTokens:
+    """The best of all ranks' tokens, of which each rank has those up to a border."""
+    backend, told, first = backend_of(form), [], 0
+    for own in logits.to(device_of(form)).tensor_split(borders, dim=1):
+        if form == "triton":  # in several blocks
+            from mamba_eagle.kernels.top_log_probs.triton import best_of_blocks
+            from mamba_eagle.kernels.top_parts.triton import packed
+
+            told.append(packed(best_of_blocks(own, k, first, block=32), None, lanes=1))
+        else:
+            told.append(backend.top_part(own[:, None], first, None, None, k))
+        first += own.shape[1]
+    found = backend.top_of_parts(torch.stack(told), None, None, lanes=1)
+    return TopTokens(*(part[:, 0] for part in found))
+
+
+@every_form
+@pytest.mark.parametrize("kind", ["ties", "impossible"])
+def test_ranks_with_parts_of_the_tokens_find_the_best_of_all(form: str, kind: str) -> None:
+    """Also where a rank has fewer than k tokens, or none that is possible."""
+    for n, vocab, k, borders in ((3, 50, 3, (17, 34)), (2, 90, 5, (2, 50)), (2, 64, 1, (32,))):
+        logits = rows_of(kind, n, vocab, torch.float32)
+        stable = form != "torch" or len(logits.unique()) == logits.numel()
+        assert_best(of_parts(form, logits, borders, k), logits, k, stable)
+
+
+def test_parts_of_a_row_worked_out_by_hand() -> None:
+    """Two equal logits on different ranks: the lower token comes first."""
+    told = [parts_naive.part([-1.0, 2.0], 0, 2), parts_naive.part([2.0, 0.5], 2, 2)]
+    assert told[1].tokens == [2, 3] and told[0].log_total == pytest.approx(0.0485874)
+    found, whole = parts_naive.merged(told, 3), naive.top_log_probs([-1.0, 2.0, 2.0, 0.5], 3)
+    assert found.tokens == whole.tokens == [1, 2, 3]
+    assert found.log_probs == pytest.approx(whole.log_probs)
 
 
 @needs_numba

@@ -12,6 +12,8 @@ import torch
 from forms import DEVICE, GPU, backend_of, device_of, every_form, runs_kernels
 from torch import Tensor
 
+from mamba_eagle.kernels.best_token.naive import best_token
+from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling_noise.naive import gumbel
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy import naive
@@ -100,6 +102,48 @@ def test_guesses_are_those_of_the_definition(form: str, reduced: bool) -> None:
     for b, lanes, known, kind in ((4, 3, 70, "random"), (2, 1, 200, "impossible"), (1, 2, 64, "")):
         made = case(b, lanes, known, reduced, kind)
         assert_best(found_by(form, made, 3), made, 3)
+
+
+def of_parts(form: str, made: Case, k: int) -> TopTokens:
+    """By three ranks, of which the first has fewer than k tokens."""
+    made, backend = on_device(made, device_of(form)), backend_of(form)
+    lanes, told, first = made.logits.shape[1], [], 0
+    for own in made.logits.tensor_split((2, 41), dim=2):
+        ids = None if made.ids is None else made.ids[first : first + own.shape[2]]
+        told.append(backend.top_part(own, first, ids, made.noise, k))
+        first += own.shape[2]
+    return backend.top_of_parts(torch.stack(told), made.ids, made.noise, lanes)
+
+
+@every_form
+def test_ranks_with_parts_of_the_tokens_guess_the_same(form: str) -> None:
+    for made in (case(2, 2, 45, reduced=True), case(2, 1, 50, reduced=False)):
+        assert_best(of_parts(form, made, 3), made, 3)
+
+
+@every_form
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_ranks_with_parts_of_the_tokens_find_the_best_one(form: str, sampled: bool) -> None:
+    """Of equal scores the lowest token; none where a score is NaN or the highest is infinite, on
+    whatever rank, with whatever sign NaN has."""
+    generator, vocab = torch.Generator().manual_seed(3), 90
+    scores = (4 * torch.randn(7, vocab, generator=generator)).round()
+    scores[1, 80], scores[2, 3], scores[3] = torch.nan, torch.inf, -torch.inf
+    scores[4, 70] = -torch.tensor(torch.nan).abs()
+    rows = torch.arange(7), torch.arange(40, 47)  # seeds and positions
+    temperatures = torch.tensor([0.7, 1.0, 1.0, 1.0, 0.0, 0.0, 3.0])
+    device, backend, told, first = device_of(form), backend_of(form), [], 0
+    noise = RowNoise(*(part.to(device) for part in (*rows, temperatures)), vocab)
+    for own in scores.to(device).tensor_split((31, 60), dim=1):
+        told.append(backend.best_keys(own, first, 31, noise if sampled else None))
+        first += own.shape[1]
+    found = backend.best_tokens(torch.stack(told).amax(0)).tolist()
+    for i, row in enumerate(scores.tolist()):
+        if sampled:
+            temperature = float(temperatures[i])
+            row = [x + temperature * gumbel(i, 40 + i, v) for v, x in enumerate(row)]
+        assert found[i] == best_token(row), i
+    assert found[1:5] == [-1, -1, -1, -1]
 
 
 @runs_kernels

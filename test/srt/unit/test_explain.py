@@ -169,7 +169,7 @@ def stranger(status: int, content: bytes) -> Iterator[str]:
         def log_message(self, *values: Any) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.timeout = 10
+        server.timeout = 60
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"

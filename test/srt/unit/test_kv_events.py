@@ -12,9 +12,9 @@ import zmq
 from fake_runner import FakeRunner, Server
 from hypothesis import settings
 from hypothesis.stateful import invariant
+from ports import free_ports
 from test_radix_cache import CacheAgainstDict, put
 
-from mamba_eagle.bench.server import free_port
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.base import as_tokens
 from mamba_eagle.cache.events import (
@@ -174,7 +174,8 @@ class Subscriber:
 @pytest.fixture
 def published():
     """A cache, its publisher with room for three batches, and a way to make a subscriber."""
-    first, second = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    port = free_ports(2)
+    first, second = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
     config = EventsConfig(endpoint=first, replay_endpoint=second, buffer_steps=3, max_queue_size=4)
     cache, subscribers = new_cache(), []
     publisher = EventPublisher(config, cache)

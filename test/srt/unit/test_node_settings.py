@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import zmq
+from ports import free_ports
 from server_harness import run, says, serving
 
-from mamba_eagle.bench.server import free_port
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
 from mamba_eagle.engine import Engine
 from mamba_eagle.message import Plan, Shutdown, StepResult
@@ -109,7 +109,7 @@ def test_all_nodes_derive_the_same_keys_and_from_another_secret_others() -> None
 
 def links(folders: list[Path], host: str = "127.0.0.1") -> None:
     """Node 0's folder, that of node 1, and one of an earlier start, each with its link."""
-    ours, theirs, port = CurvePair.new(), CurvePair.new(), free_port()
+    ours, theirs, port = CurvePair.new(), CurvePair.new(), free_ports(4)
     common = {"host": host, "port": port, "ranks_per_node": 1}
     old = CurvePair.new()
     made = [

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from ports import free_ports
 
-from mamba_eagle.bench.server import free_port
 from mamba_eagle.config import EngineConfig, ServerConfig, engine_part
 from mamba_eagle.message import Heartbeat, Message
 from mamba_eagle.message.link import call, read_link
@@ -53,7 +53,7 @@ class FirstNode:
     """Node 0 without an engine of its own."""
 
     def __init__(self, folder: Path, **changes) -> None:
-        self.config = settings(free_port(), **changes)
+        self.config = settings(free_ports(8), **changes)
         self.folder = str(folder)
         self.faults: list[Fault] = []
         self.stops: list[str] = []
@@ -226,7 +226,7 @@ def test_absent_nodes_are_named(tmp_path) -> None:
 def test_an_agent_does_not_wait_for_ever(tmp_path) -> None:
     async def test() -> Ending:
         with tempfile.TemporaryDirectory() as folder:
-            return await Agent(settings(free_port(), node_rank=1, dist_timeout=1), folder).run()
+            return await Agent(settings(free_ports(8), node_rank=1, dist_timeout=1), folder).run()
 
     code, text = asyncio.run(test())
     assert code == 1 and "has not answered within --dist-timeout 1 s" in text

@@ -27,10 +27,10 @@ from runner_harness import (
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.backend import CpuBackend
-from mamba_eagle.backend.place import Host
+from mamba_eagle.backend.place import Host, Timestamp
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.model_drafter import MAX_WITHOUT_ROWS
-from mamba_eagle.runner import constrained_choice, loading, model_runner
+from mamba_eagle.runner import loading, masks_ahead, model_runner
 from mamba_eagle.runner.steps import graphs
 from mamba_eagle.runner.steps.decode_step import EagerSteps
 from mamba_eagle.runner.steps.graphs import GraphedSteps, batch_ladder
@@ -135,19 +135,44 @@ def test_texts_are_the_plain_models(tiny: Tiny, graphed: None, name: str) -> Non
     assert used <= set(steps.ladder) and len(used) > 1
 
 
-@pytest.mark.parametrize(("name", "few_masks"), [("none", 0), ("tree", 0), ("tree", 1000)])
+class Unhurried(Timestamp):
+    """Of a device that takes long: the host has time for everything."""
+
+    reached = False  # type: ignore[assignment]
+
+    def until(self, later: Timestamp) -> float:
+        return 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "few_masks", "time"),
+    [
+        ("none", 0, Timestamp),
+        ("tree", 0, Timestamp),
+        ("tree", 0, Unhurried),
+        ("tree", 99, Unhurried),
+    ],
+)
 def test_with_grammars_draft_and_verify_are_graphs_of_their_own(
-    tiny: Tiny, graphed: None, monkeypatch: pytest.MonkeyPatch, name: str, few_masks: int
+    tiny: Tiny,
+    graphed: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    few_masks: int,
+    time: type[Timestamp],
 ) -> None:
     """A batch in which some requests have one, and plain steps; texts are the plain model's, with
-    masks of all nodes or on demand."""
-    monkeypatch.setattr(constrained_choice, "FEW_MASKS", few_masks)
+    masks of all nodes first, on demand, or as many ahead as there is time for."""
+    monkeypatch.setattr(masks_ahead, "FEW_MASKS", few_masks)
+    monkeypatch.setattr(LikeGpu, "timestamp", lambda self: time())
     engine = constrain(tiny.engine(SETTINGS[name]))
     engine.runner.drafter.on_device = True  # as it is on a GPU
     lives = [
         engine.start(random_prompt(9, 1), under("schema", seed=1)),
         engine.start(random_prompt(8, 2), sampled(12, 2)),
         engine.start(random_prompt(7, 3), under("open", 15)),
+        engine.start(random_prompt(6, 4), under("schema", seed=4, top_k=5, top_p=0.9)),
+        engine.start(random_prompt(5, 5), under("open", 15, seed=5, presence_penalty=0.5)),
     ]
     engine.execute(decode=lives)
     engine.execute(decode=lives, shape=PLAIN)
@@ -155,6 +180,9 @@ def test_with_grammars_draft_and_verify_are_graphs_of_their_own(
     assert lives[1].output == tiny.plain.choices(lives[1])
     for live in (lives[0], lives[2]):
         assert live.output == plain_choices(tiny.plain, live, engine.eos)
+    host = constrain(tiny.engine("none"))
+    for live in lives[3:]:
+        assert live.output == host.generate(live.tokens[: live.prompt_len], live.sampling).output
     steps = engine.runner.steps
     assert isinstance(steps, GraphedSteps)
     assert any(kind.apart for kind in steps.graphs) == (name == "tree")

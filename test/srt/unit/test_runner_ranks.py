@@ -10,20 +10,25 @@ import os
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from runner_harness import Settings, random_prompt
-from thread_ranks import RunnerRanks
-from tiny_drafters import DRAFTERS
+from thread_ranks import Recorder, RunnerRanks, replay
+from tiny_blocks import DSPARK_CONFIG
+from tiny_drafters import DRAFTERS, TinyDrafter, block
 from tiny_model import write_model
 
 from mamba_eagle.backend.place import FreeMemory, Host
 from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
+from mamba_eagle.drafting.block_drafter import BlockDrafter
+from mamba_eagle.drafting.model_drafter import ModelDrafter
+from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.message import DecodeBatch, Generate, Plan
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.runner.agreement import RanksDiffer
@@ -35,7 +40,15 @@ torch.set_num_threads(1)
 CASES = int(os.environ.get("MAMBA_EAGLE_CASES", "3"))
 FIRST_SEED = 7  # the first engines hit, retract and draft
 REQUESTS = 12
+SPLIT, COPIED = 0, 10**12  # Place.bytes_per_sum: whether a drafter's layers are split
 CHECKED = ("eagle", "dflash", "mtp", "ngram")  # drafters in CI; all of them in the long form
+
+TRIED = {  # and one that lists the best tokens of all ranks before it looks at them
+    **DRAFTERS,
+    "dspark-listed": TinyDrafter(
+        "DSPARK", block(DSPARK_CONFIG, dspark_draft_topk=12, markov_head_type="rnn")
+    ),
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "groups-straddle": {"mamba_num_heads": 9, "n_groups": 3},
@@ -59,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
         if not target.exists():
             write_model(target, **MODELS[model])
         if drafter != "none" and (model, drafter) not in made:
-            made[model, drafter] = DRAFTERS[drafter].write(root / f"{model}-{drafter}", target)
+            made[model, drafter] = TRIED[drafter].write(root / f"{model}-{drafter}", target)
         return target, made.get((model, drafter))
 
     return folder
@@ -90,7 +103,7 @@ def case_of(
     """``count`` requests for a model and its drafter, whose folders these are."""
     model, head = folders
     topk, steps, nodes = rng.choice([(1, 3, 4), (2, 3, 8), (4, 4, 12), (3, 1, 4)])
-    algorithm = DRAFTERS[drafter].algorithm if drafter != "none" else "NONE"
+    algorithm = TRIED[drafter].algorithm if drafter != "none" else "NONE"
     settings = Settings(algorithm, rng.choice(["deferred", "snapshot"]), topk, steps, nodes)
     config = settings.config(
         model,
@@ -161,13 +174,16 @@ def serve(case: Case, runner: Any) -> tuple[dict[str, list[int]], Counter[str]]:
     return texts, seen
 
 
-def test_random_requests_get_the_tokens_that_one_rank_gives(folders) -> None:
+def test_random_requests_get_the_tokens_that_one_rank_gives(
+    folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     total: Counter[str] = Counter()
     for number in range(FIRST_SEED, FIRST_SEED + CASES):
         rng = random.Random(number)
         case = random_case(rng, folders, tight=number % 2 == 0)
         expected, _ = serve(case, ModelRunner(case.config))
         size = rng.choice([2, 3, 4])
+        monkeypatch.setattr(Host, "bytes_per_sum", rng.choice([SPLIT, COPIED]))
         ranks = RunnerRanks(replace(case.config, tp_size=size), size)
         texts, seen = serve(case, ranks)
         total += seen
@@ -175,6 +191,67 @@ def test_random_requests_get_the_tokens_that_one_rank_gives(folders) -> None:
             n = min(len(tokens), len(texts[rid])) if rid in case.aborts else None
             assert texts[rid][:n] == tokens[:n], f"case {number}, request {rid}, {size} ranks"
     assert min(total[name] for name in ("hits", "retracted", "drafts", "logprobs")) > 0, total
+
+
+class Way(NamedTuple):
+    """How a drafter is split, and what it drafts."""
+
+    size: int
+    layers: int  # SPLIT or COPIED
+    topk: int
+    mode: str = "deferred"
+
+
+WAYS = {
+    "eagle": Way(3, SPLIT, 3),
+    "eagle-mamba": Way(2, SPLIT, 3, "snapshot"),
+    "eagle3": Way(2, SPLIT, 2),  # a part of the vocabulary
+    "mtp": Way(2, SPLIT, 1),  # experts
+    "mtp-mamba": Way(3, COPIED, 3),
+    "mtp-modules": Way(3, SPLIT, 2, "snapshot"),
+    "standalone": Way(3, SPLIT, 2),  # has Mamba2 layers
+    "dflash": Way(2, SPLIT, 3, "snapshot"),
+    "dspark": Way(3, SPLIT, 2),
+    "dspark-listed": Way(2, COPIED, 3),
+}
+
+
+def ways(drafter: str) -> list[Way]:
+    if CASES <= 100:
+        return [WAYS[drafter]]
+    return [Way(*way) for way in product((2, 3), (SPLIT, COPIED), (1, 3), ("deferred", "snapshot"))]
+
+
+@pytest.mark.parametrize("drafter", WAYS)
+def test_drafts_are_those_of_one_rank(
+    folders, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Every tree of every step: its tokens and parents, whether requests are greedy or not."""
+    model, head = folders("one-group", drafter)
+    for number, way in enumerate(ways(drafter)):
+        algorithm = TRIED[drafter].algorithm
+        settings = Settings(algorithm, way.mode, way.topk, 3, 4 if way.topk == 1 else 8)
+        case = case_of(random.Random(number), drafter, (model, head), tight=True, count=4)
+        config = settings.config(model, head, speculative_adaptive=False, check_ranks=1)
+        for request in case.requests:
+            request.return_spec_trace, request.return_logprob = True, False
+        one = Recorder(ModelRunner(config))
+        serve(case._replace(config=config), one)
+        monkeypatch.setattr(Host, "bytes_per_sum", way.layers)
+        ranks = RunnerRanks(replace(config, tp_size=way.size), way.size)
+        replay(one.steps, ranks)
+        assert sum(each.trace is not None for _, result in one.steps for each in result.decode) > 5
+        whole, parts = one.runner.drafter, [runner.drafter for runner in ranks.runners]
+        assert isinstance(whole, ModelDrafter | BlockDrafter)
+        own = [vocabulary_of(part).columns.span.size for part in parts]
+        assert sum(own) == vocabulary_of(whole).columns.span.size
+        if way.layers == SPLIT:  # also of two heads of keys and values, or one, over three ranks
+            assert max(part.num_bytes for part in parts) < whole.num_bytes
+            assert {part.kv.k.shape[2] for part in parts} == {1}
+
+
+def vocabulary_of(drafter: Any) -> DraftVocabulary:
+    return drafter.trees.vocabulary if isinstance(drafter, BlockDrafter) else drafter.vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from grammar_rig import EOS, text_of, under, vocabulary
 from runner_harness import Settings, random_prompt
 from test_runner_graphs import LikeGpu, without_graphs
 from test_runner_ranks import Case, case_of, serve
-from thread_ranks import RunnerRanks, comparable
+from thread_ranks import Recorder, RunnerRanks, Step, replay
 from tiny_drafters import DRAFTERS
 from tiny_model import VOCAB, write_folder, write_model
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from mamba_eagle.backend.cpu.backend import CpuBackend
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.message import Generate, Plan, StepResult
+from mamba_eagle.message import Generate
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.registry import model_class, parse_config
 from mamba_eagle.parallel.groups import Channel
@@ -112,24 +112,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-Step = tuple[Plan, StepResult]
-
-
-class Recorder:
-    """A runner that keeps what it was asked and what it answered."""
-
-    overlaps = False
-
-    def __init__(self, runner: Any) -> None:
-        self.runner, self.ready = runner, runner.ready
-        self.steps: list[Step] = []
-
-    def launch(self, plan: Plan) -> Any:
-        launched = self.runner.launch(plan)
-        self.steps.append((plan, launched.result()))
-        return launched
-
-
 class Recorded(NamedTuple):
     case: Case
     steps: list[Step]
@@ -163,13 +145,6 @@ def first(folders) -> Recorded:
 
 def staged(case: Case, stages: int, size: int = 1) -> RunnerRanks:
     return RunnerRanks(replace(case.config, tp_size=size, pp_size=stages), size, stages)
-
-
-def replay(steps: list[Step], runner: RunnerRanks) -> None:
-    """Raises: AssertionError at the first result that is not the recorded one, bit for bit."""
-    for plan, expected in steps:
-        found = comparable(runner.execute(plan))
-        assert found == comparable(expected), f"step {plan.step} differs"
 
 
 def test_plans_of_one_stage_give_its_results_on_several(folders, first: Recorded) -> None:

@@ -15,7 +15,8 @@ from thread_ranks import ThreadGroup, ThreadRanks
 from torch import Tensor
 
 from mamba_eagle.core import SamplingParams
-from mamba_eagle.parallel.vocabulary import Columns, score_of
+from mamba_eagle.kernels.top_parts.torch import score_of
+from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.chooser import Chooser, ShardedChooser
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, TokenLogprobs
 from mamba_eagle.tree.tree import Tree, ancestor_matrix

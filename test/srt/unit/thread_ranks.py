@@ -232,6 +232,31 @@ class RunnerRanks:
         return results[self.answering]
 
 
+Step = tuple[Plan, StepResult]
+
+
+class Recorder:
+    """A runner that keeps what it was asked and what it answered."""
+
+    overlaps = False
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.ready = runner, runner.ready
+        self.steps: list[Step] = []
+
+    def launch(self, plan: Plan) -> Any:
+        launched = self.runner.launch(plan)
+        self.steps.append((plan, launched.result()))
+        return launched
+
+
+def replay(steps: list[Step], runner: RunnerRanks) -> None:
+    """Raises: AssertionError at the first result that is not the recorded one, bit for bit."""
+    for plan, expected in steps:
+        found = comparable(runner.execute(plan))
+        assert found == comparable(expected), f"step {plan.step} differs"
+
+
 class WorkingRanks(RunnerRanks):
     """Ranks that work at the same time, as the processes of a server do: each executes the plans
     that have come, and sees no others before. To be closed."""

@@ -32,11 +32,13 @@ from mamba_eagle.backend.torch.attention import (
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
+from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_tokens
 from mamba_eagle.kernels.sampling.torch import count_tokens
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
-from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_log_probs, whole_log_probs
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
+from mamba_eagle.kernels.top_parts.torch import merged, packed
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
 from mamba_eagle.tree.accept import Truncated
@@ -126,9 +128,31 @@ class TorchBackend(Backend):
         return TopTokens(*log_probs.topk(k))
 
     def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
-        log_probs = whole_log_probs(logits, ids, noise.vocab_size)
-        noisy = noisy_log_probs(log_probs, noise, self.gumbel)
-        return self.top_of(noisy.flatten(0, 1), k).unflatten(logits.shape[:2])
+        columns = slice(None) if ids is None else ids
+        scores = noisy_scores(logits.float(), columns, noise, self.gumbel)
+        best = self.top_log_probs(scores.flatten(0, 1), k)
+        if ids is not None:
+            best = best._replace(tokens=ids[best.tokens])
+        return best.unflatten(logits.shape[:2])
+
+    def top_part(
+        self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
+    ) -> Tensor:
+        scores = logits.float()
+        if noise is not None:
+            columns = slice(first, first + logits.shape[2]) if ids is None else ids
+            scores = noisy_scores(scores, columns, noise, self.gumbel)
+        scores = scores.flatten(0, 1)
+        best = self.top_log_probs(scores, min(k, scores.shape[1]))
+        return packed(scores, best, first, k)
+
+    def top_of_parts(
+        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
+    ) -> TopTokens:
+        best = merged(told)
+        if ids is not None:
+            best = best._replace(tokens=ids[best.tokens])
+        return best.unflatten((told.shape[1] // lanes, lanes))
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
@@ -148,6 +172,12 @@ class TorchBackend(Backend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
+        return best_keys(scores, first, noise, self.gumbel)
+
+    def best_tokens(self, keys: Tensor) -> Tensor:
+        return best_tokens(keys)
 
     def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
         count_tokens(counts, slots, tokens, number)

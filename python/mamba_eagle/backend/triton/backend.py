@@ -34,6 +34,8 @@ from mamba_eagle.backend.triton.prefill import TritonPrefillContext
 from mamba_eagle.backend.triton.rounding import TritonStochastic
 from mamba_eagle.backend.triton.snapshot import TritonSnapshot
 from mamba_eagle.kernels.accept import triton as accept
+from mamba_eagle.kernels.best_token import triton as best_token
+from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling.triton import sample_nodes
@@ -43,7 +45,8 @@ from mamba_eagle.kernels.token_mask.triton import mask_logits
 from mamba_eagle.kernels.top_log_probs import triton as top
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-from mamba_eagle.kernels.top_noisy.triton import top_noisy
+from mamba_eagle.kernels.top_noisy.triton import best_of_blocks, top_noisy
+from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
@@ -155,6 +158,24 @@ class TritonBackend(TorchBackend):
             return super().top_noisy(logits, ids, noise, k)
         return top_noisy(logits, ids, noise, k)
 
+    def top_part(
+        self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
+    ) -> Tensor:
+        if k > MAX_TOP:
+            return super().top_part(logits, first, ids, noise, k)
+        if noise is None:
+            found = top.best_of_blocks(logits.flatten(0, 1), k, first)
+        else:
+            found = best_of_blocks(logits, ids, noise, k, first)
+        return parts.packed(found, noise, logits.shape[1])
+
+    def top_of_parts(
+        self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
+    ) -> TopTokens:
+        if told.shape[2] > MAX_TOP + 1:
+            return super().top_of_parts(told, ids, noise, lanes)
+        return parts.merged(told, ids, noise, lanes)
+
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -177,6 +198,12 @@ class TritonBackend(TorchBackend):
 
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
+
+    def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
+        return best_token.best_keys(scores, first, width, noise)
+
+    def best_tokens(self, keys: Tensor) -> Tensor:
+        return best_token.best_tokens(keys)
 
     def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
         count_tokens(counts, slots, tokens, number)

@@ -8,6 +8,8 @@ are equal. Logits are read once, in the dtype they have.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +41,7 @@ def key_value(key):
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _block_kernel(
     logits,  # [n, V], rows stride apart
     keys,  # [n, blocks, K]
@@ -47,6 +49,7 @@ def _block_kernel(
     total,  # [n, blocks] float32: of exp(logit - largest)
     V,
     stride,
+    first,  # the number of the first token
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -60,7 +63,7 @@ def _block_kernel(
     at = row * tl.num_programs(0) + block
     tl.store(largest + at, high)
     tl.store(total + at, tl.sum(tl.exp(x - base), 0))
-    key = tl.where(valid, ranking_key(x, token), NO_KEY)
+    key = tl.where(valid, ranking_key(x, first + token), NO_KEY)
     for rank in tl.static_range(K):
         best = tl.max(key, 0)
         tl.store(keys + at * K + rank, best)
@@ -95,6 +98,34 @@ def _merge_kernel(
         key = tl.where(key == best, NO_KEY, key)
 
 
+class Blocks(NamedTuple):
+    """What was found in the blocks of some rows."""
+
+    keys: Tensor  # [n, blocks, k] int64, best first
+    largest: Tensor  # [n, blocks] float32
+    total: Tensor  # [n, blocks] float32: of exp(score - largest)
+
+    @classmethod
+    def empty(cls, n: int, blocks: int, k: int, device: torch.device) -> Blocks:
+        keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
+        return cls(keys, *(torch.empty(n, blocks, device=device) for _ in range(2)))
+
+
+def best_of_blocks(
+    logits: Tensor, k: int, first: int = 0, block: int = BLOCK, warps: int = 4
+) -> Blocks:
+    """The first launch. first: the number of the first token, where these are a part of the
+    vocabulary; a block with fewer than k tokens has keys that are none."""
+    n, V = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    block = max(block, triton.next_power_of_2(k))
+    found = Blocks.empty(n, triton.cdiv(V, block), k, logits.device)
+    _block_kernel[(found.keys.shape[1], n)](
+        logits, *found, V, logits.stride(0), first, K=k, BLOCK=block, num_warps=warps
+    )
+    return found
+
+
 def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) -> TopTokens:
     """As torch.py's top_log_probs; of equal logits the lower token id comes first.
 
@@ -104,27 +135,18 @@ def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) ->
     n, V = logits.shape
     if not 1 <= k <= min(MAX_TOP, V):
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    device = logits.device
-    block = max(block, triton.next_power_of_2(k))
-    blocks = triton.cdiv(V, block)
-    keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
-    largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
+    blocks = best_of_blocks(logits, k, 0, block, warps)
+    count, device = blocks.keys.shape[1], logits.device
     found = TopTokens(
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
     )
-    _block_kernel[(blocks, n)](
-        logits, keys, largest, total, V, logits.stride(0), K=k, BLOCK=block, num_warps=warps
-    )
     _merge_kernel[(n,)](
-        keys,
-        largest,
-        total,
+        *blocks,
         *found,
-        blocks,
+        count,
         K=k,
-        BLOCKS=triton.next_power_of_2(blocks),
-        KEYS=triton.next_power_of_2(blocks * k),
-        num_warps=1 if blocks * k <= 256 else 4,
+        BLOCKS=triton.next_power_of_2(count),
+        KEYS=triton.next_power_of_2(count * k),
+        num_warps=1 if count * k <= 256 else 4,
     )
     return found

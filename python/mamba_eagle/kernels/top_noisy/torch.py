@@ -46,3 +46,18 @@ def noisy_log_probs(
     noise = gumbel(seeds, keys.positions, log_probs.shape[-1])[:, None]
     noisy = (log_probs / temperature.clamp(min=COLDEST) + noise).log_softmax(-1)
     return torch.where(temperature > 0, noisy, log_probs)
+
+
+def noisy_scores(
+    logits: Tensor,
+    columns: Tensor | slice,
+    keys: NoiseKeys,
+    gumbel: Callable[[Tensor, Tensor, int], Tensor],
+) -> Tensor:
+    """``logits / temperature + noise`` of some tokens: logits [b, lanes, V'] float32 -> the same.
+    columns: the target's tokens that these are."""
+    temperature = keys.numbers[keys.slots, 0][:, None, None]
+    seeds = keys.integers[keys.slots, 0]
+    noise = gumbel(seeds, keys.positions, keys.vocab_size)[:, columns][:, None]
+    noisy = logits / temperature.clamp(min=COLDEST) + noise
+    return torch.where(temperature > 0, noisy, logits)

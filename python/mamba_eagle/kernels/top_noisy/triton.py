@@ -20,6 +20,7 @@ from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
 from mamba_eagle.kernels.top_log_probs.triton import (
     BLOCK,
     NO_KEY,
+    Blocks,
     key_number,
     key_value,
     ranking_key,
@@ -36,12 +37,12 @@ ANY_PLACE = ["slots", "positions"]
 
 
 @triton.jit
-def _sharpness(temperature):
+def sharpness_of(temperature):
     """By what differences of scores are multiplied before exp."""
     return tl.where(temperature > 0.0, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
 
 
-@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=ANY_PLACE)
+@triton.jit(do_not_specialize=["lanes", "first"], do_not_specialize_on_alignment=ANY_PLACE)
 def _block_kernel(
     logits,  # [b·lanes, V], rows stride apart
     ids,  # [V] int64, the target's tokens, or None
@@ -55,6 +56,7 @@ def _block_kernel(
     V,
     stride,
     lanes,
+    first,  # the number of the first token
     NUMBERS: tl.constexpr,
     INTEGERS: tl.constexpr,
     K: tl.constexpr,
@@ -63,10 +65,10 @@ def _block_kernel(
     block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + request)
     temperature = tl.load(numbers + slot * NUMBERS)
-    sharpness = _sharpness(temperature)
+    sharpness = sharpness_of(temperature)
     number = block * BLOCK + tl.arange(0, BLOCK)
     valid = number < V
-    token = number
+    token = first + number
     if ids is not None:
         token = tl.load(ids + number, mask=valid, other=0).to(tl.int32)
     noise_key = row_key(tl.load(integers + slot * INTEGERS), tl.load(positions + request))
@@ -80,7 +82,7 @@ def _block_kernel(
         at = row * tl.num_programs(0) + block
         tl.store(largest + at, high)
         tl.store(total + at, tl.sum(tl.exp((score - base) * sharpness), 0))
-        key = tl.where(valid, ranking_key(score, number), NO_KEY)
+        key = tl.where(valid, ranking_key(score, first + number), NO_KEY)
         for rank in tl.static_range(K):
             best = tl.max(key, 0)
             tl.store(keys + at * K + rank, best)
@@ -105,7 +107,7 @@ def _merge_kernel(
     KEYS: tl.constexpr,  # blocks·K, padded
 ):
     row = tl.program_id(0).to(tl.int64)
-    sharpness = _sharpness(tl.load(numbers + tl.load(slots + row // lanes) * NUMBERS))
+    sharpness = sharpness_of(tl.load(numbers + tl.load(slots + row // lanes) * NUMBERS))
     block = tl.arange(0, BLOCKS)
     known = block < blocks
     highs = tl.load(largest + row * blocks + block, mask=known, other=float("-inf"))
@@ -124,6 +126,46 @@ def _merge_kernel(
         key = tl.where(key == best, NO_KEY, key)
 
 
+def best_of_blocks(
+    logits: Tensor,
+    ids: Tensor | None,
+    noise: NoiseKeys,
+    k: int,
+    first: int = 0,
+    block: int = BLOCK,
+    warps: int = 4,
+) -> Blocks:
+    """The first launch: logits [b, lanes, V'] -> of b·lanes rows. first: the number of the first
+    token, where these are a part of the vocabulary; ids: of these alone."""
+    b, lanes, V = logits.shape
+    flat = logits.flatten(0, 1)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    n, numbers = b * lanes, noise.numbers
+    block = max(block, triton.next_power_of_2(k))
+    blocks = triton.cdiv(V, block)
+    found = Blocks.empty(n, blocks, k, logits.device)
+    apart = lanes if n * blocks <= ONE_WAVE else 1
+    _block_kernel[(blocks, b, apart)](
+        flat,
+        ids,
+        noise.slots.contiguous(),
+        noise.positions.contiguous(),
+        numbers,
+        noise.integers,
+        *found,
+        V,
+        flat.stride(0),
+        lanes,
+        first,
+        NUMBERS=numbers.shape[1],
+        INTEGERS=noise.integers.shape[1],
+        K=k,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return found
+
+
 def top_noisy(
     logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int, block: int = BLOCK, warps: int = 4
 ) -> TopTokens:
@@ -138,66 +180,24 @@ def top_noisy(
     b, lanes, V = logits.shape
     if not 1 <= k <= min(MAX_TOP, V):
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
-    flat = logits.flatten(0, 1)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    n, device = b * lanes, logits.device
-    block = max(block, triton.next_power_of_2(k))
-    blocks = triton.cdiv(V, block)
-    keys = torch.empty(n, blocks, k, dtype=torch.int64, device=device)
-    largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
-    slots, numbers = noise.slots.contiguous(), noise.numbers
-    apart = lanes if n * blocks <= ONE_WAVE else 1
-    _block_kernel[(blocks, b, apart)](
-        flat,
-        ids,
-        slots,
-        noise.positions.contiguous(),
-        numbers,
-        noise.integers,
-        keys,
-        largest,
-        total,
-        V,
-        flat.stride(0),
-        lanes,
-        NUMBERS=numbers.shape[1],
-        INTEGERS=noise.integers.shape[1],
-        K=k,
-        BLOCK=block,
-        num_warps=warps,
-    )
-    return _merged(ids, slots, numbers, lanes, keys, largest, total)
-
-
-def _merged(
-    ids: Tensor | None,
-    slots: Tensor,
-    numbers: Tensor,
-    lanes: int,
-    keys: Tensor,
-    largest: Tensor,
-    total: Tensor,
-) -> TopTokens:
-    """Of what was found in each block."""
-    (n, blocks, k), device = keys.shape, keys.device
+    blocks = best_of_blocks(logits, ids, noise, k, 0, block, warps)
+    count, device = blocks.keys.shape[1], logits.device
     found = TopTokens(
-        torch.empty(n // lanes, lanes, k, device=device),
-        torch.empty(n // lanes, lanes, k, dtype=torch.int64, device=device),
+        torch.empty(b, lanes, k, device=device),
+        torch.empty(b, lanes, k, dtype=torch.int64, device=device),
     )
-    _merge_kernel[(n,)](
+    _merge_kernel[(b * lanes,)](
         ids,
-        slots,
-        numbers,
-        keys,
-        largest,
-        total,
+        noise.slots.contiguous(),
+        noise.numbers,
+        *blocks,
         *found,
-        blocks,
+        count,
         lanes,
-        NUMBERS=numbers.shape[1],
+        NUMBERS=noise.numbers.shape[1],
         K=k,
-        BLOCKS=triton.next_power_of_2(blocks),
-        KEYS=triton.next_power_of_2(blocks * k),
-        num_warps=1 if blocks * k <= 256 else 4,
+        BLOCKS=triton.next_power_of_2(count),
+        KEYS=triton.next_power_of_2(count * k),
+        num_warps=1 if count * k <= 256 else 4,
     )
     return found

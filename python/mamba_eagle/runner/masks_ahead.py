@@ -1,0 +1,195 @@
+"""On a GPU: masks are made while it verifies, as many as there is time for.
+
+A mask takes 0.02 to 2 ms with 131,072 tokens, and masks are made one after the other: those of all
+nodes of a large batch would take several times as long as the device verifies. So the host makes
+them in the order of how likely they are needed, and stops before the device is done:
+
+1. masks of the roots, first those of requests whose grammars refused or forced a token lately,
+2. where drafted tokens lead, and where the text is forced: it costs a fraction of a mask,
+3. masks of the other nodes.
+
+The rest goes as on a CPU (constrained_choice.py): the host waits for the sampler, follows the
+target's tokens through the trees, and makes a mask where a token is refused. The device waits
+meanwhile, so what is known by then is not asked again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.place import Timestamp
+from mamba_eagle.backend.pools import RequestTable
+from mamba_eagle.constrain.place import Place, Row
+from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.runner.chooser import Chooser
+from mamba_eagle.runner.constrained_choice import (
+    MasksFirst,
+    MasksOnDemand,
+    NodeLists,
+    Walk,
+)
+from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
+from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
+from mamba_eagle.tree.tree import Tree
+
+FEW_MASKS = 8  # there is time for the masks of so many nodes in any step of a model
+MAX_AHEAD = 64  # masks, of 16 kB with 131,072 tokens
+FORGETS = 0.99  # per mask, of the longest time that one took
+
+
+class MasksWhileVerifying(MasksOnDemand):
+    """Masks of all nodes where they are few. Otherwise as many as are made in time, and then masks
+    on demand."""
+
+    def __init__(
+        self,
+        constraints: Constraints,
+        chooser: Chooser,
+        sampling: SamplingState,
+        table: RequestTable,
+    ) -> None:
+        super().__init__(constraints, chooser, sampling, table)
+        self._seconds: dict[tuple[int, ...], float] = {}  # to verify, by the shape of the batch
+        self._longest = 0.0  # seconds of one mask
+
+    def choose(
+        self,
+        slots: list[int],
+        logits: Tensor,
+        positions: Tensor,
+        tree: Tree | None = None,
+        view: TreeView | None = None,
+    ) -> tuple[Tensor, Marks]:
+        count = sum(self.constraints.grammar(slot) is not None for slot in slots)
+        if view is None or count * logits.shape[1] <= FEW_MASKS:
+            return MasksFirst.choose(self, slots, logits, positions, tree, view)
+        shape, ended = tuple(logits.shape[:2]), self.place.timestamp()
+        trees = list(zip(*view.trees()))  # the device begins to verify
+        verifying = _Verifying(ended, self._seconds.get(shape, 0.0))
+        chosen = self._choose(
+            slots,
+            logits,
+            positions,
+            tree,
+            trees,
+            lambda walks: self._ahead(walks, verifying, logits.shape[1]),
+        )
+        if verifying.waited_for:
+            ended.wait()  # over by now
+            self._seconds[shape] = view.here.until(ended)
+        return chosen
+
+    def _may_wait(self, slot: int) -> bool:
+        """Unless a token's score depends on the tokens above it, or all masks are to be seen."""
+        return not self.table.wants_trace[slot] and not self.sampling.counts(slot)
+
+    def _walk_of(self, index: int, slot: int, grammar: RequestGrammar, tree: NodeLists) -> Walk:
+        return _DeviceWalk(index, grammar, tree, self.sampling.filters_or_counts(slot))
+
+    def _ahead(self, walks: Sequence[Walk], verifying: _Verifying, nodes: int) -> TokenMasks | None:
+        """Masks for the first sampling, in the order above."""
+        verifying.waited_for = True
+        own = [walk for walk in walks if isinstance(walk, _DeviceWalk)]
+        size = min(len(own) * nodes, MAX_AHEAD)
+        words = self.constraints.matchers.words
+        buffer = self.place.host_buffer(4 * size * words).view(torch.int32).view(size, words)
+        masks, rows = buffer.numpy().view(np.uint32), list[int]()
+
+        def mask_all(asked: Iterable[tuple[_DeviceWalk, int]]) -> None:
+            for walk, node in asked:
+                began = time.perf_counter()
+                if len(rows) == size or not verifying.lasts(began + self._longest):
+                    break
+                mask = walk.mask_of(node)
+                if mask is not None:
+                    masks[len(rows)] = mask
+                    rows.append(walk.index * nodes + node)
+                    walk.masked.add(node)
+                took = time.perf_counter() - began
+                self._longest = max(took, FORGETS * self._longest)
+
+        mask_all((walk, 0) for walk in sorted(own, key=lambda walk: not walk.grammar.narrow))
+        others = [(walk, node) for node in range(1, nodes) for walk in own]
+        for walk, node in others:
+            if verifying.ended.reached:
+                break
+            walk.ask(node)
+        mask_all(others)
+        if not rows:
+            return None
+        sent = buffer[: len(rows)].to(self.place.device, non_blocking=True)
+        return TokenMasks(self.place.to_device(rows), sent)
+
+
+class _Verifying:
+    """How long the device goes on verifying."""
+
+    def __init__(self, ended: Timestamp, expected: float) -> None:
+        """It has just begun. expected: seconds."""
+        self.ended, self._until = ended, time.perf_counter() + expected
+        self.waited_for = False  # by the host
+
+    def lasts(self, until: float) -> bool:
+        """Whether it is expected to. until: of time.perf_counter."""
+        return until < self._until and not self.ended.reached
+
+
+class _DeviceWalk(Walk):
+    """A walk over logits that are on the device: whatever is refused is sampled again there."""
+
+    def __init__(
+        self, index: int, grammar: RequestGrammar, tree: NodeLists, needs_masks: bool
+    ) -> None:
+        """needs_masks: a token that was sampled without a mask says nothing, since filters would
+        have kept others under one."""
+        super().__init__(index, grammar, tree, is_resampled=True)
+        self.needs_masks = needs_masks
+        self.masked: set[int] = set()  # nodes that were sampled under a mask at once
+        self._places: dict[int, Place | None] = {0: grammar.root}
+
+    def ask(self, node: int) -> None:
+        """Find out where a drafted token leads; its parent was asked before."""
+        above = self._places.get(self.parents[node])
+        place = None if above is None else self.grammar.below(above, self.drafted[node])
+        self._places[node] = place
+        if place is not None:
+            self.grammar.forced(place)
+
+    def mask_of(self, node: int) -> Row | None:
+        """None where the grammar has no place, as far as it was asked."""
+        place = self._places.get(node)
+        return None if place is None else self._mask_at(place)
+
+    def _mask_at(self, place: Place) -> Row:
+        forced = self.grammar.forced(place)
+        if forced is not None and not self.grammar.may_end_with(forced):
+            mask = self.grammar.empty_mask()  # a mask would leave this token alone
+            mask[forced >> 5] = np.uint32(1 << (forced & 31))
+            return mask
+        made = self.grammar.mask(place)
+        return self.grammar.empty_mask() if made is None else made
+
+    def is_refused(self, target: list[int], logits: Tensor) -> bool:
+        while self.node is not None:
+            token = target[self.node]
+            known = self.mask is not None or self.node in self.masked
+            if not known and (self.needs_masks or not self._is_allowed(token)):
+                self.mask = self._mask_at(self.place)
+                return True
+            child = self._child(self.node, token)
+            below = None if child is None else self.grammar.below(self.place, token)
+            if below is None:  # not drafted, or an end token
+                self.node = None
+            else:
+                self.node, self.place, self.mask = child, below, None
+        return False
+
+    def _is_allowed(self, token: int) -> bool:
+        if token == NO_TOKEN:
+            return False
+        return self.grammar.below(self.place, token) is not None or self._may_end_with(token)
