@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, Site, SumMethod, SumTable
 from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
+from mamba_eagle.parallel.sums.deadline import ends_within
 from mamba_eagle.parallel.sums.stopwatch import Called
 from mamba_eagle.parallel.sums.trial import Bench
 
@@ -223,6 +225,17 @@ def test_what_cannot_be_had_or_is_wrong_is_dropped(
 
 def test_nothing_left_is_the_collective(three: ThreadRanks) -> None:
     assert chosen(three, Missing, Breaks, or_collective=False).text == "collective"
+
+
+def test_what_hangs_ends_the_process_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    left: queue.Queue[int] = queue.Queue()
+    with ends_within(0.01, "trials of sums", left.put):
+        assert left.get(timeout=60) == 1
+    assert "trials of sums have not come to an end within 0.01 s" in caplog.text
+    assert "--all-reduce nccl" in caplog.text
+    with ends_within(60, "what ends in time", left.put):
+        pass
+    assert left.empty()
 
 
 def test_a_group_adds_up_by_its_table(two: ThreadRanks) -> None:

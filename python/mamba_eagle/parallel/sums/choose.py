@@ -16,12 +16,14 @@ from torch import Tensor
 
 from mamba_eagle.parallel.groups import Group
 from mamba_eagle.parallel.sum_table import FusedSum, Site, SumMethod, SumTable
+from mamba_eagle.parallel.sums.deadline import ends_within
 from mamba_eagle.parallel.sums.trial import AddNorm, Bench, Trial
 
 log = logging.getLogger("mamba_eagle.parallel")
 
 GAIN = 0.97  # another method replaces the collective where it takes less than so much of its time
 MIXED_ROUNDS = 3
+MAX_SECONDS = 120.0  # for a step of this that takes a few
 
 
 class Collective(SumMethod):
@@ -89,18 +91,26 @@ class Choice:
         if not self._agreed(kind.name, attempt(lambda: kind.why_not(self.site))):
             return None
         made: list[SumMethod] = []
-        problem = attempt(lambda: made.append(kind.join(self.site)))
-        return made[0] if self._agreed(kind.name, problem) else None
+        with ends_within(MAX_SECONDS, f"preparations of sums by {kind.name}"):
+            problem = attempt(lambda: made.append(kind.join(self.site)))
+            return made[0] if self._agreed(kind.name, problem) else None
 
     def test(self) -> None:
         """Drop the methods that do not give the collective's sums: for each number of tokens, and
         then with captured calls for all of them in any order, as in steps."""
         for method, trials in list(self.trials.items()):
-            for n in self.sizes:
-                problem = attempt(lambda: self._tried(method, n, trials))  # noqa: B023
-                if not self._agreed(f"{method.name} ({n} tokens)", problem):
-                    self._drop(method)
-                    break
+            with ends_within(MAX_SECONDS, f"trials of sums by {method.name}"):
+                self._try_all(method, trials)
+        with ends_within(MAX_SECONDS, "trials of sums in any order"):
+            self._test_mixed()
+
+    def _try_all(self, method: SumMethod, trials: list[Trial]) -> None:
+        for n in self.sizes:
+            problem = attempt(lambda: self._tried(method, n, trials))  # noqa: B023
+            if not self._agreed(f"{method.name} ({n} tokens)", problem):
+                return self._drop(method)
+
+    def _test_mixed(self) -> None:
         mixed = [trial for trials in self.trials.values() for trial in trials]
         order = random.Random(0)  # the same on all ranks
         for _ in range(MIXED_ROUNDS):
@@ -186,7 +196,10 @@ def choose_sums(
     device. Arguments: see ``Choice``."""
     choice = Choice(site, kinds, add_norm, bench, or_collective=or_collective)
     choice.test()
-    return choice.table() if choice.trials else SumTable()
+    if not choice.trials:
+        return SumTable()
+    with ends_within(MAX_SECONDS, "sums that are timed"):
+        return choice.table()
 
 
 def attempt(work: Callable[[], object]) -> str:
