@@ -130,12 +130,12 @@ class Choice:
     def _tried(self, method: SumMethod, n: int, trials: list[Trial]) -> str:
         trial = Trial(self.site, method, n, self.add_norm, self.bench.record)
         trials.append(trial)
-        for _ in range(2):
+        found = []
+        for _ in range(2):  # all ranks do both, whatever one of them finds
             trial.refill()
             trial.recorded.repeat()
-            if problem := trial.problem():
-                return problem
-        return ""
+            found.append(trial.problem())
+        return next(filter(None, found), "")
 
     def _drop(self, method: SumMethod) -> None:
         for trial in self.trials.pop(method):

@@ -7,6 +7,7 @@ Its ``trtllm`` workspace is asked for by name: what "auto" may choose needs NVLi
 from __future__ import annotations
 
 import logging
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.config import FLASHINFER_SUMS
+from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, Site
 from mamba_eagle.parallel.sums.shared_memory import members, peers_problem
 
@@ -33,6 +35,7 @@ class FlashInferSum(FusedSum):
         from flashinfer import comm  # an optional package for GPUs
 
         self.workspace = workspace
+        weakref.finalize(self, workspace.destroy).atexit = False
         self._fusion = comm.allreduce_fusion
         self._plain = comm.AllReduceFusionPattern.kAllReduce
         self._normed = comm.AllReduceFusionPattern.kARResidualRMSNorm
@@ -78,17 +81,21 @@ class FlashInferSum(FusedSum):
             input=x,
             workspace=self.workspace,
             pattern=self._plain,
+            launch_with_pdl=launches_overlap(x.device),
             output=torch.empty_like(x),
             use_oneshot=True,
             fp32_acc=True,
         )
 
     def sum_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
+        # Launched early, it reads the stream before the last kernel has ended, and that is the
+        # product which made ``added``.
         made = NormedSum(torch.empty_like(added), torch.empty_like(stream))
         self._fusion(
             input=added,
             workspace=self.workspace,
             pattern=self._normed,
+            launch_with_pdl=launches_overlap(added.device),
             residual_in=stream,
             residual_out=made.stream,
             norm_out=made.normed,
