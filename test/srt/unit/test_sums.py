@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tensor_checks import torch_backend
 from thread_ranks import ThreadGroup, ThreadRanks
 from torch import Tensor
 
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, Site, SumMethod, SumTable
 from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
 from mamba_eagle.parallel.sums.deadline import ends_within
 from mamba_eagle.parallel.sums.stopwatch import Called
 from mamba_eagle.parallel.sums.trial import Bench
+from mamba_eagle.runner.sums import methods_of, sums_for
 
 SIZE, TOKENS = 16, 12  # tried: 1, 2, 4, 8 and 12 tokens
 OPS = LayerOps()
@@ -236,6 +238,26 @@ def test_what_hangs_ends_the_process_with_a_remedy(caplog: pytest.LogCaptureFixt
     with ends_within(60, "what ends in time", left.put):
         pass
     assert left.empty()
+
+
+def test_without_gpus_all_of_them_say_what_they_lack(
+    three: ThreadRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert chosen(three, *methods_of("auto")).text == "collective"
+    for kind in methods_of("auto"):
+        assert f"sums are not added up by {kind.name}: " in caplog.text
+    assert "in the order of the ranks for (2, 4, 8) of them only" in caplog.text
+
+
+def test_a_cpu_has_gloo_alone(two: ThreadRanks) -> None:
+    def table(name: str) -> SumTable:
+        config = EngineConfig(all_reduce=name, tp_size=2)  # the device is found out later
+        return sums_for(config, two.groups[0], torch_backend(), SIZE)
+
+    assert table("auto").text == table("nccl").text == "collective"
+    with pytest.raises(ConfigError, match="--all-reduce symmetric: is for GPUs"):
+        table("symmetric")
 
 
 def test_a_group_adds_up_by_its_table(two: ThreadRanks) -> None:
