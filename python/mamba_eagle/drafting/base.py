@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Frontier
 from mamba_eagle.tree.tree import Tree
+
+log = logging.getLogger("mamba_eagle.drafting")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -269,6 +272,8 @@ class FolderSource(DraftSource):
             whole = self.module()
         pays = split_pays(whole, shard, len(self.own.blocks), backend.place.bytes_per_sum)
         self.layers = shard if pays and not split_problems(self.own, shard.size) else Shard()
+        parts = ["copied" if part.size == 1 else "split" for part in (self.head, self.layers)]
+        log.info("drafter over %d ranks: vocabulary %s, layers %s", shard.size, *parts)
 
     def load(self, parts: DraftParts) -> nn.Module:
         """This rank's part, with weights. Raises: CheckpointError."""

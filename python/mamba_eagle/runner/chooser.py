@@ -22,6 +22,7 @@ from mamba_eagle.runner.sampler import (
     SamplingState,
     TokenLogprobs,
     sample,
+    sample_greedy,
     token_logprobs,
 )
 from mamba_eagle.tree.tree import Tree
@@ -30,7 +31,7 @@ from mamba_eagle.tree.tree import Tree
 class Chooser:
     """One rank, which has all logits."""
 
-    has_all_logits = True  # so that a captured step may sample itself
+    has_all_logits = True
     stages: Group = ALONE  # the pipeline stages that learn what is chosen
 
     def __init__(self, state: SamplingState) -> None:
@@ -46,6 +47,16 @@ class Chooser:
     ) -> Tensor:
         """``sampler.sample`` of logits [b, T, V], or of a rank's columns of these."""
         return sample(self.state, slots, logits, positions, tree, allowed)
+
+    def samples_in_graphs(self, sampled: bool) -> bool:
+        """Whether a captured step may sample itself. sampled: whether any of its requests takes
+        more than an argmax."""
+        return self.state.tables is not None
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """As ``sample``, for requests that take nothing but the best token: [b, T, …] -> [b, T].
+        Nothing is decided on the host."""
+        return sample_greedy(logits)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """``sampler.token_logprobs`` of logits [n, V], or of a rank's columns of these."""
@@ -116,6 +127,12 @@ class ShardedChooser(Chooser):
         )
         noise = RowNoise(seeds, positions.reshape(-1), temperatures, state.vocab_size)
         return self._best(kept, noise)
+
+    def samples_in_graphs(self, sampled: bool) -> bool:
+        return not sampled  # more than that is decided on the host
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        return self._best(logits)
 
     def _constrained(self, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
         if allowed is None:

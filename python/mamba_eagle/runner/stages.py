@@ -43,7 +43,7 @@ log = logging.getLogger("mamba_eagle.runner")
 class LastStageChooser(Chooser):
     """Chooses as ``inner`` does, and tells the other stages."""
 
-    has_all_logits = False  # a captured step cannot sample without telling them
+    has_all_logits = False
 
     def __init__(self, inner: Chooser, stages: Group) -> None:
         super().__init__(inner.state)
@@ -59,6 +59,9 @@ class LastStageChooser(Chooser):
     ) -> Tensor:
         target = self.inner.sample(slots, logits, positions, tree, allowed)
         return self.stages.from_last(target.contiguous(), Channel.TOKENS)
+
+    def samples_in_graphs(self, sampled: bool) -> bool:
+        return False  # without telling the others
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         return self.inner.logprobs(logits, tokens, top)
@@ -87,6 +90,9 @@ class EarlierStageChooser(Chooser):
         allowed: TokenMasks | None = None,
     ) -> Tensor:
         return self.stages.from_last(torch.zeros_like(positions), Channel.TOKENS)
+
+    def samples_in_graphs(self, sampled: bool) -> bool:
+        return False
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """Nobody reads them: the last stage answers."""

@@ -24,15 +24,27 @@ class Tree(NamedTuple):
     scores: Tensor  # [b, T] float32; cumulative log-probability of the drafter; root: 0
 
     def packed(self) -> Tensor:
-        """All but the scores in one tensor, for other ranks: [b, T, 3 + T] int64."""
-        parts = [self.tokens[..., None], self.parents[..., None], self.depths[..., None]]
-        return torch.cat([*parts, self.ancestors.long()], dim=2)
+        """All but the scores in one tensor, for other ranks: [24 + T per node] uint8, or a few
+        more. One kernel, and none to unpack it."""
+        parts = []
+        for part in (self.tokens, self.parents, self.depths):
+            own = part.contiguous().view(torch.uint8).flatten()
+            parts += [own, own[: _filler(len(own))]]
+        return torch.cat([*parts, self.ancestors.contiguous().view(torch.uint8).flatten()])
 
     @classmethod
     def unpacked(cls, packed: Tensor, scores: Tensor) -> Tree:
-        """The trees that were ``packed``, with scores of one's own."""
-        tokens, parents, depths = (packed[..., i].contiguous() for i in range(3))
-        return cls(tokens, parents, depths, packed[..., 3:].bool(), scores)
+        """The trees that were ``packed``, with scores of one's own [b, T]."""
+        (b, nodes), size = scores.shape, 8 * scores.numel()
+        *parts, ancestors = packed.split([size + _filler(size)] * 3 + [nodes * scores.numel()])
+        tokens, parents, depths = (part[:size].view(torch.int64).view(b, nodes) for part in parts)
+        above = ancestors.view(torch.bool).view(b, nodes, nodes)
+        return cls(tokens, parents, depths, above, scores)
+
+
+def _filler(size: int) -> int:
+    """Bytes behind so many, so that what follows is where Triton's kernels expect tensors."""
+    return -size % 16
 
 
 def single_node_tree(roots: Tensor) -> Tree:

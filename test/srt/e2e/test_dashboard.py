@@ -18,7 +18,7 @@ PANELS = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["
 def series(server: RunningServer) -> dict[str, set[str]]:
     """The label names of each series of a server that has served."""
     found: dict[str, set[str]] = {}
-    with httpx.Client(base_url=server.base_url, timeout=60) as client:
+    with httpx.Client(base_url=server.base_url, timeout=120) as client:
         body = {"text": "Question:", "sampling_params": {"max_new_tokens": 8}}
         assert client.post("/generate", json=body).status_code == 200
         text = client.get("/metrics").text

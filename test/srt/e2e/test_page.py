@@ -49,7 +49,7 @@ def page() -> Iterator[Browser]:
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[httpx.Client]:
     key = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=server.base_url, timeout=60, headers=key) as client:
+    with httpx.Client(base_url=server.base_url, timeout=120, headers=key) as client:
         yield client
 
 

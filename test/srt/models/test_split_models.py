@@ -15,6 +15,10 @@ from tensor_checks import relative_error
 from thread_ranks import ThreadGroup, ThreadRanks
 from torch import Tensor, nn
 
+from mamba_eagle.backend.place import Cuda
+from mamba_eagle.backend.torch.backend import TorchBackend
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.drafting import draft_source
 from mamba_eagle.layers.block import prepare_for_inference
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -167,6 +171,36 @@ def test_a_rank_reads_no_more_than_its_part(folder, monkeypatch: pytest.MonkeyPa
             assert own <= copied + (whole - copied) / size * 1.25
     experts = ranks[1].backbone.layers[1].mixer.experts
     assert config.moe is not None and experts.up_proj.shape[0] == config.moe.num_experts // 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "folder", "pays"),
+    [
+        ("EAGLE", "eagle-head", True),
+        ("DFLASH", "dflash-6-layers", True),
+        ("STANDALONE", "llama-2-layers", False),
+    ],
+)
+def test_layers_of_a_drafter_are_split_where_that_pays(
+    algorithm: str, folder: str, pays: bool
+) -> None:
+    """At the sizes of the 9B target on two GPUs; their vocabulary always is."""
+    models = Path(__file__).parents[3] / "benchmark/models"
+    config = EngineConfig(
+        model_path=str(models / "nemotron-nano-9b-v2"),
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=str(models / folder),
+        load_format="dummy",
+    )
+    source = draft_source(algorithm)(config, read_model_config(config.model_path))
+    backend = TorchBackend(Cuda(torch.device("meta")), torch.bfloat16)
+    whole = source.config
+    source.divide(Shard(1, 2), backend)
+    assert source.config is not None and whole is not None and whole.attention is not None
+    assert source.config.head_tokens == Span(65536, 131072)
+    heads = whole.attention.num_heads
+    assert source.config.attention == whole.attention or pays
+    assert source.config.attention.num_heads == (heads // 2 if pays else heads)  # type: ignore[union-attr]
 
 
 def test_dummy_weights_are_parts_of_the_whole_models(folder) -> None:

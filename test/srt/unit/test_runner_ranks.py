@@ -245,6 +245,10 @@ def test_drafts_are_those_of_one_rank(
         assert isinstance(whole, ModelDrafter | BlockDrafter)
         own = [vocabulary_of(part).columns.span.size for part in parts]
         assert sum(own) == vocabulary_of(whole).columns.span.size
+        for runner in ranks.runners:  # the memory plan knows how much of it is here
+            pools = (runner.kv, runner.drafter.kv)
+            held = sum(pool.k[:, 0].nbytes + pool.v[:, 0].nbytes for pool in pools)
+            assert held == runner.memory.kv_slot_bytes
         if way.layers == SPLIT:  # also of two heads of keys and values, or one, over three ranks
             assert max(part.num_bytes for part in parts) < whole.num_bytes
             assert {part.kv.k.shape[2] for part in parts} == {1}

@@ -26,12 +26,13 @@ from tiny_model import VOCAB, write_folder, write_model
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.backend import CpuBackend
+from mamba_eagle.backend.place import Host
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.message import Generate
 from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.registry import model_class, parse_config
-from mamba_eagle.parallel.groups import Channel
+from mamba_eagle.parallel.groups import ALONE, Channel
 from mamba_eagle.runner import loading
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.steps.graphs import GraphedSteps
@@ -158,7 +159,8 @@ def test_plans_of_one_stage_give_its_results_on_several(folders, first: Recorded
 
 
 def test_grammars_are_followed_where_tokens_are_sampled(folders) -> None:
-    """On a CPU they also steer the drafts: other stages must verify the trees that come of it."""
+    """On a CPU they also steer the drafts: other stages must verify the trees that come of it, and
+    ranks collect the logits that masks are for."""
     model, head = folders("hybrid", "eagle3")
     config = Settings("EAGLE3").config(model, head, check_ranks=1)
     matchers = Matchers(vocabulary, VOCAB, (EOS,))
@@ -170,19 +172,24 @@ def test_grammars_are_followed_where_tokens_are_sampled(folders) -> None:
     runner = ModelRunner(config)
     runner.constraints.matchers = matchers
     recorder = Recorder(runner)
-    texts, seen = serve(Case(config, requests, [0, 1], {}), recorder)
+    case = Case(config, requests, [0, 1], {})
+    texts, seen = serve(case, recorder)
     assert text_of(texts["0"]).startswith("{") and seen["drafts"] > 0
     stages = RunnerRanks(replace(config, pp_size=3), 1, 3)
     stages.constraints.matchers = matchers
     replay(recorder.steps, stages)
+    ranks = RunnerRanks(replace(config, tp_size=2), 2)
+    for each in ranks.runners:
+        each.constraints.matchers = matchers
+    assert serve(case, ranks)[0] == texts
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
+@pytest.mark.parametrize(("drafter", "stages"), [("eagle3", 2), ("ngram", 2), ("eagle3", 1)])
 def test_captured_steps_exchange_when_they_are_repeated(
-    folders, monkeypatch: pytest.MonkeyPatch, drafter: str
+    folders, monkeypatch: pytest.MonkeyPatch, drafter: str, stages: int
 ) -> None:
     """Stages have graphs of different kinds, since one alone drafts, so making one exchanges
-    nothing. NGRAM drafts on the host, before the graph."""
+    nothing. NGRAM drafts on the host, before the graph. Ranks of one stage draft together."""
     backend = CpuBackend(LikeGpu())
     monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
     monkeypatch.setattr(CpuBackend, "attention_on_device", True)  # so drafts are in graphs
@@ -190,16 +197,21 @@ def test_captured_steps_exchange_when_they_are_repeated(
     run_again = GraphedSteps.record
 
     def quietly(self: GraphedSteps, work: Callable[[], None]) -> Any:
-        with self.step.chooser.stages.quiet():
+        chooser = self.step.chooser
+        with chooser.stages.quiet(), getattr(chooser, "group", ALONE).quiet():
             return run_again(self, work)
 
     monkeypatch.setattr(GraphedSteps, "record", quietly)
     model, head = folders("hybrid", drafter)
     case = case_of(random.Random(5), drafter, (model, head), tight=False, count=REQUESTS)
+    if stages == 1:
+        monkeypatch.setattr(Host, "bytes_per_sum", 0)  # so that layers are split, too
+        for request in case.requests:  # sums of parts round differently
+            request.return_logprob = False
     recorder = Recorder(ModelRunner(case.config))
     _, seen = serve(case, recorder)
     assert isinstance(recorder.runner.steps, GraphedSteps) and seen["drafts"] > 0
-    replay(recorder.steps[:30], staged(case, 2))
+    replay(recorder.steps[:30], staged(case, stages, size=3 - stages))
 
 
 def drop_a_node(x: Tensor, before: list[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
-WAIT_SECONDS = 60  # for another rank; a longer wait is a test that hangs
+WAIT_SECONDS = 240  # for another rank, which may compile; a longer wait is a test that hangs
 MAX_DELAY = 0.0005  # seconds
 
 

@@ -30,7 +30,6 @@ from mamba_eagle.runner.guide import GrammarGuide
 from mamba_eagle.runner.sampler import (
     BatchNoise,
     SamplingState,
-    sample_greedy,
     sample_in_kernels,
 )
 from mamba_eagle.tree.accept import Truncated, truncate
@@ -132,7 +131,7 @@ class DecodeStep:
         sampled: whether any request takes more than an argmax.
         """
         if not sampled:
-            return sample_greedy(verified.logits)
+            return self.chooser.greedy(verified.logits)
         after = verified.positions + 1
         return sample_in_kernels(self.sampling, slots, verified.logits, after, verified.tree)
 

@@ -119,7 +119,7 @@ class _Graph:
         self.kind, self.part, self.step = kind, part, graphs.step
         self.place = graphs.place
         step = self.step
-        self.samples = step.chooser.has_all_logits and step.sampling.tables is not None
+        self.samples = step.chooser.samples_in_graphs(kind.sampled)
         self.counts = self.samples and kind.sampled
         self.drafts = self.step.drafter.on_device or kind.shape == PLAIN
         self.padding = [graphs.padded_slot, *[graphs.step.kv.padding_slot] * kind.shape.nodes]
