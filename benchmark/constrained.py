@@ -406,10 +406,13 @@ def extraction(args: argparse.Namespace) -> Iterator[results.Line]:
         for text in load_tokenizer(config).decode_batch(texts[0]):
             json.loads(text)
         plain = max(speeds[0])
-        for (algorithm, steers), own_speeds, length in zip(players, speeds, lengths):
+        for (algorithm, steers), engine, own_speeds, length in zip(
+            players, engines, speeds, lengths
+        ):
             yield {
                 "name": "extraction_tokens_per_cpu_s",
                 "algorithm": algorithm,
+                "shape": engine.shape.name,
                 "drafts_follow_grammar": steers,
                 "batch": batch,
                 "problems": len(prompts),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import BlockRowAttention, NewTokenAttention
 from mamba_eagle.backend.state import StateScheme
@@ -31,6 +32,9 @@ class VerifyContext:
         self.scheme, self.layout = scheme, layout
         self.paged, self.positions = attention, positions
 
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return self.scheme.run(layers, hidden, self, self.layout)
+
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None
         return self.paged.attend(layer, q, k, v)
@@ -47,6 +51,9 @@ class BlockContext:
     def __init__(self, attention: BlockRowAttention, positions: Tensor) -> None:
         """positions: [b*N] int64, of the rows."""
         self.paged, self.positions = attention, positions
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
 
     def attention(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.paged.attend(layer, q, k, v)

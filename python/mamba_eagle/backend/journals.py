@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
@@ -246,6 +246,9 @@ class JournaledPrefill:
     @property
     def positions(self) -> Tensor:
         return self.inner.positions
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.inner.attention(layer, q, k, v)

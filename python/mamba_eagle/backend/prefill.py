@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
 from mamba_eagle.backend.place import Place
@@ -76,6 +76,9 @@ class PrefillContext(ABC):
         """[n] int64 on the host: each token's position in its sequence."""
         ranges = [(part.item.start, part.item.start + part.length) for part in self.parts]
         return torch.cat([torch.arange(first, end) for first, end in ranges])
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None, "the model has no attention layer"

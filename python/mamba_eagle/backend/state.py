@@ -9,10 +9,11 @@ prompt in the request's state slot, and ``finish`` brings it to a position chose
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -70,6 +71,13 @@ class StateScheme(ABC):
     @abstractmethod
     def folded(self, slots: Tensor) -> Tensor:
         """Position of each request's state: slots [b] -> [b] int64."""
+
+    def run(
+        self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
+    ) -> Tensor | None:
+        """All nodes through some layers in a row, where the backend has something better than
+        calling one after the other; else None. ctx: what they would be called with."""
+        return None
 
     def ancestor_bits(self, layout: Any) -> Tensor | None:
         """``TreeLayout.ancestors``, [b, T] int64, if the backend's attention reads bits; else

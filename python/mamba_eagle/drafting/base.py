@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ from mamba_eagle.tree.tree import Tree
 
 log = logging.getLogger("mamba_eagle.drafting")
 
-Model = TypeVar("Model", bound=nn.Module)
-
 
 class KeyedNoise(Protocol):
     """What else the target will sample with: noise, and on a CPU the masks of grammars. A drafter
@@ -49,6 +47,13 @@ class KeyedNoise(Protocol):
 
         vocabulary: the drafter's, of which the logits are this rank's.
         """
+
+    def told(self, depth: int) -> Sequence[int]:
+        """Requests, by index in the batch, whose next tokens are told without a drafter, for most
+        of ``depth`` levels: whatever is drafted for them is replaced."""
+
+    def of(self, requests: Sequence[int]) -> KeyedNoise:
+        """The same for some requests of the batch, by index."""
 
     def follow(self, frontier: Frontier) -> None:
         """The next call has these lanes, made of the last call's results. Drafters without lanes

@@ -24,7 +24,7 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
-from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree
+from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
 
 MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
 # Limit for drafters without recurrent state, which need no row per entry; large so that plain
@@ -207,9 +207,26 @@ class ModelDrafter(Drafter):
     # ── drafting ──
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
-        table, network, shape = self.table, self.network, part.shape
         # entries of a request that has ended stay pending until it is released
-        above = self._run_pending(slots, None, part.longest)[:, None]  # [b, 1, O]: the root's
+        roots = self._run_pending(slots, None, part.longest)[:, None]  # [b, 1, O]
+        told = () if noise is None else noise.told(part.shape.depth)
+        if noise is None or not told:
+            return self._grow(slots, roots, part.shape, noise)
+        trees = empty_trees(len(slots), part.shape.nodes, roots.device)
+        trees.tokens[:, 0] = self.table.last_token[slots]
+        asked = [i for i in range(len(slots)) if i not in told]
+        if asked:
+            index = self.place.to_device(asked)
+            own = self._grow(slots[index], roots[index], part.shape, noise.of(asked))
+            for all_trees, drafted in zip(trees, own):
+                all_trees[index] = drafted
+        return trees
+
+    def _grow(
+        self, slots: Tensor, above: Tensor, shape: TreeShape, noise: KeyedNoise | None
+    ) -> Tree:
+        """above: [b, 1, O], the roots' outputs."""
+        table, network = self.table, self.network
         root = table.processed[slots]  # [b]: position of the root
         grown = self.backend.candidates(table.last_token[slots], shape.topk, shape.depth)
         frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))

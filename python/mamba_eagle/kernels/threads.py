@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import kernel, numba
 
 # Operations (multiply-adds, roughly) below which a parallel loop takes longer to start than it
@@ -39,6 +40,7 @@ def set_threads(count: int) -> None:
     if numba is not None:
         _threads = min(count, numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(_threads)
+    team.gather(_threads)
     # Last: where both use one OpenMP library, Numba's first call raises torch's number as well.
     torch.set_num_threads(count)
 

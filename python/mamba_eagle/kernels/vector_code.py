@@ -16,7 +16,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import numba, prange
+from mamba_eagle.kernels.numba_team import call_function
 from mamba_eagle.kernels.threads import num_threads, threaded
 
 try:
@@ -31,6 +33,7 @@ ROW_TILES = (8, 4, 2, 1)  # rows that share a pass over a block
 # Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
 # where it sleeps on a virtual machine.
 MIN_PARALLEL = 100_000
+MIN_SHARED = 20_000  # the same where a team may be awake (numba_team.py)
 
 if ir is None:
     F32 = HALF = I8 = I16 = I32 = I64 = FLOATS = INTS = None
@@ -158,26 +161,6 @@ def vector_code(write: Callable[..., None]) -> Any:
     return written
 
 
-def _caller() -> Any:
-    """``f(function's address, arguments, first, last)`` for Numba's code."""
-    if intrinsic is None:
-        return None
-
-    @intrinsic
-    def call(typing: Any, function: Any, arguments: Any, first: Any, last: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
-            builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), generate
-
-    return call
-
-
-call_function = _caller()
-
-
 def _pointer() -> Any:
     """``f(address)`` for Numba's code: what ``numba.carray`` takes."""
     if intrinsic is None:
@@ -218,6 +201,12 @@ class SpanKernel:
             if num_threads() > 1:
                 _spread.parallel(self._address, 0, 0, 0)  # compiles it, and calls nothing
 
+    @property
+    def address(self) -> int:
+        """Of the function, after ``prepare``."""
+        address: int = self._address
+        return address
+
     def __call__(self, units: int, work: int, *arguments: int) -> None:
         """units: what is shared out to threads; work: nanoseconds that it would take one core,
         roughly; arguments: pointers, sizes."""
@@ -228,6 +217,8 @@ class SpanKernel:
     def run(self, units: int, work: int, address: int) -> None:
         """The same with the address of the arguments, after ``prepare``."""
         threads = num_threads()
+        if threads > 1 and work >= MIN_SHARED and team.share(self._address, address, units):
+            return
         if threads > 1 and work >= MIN_PARALLEL:
             _spread.parallel(self._address, address, units, threads)
         else:

@@ -55,6 +55,11 @@ class Attention(Layer):
             self._qkv = [qkv]
 
     @property
+    def qkv(self) -> Linear | None:
+        """The three input projections of a prepared layer as one, queries first, if they are."""
+        return self._qkv[0] if self._qkv else None
+
+    @property
     def input_rounding(self) -> Rounding | None:
         """How a norm before this layer may round its inputs to float8."""
         return self._qkv[0].rounding if self._qkv else None

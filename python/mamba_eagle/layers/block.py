@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.layer import Layer, Residual, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
@@ -40,8 +42,21 @@ class Block(Layer):
     def connect(self) -> None:
         self.norm.rounding = getattr(self.mixer, "input_rounding", None)
 
+    def residuals(self) -> tuple[Residual, ...]:
+        return (Residual(self.norm, self.mixer, self.total),)
+
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         return hidden + self.total(self.mixer(self.norm(hidden), ctx))
+
+
+def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    """Some layers in a row; ``hidden`` [n, hidden_size] may be overwritten."""
+    run = ctx.run(layers, hidden)
+    if run is not None:
+        return run
+    for layer in layers:
+        hidden = layer(hidden, ctx)
+    return hidden
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:

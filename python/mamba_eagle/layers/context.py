@@ -7,6 +7,7 @@ that difference: Mamba2 and attention layers pass it their projected inputs and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -71,6 +72,10 @@ class ForwardContext(Protocol):
 
     rotation: Rotation | None  # angles of ``positions``; a model with RoPE sets them first
 
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        """Some layers in a row, each with this context, if there is something better than calling
+        one after the other; else None. The result may overwrite ``hidden``."""
+
     @property
     def positions(self) -> Tensor:
         """[n] int64: each token's position in its sequence."""
@@ -95,6 +100,9 @@ class FullSequenceContext:
     def __init__(self, batch: int, length: int, device: torch.device | None = None) -> None:
         """device: where positions are created; use that of the model."""
         self.batch, self.length, self.device = batch, length, device
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
 
     @property
     def positions(self) -> Tensor:

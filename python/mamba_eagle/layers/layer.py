@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.parallel.cut import Cut
+from mamba_eagle.parallel.groups import ALONE
 from mamba_eagle.parallel.shard import Shard
 
 
@@ -39,6 +40,11 @@ class Layer(nn.Module):
         """Tell the layers inside what their neighbours need; called for every layer once all are
         prepared."""
 
+    def residuals(self) -> tuple[Residual, ...]:
+        """What ``forward(hidden, ctx)`` of a decoder layer consists of, one after the other; none
+        if it is more than that."""
+        return ()
+
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         """What a rank holds of this layer's own tensors, by name, if the layer is split: it is then
         made again from the rank's config (parallel/shard.py). A tensor that is not named here is
@@ -51,6 +57,21 @@ class Layer(nn.Module):
         return {}
 
 
+class Residual(NamedTuple):
+    """``hidden + scale · total(body(norm(hidden)))``: what most layers consist of."""
+
+    norm: Any  # an RMSNorm
+    body: Any  # a mixer, called with the context, or an MLP
+    total: Total
+    scale: float = 1.0
+    takes_context: bool = True
+
+    def made(self, hidden: Tensor, ctx: Any) -> Tensor:
+        """What is added, not yet scaled."""
+        normed = self.norm(hidden)
+        return self.total(self.body(normed, ctx) if self.takes_context else self.body(normed))
+
+
 class Total(Layer):
     """The sum over all ranks of what each has computed, [n, hidden_size]. Only where it is called
     do ranks exchange anything; on a single rank it gives what it gets."""
@@ -61,6 +82,11 @@ class Total(Layer):
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is a single rank."""
+        return self._ops.group is ALONE
 
     def forward(self, partial: Tensor) -> Tensor:
         return self._ops.total(partial)

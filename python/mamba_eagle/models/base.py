@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mamba_eagle.layers.block import run_layers
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Layer
@@ -173,9 +174,7 @@ class CausalLM(Layer):
             hidden: [n, hidden_size], the input of the first one; may be overwritten.
             embedded: [n, hidden_size], the embeddings, for families whose layers read them too.
         """
-        for layer in layers:
-            hidden = layer(hidden, ctx)
-        return hidden
+        return run_layers(layers, hidden, ctx)
 
     def head_cuts(self, shard: Shard) -> dict[str, Cut]:
         if self.config.tie_word_embeddings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.layers.block import make_blocks
+from mamba_eagle.layers.block import make_blocks, run_layers
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
@@ -33,6 +33,4 @@ class EagleHead(Layer):
     def forward(self, embeddings: Tensor, features: Tensor, ctx: ForwardContext) -> Tensor:
         """embeddings, features [n, hidden_size] -> predicted features [n, hidden_size]."""
         hidden = self.fc(torch.cat([embeddings, features], dim=-1))
-        for layer in self.layers:
-            hidden = layer(hidden, ctx)
-        return self.norm(hidden)
+        return self.norm(run_layers(tuple(self.layers), hidden, ctx))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import PackedGatedMLP
+from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.mixer_layer import MixerLayer
 from mamba_eagle.layers.moe import GatedMoE
 from mamba_eagle.layers.norm import RMSNorm
@@ -41,6 +42,16 @@ class GraniteLayer(MixerLayer):
         self.has_experts = config.moe is not None
         if config.moe is not None:
             self.block_sparse_moe = GatedMoE(config.moe, size, "silu")
+
+    def residuals(self) -> tuple[Residual, ...]:
+        if self.has_experts:
+            return ()
+        mixer, scale = self.mamba if self.is_mamba else self.self_attn, self.residual_multiplier
+        mlp = (self.post_attention_layernorm, self.shared_mlp)
+        return (
+            Residual(self.input_layernorm, mixer, self.total, scale),
+            Residual(*mlp, self.total, scale, takes_context=False),
+        )
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         hidden = hidden.add(self.mixed(hidden, ctx), alpha=self.residual_multiplier)

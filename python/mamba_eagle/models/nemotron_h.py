@@ -53,6 +53,9 @@ class NemotronHForCausalLM(CausalLM):
         """Leaves each block's sum to the norm of the next one, which may have a kernel for both."""
         if not layers:
             return hidden
+        run = ctx.run(layers, hidden)
+        if run is not None:
+            return run
         first, *others = cast(Sequence[Block], layers)
         made = first.mixer(first.norm(hidden), ctx)
         for block in others:

@@ -3,12 +3,14 @@
 Where the grammar forces a token, that token has probability 1. Elsewhere a mask is looked at only
 if the network's own best token is refused: within free text the network knows how the text goes on,
 and ranking by the grammar would gain nothing. A request whose last step met neither case is within
-free text, and its drafts are left alone until the grammar refuses something again.
+free text, and its drafts are left alone until the grammar refuses something again. Where the text
+is forced for most of a tree's levels the network is not asked at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -54,6 +56,19 @@ class GrammarGuide(KeyedNoise):
                 continue
             if grammar.narrow or grammar.forced(grammar.root) is not None:
                 self.grammars[i], self.lanes[i] = grammar, [grammar.root]
+
+    def told(self, depth: int) -> Sequence[int]:
+        """Those whose text is forced for more than half the levels: reshaping their trees
+        (constrain/reshape.py) makes a chain of that."""
+        return [i for i, grammar in self.grammars.items() if 2 * forced_run(grammar, depth) > depth]
+
+    def of(self, requests: Sequence[int]) -> GrammarGuide:
+        own = copy(self)
+        own.noise = None if self.noise is None else self.noise.of(requests)
+        kept = [(new, old) for new, old in enumerate(requests) if old in self.grammars]
+        own.grammars = {new: self.grammars[old] for new, old in kept}
+        own.lanes = {new: self.lanes[old] for new, old in kept}
+        return own
 
     def best(
         self, logits: Tensor, vocabulary: DraftVocabulary, positions: Tensor, k: int
@@ -106,6 +121,20 @@ class GrammarGuide(KeyedNoise):
                 _below(grammar, above[lane], token) if score > -np.inf else None
                 for lane, token, score in zip(lanes[i], tokens[i], scores[i], strict=True)
             ]
+
+
+def forced_run(grammar: RequestGrammar, depth: int) -> int:
+    """How many of the next ``depth`` tokens are forced; all of them if the text ends there."""
+    place = grammar.root
+    for count in range(depth):
+        token = grammar.forced(place)
+        if token is None:
+            return depth if count and grammar.is_over(place) else count
+        below = grammar.below(place, token)
+        if below is None:
+            return depth
+        place = below
+    return depth
 
 
 def _below(grammar: RequestGrammar, place: Place | None, token: int) -> Place | None:

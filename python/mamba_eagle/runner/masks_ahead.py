@@ -15,6 +15,7 @@ meanwhile, so what is known by then is not asked again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -70,7 +71,7 @@ class MasksWhileVerifying(MasksOnDemand):
             return MasksFirst.choose(self, slots, logits, positions, tree, view)
         shape, ended = tuple(logits.shape[:2]), self.place.timestamp()
         trees = list(zip(*view.trees()))  # the device begins to verify
-        verifying = _Verifying(ended, self._seconds.get(shape, 0.0))
+        verifying = _Verifying(ended, self._expected(shape))
         chosen = self._choose(
             slots,
             logits,
@@ -83,6 +84,13 @@ class MasksWhileVerifying(MasksOnDemand):
             ended.wait()  # over by now
             self._seconds[shape] = view.here.until(ended)
         return chosen
+
+    def _expected(self, shape: tuple[int, ...]) -> float:
+        """Seconds to verify a batch; of one that was never seen, those of a smaller one."""
+        if shape in self._seconds:
+            return self._seconds[shape]
+        smaller = [each for each in self._seconds if math.prod(each) <= math.prod(shape)]
+        return max((self._seconds[each] for each in smaller), default=0.0)
 
     def _may_wait(self, slot: int) -> bool:
         """Unless a token's score depends on the tokens above it, or all masks are to be seen."""

@@ -289,6 +289,13 @@ class BatchNoise:
         """log_probs [b, lanes, V] float32 of tokens at ``positions`` [b] -> with noise."""
         return noisy_log_probs(log_probs, self._keys(positions), self.state.backend.gumbel)
 
+    def told(self, depth: int) -> Sequence[int]:
+        """Noise tells nothing."""
+        return ()
+
+    def of(self, requests: Sequence[int]) -> BatchNoise:
+        return BatchNoise(self.state, self.slots[list(requests)])
+
     def follow(self, frontier: Frontier) -> None:
         """It is the same in all lanes."""
 

@@ -6,8 +6,10 @@ heads, kv of keys, D channels each; L layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.layers.block_attention import BlockAttention, block_mask
 from mamba_eagle.layers.context import Rotation
@@ -32,6 +34,9 @@ class BlockTrainingContext:
     def positions(self) -> Tensor:
         """[n] int64"""
         return self.row_positions.flatten()
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
 
     def attention(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, H, D], k and v [n, kv, D] -> [n, H, D]."""

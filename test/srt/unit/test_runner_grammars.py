@@ -52,6 +52,7 @@ from mamba_eagle.constrain.reshape import DraftTree, reshape
 from mamba_eagle.constrain.vocabulary import Vocabulary
 from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.runner.constraints import TokenMasks
 from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, sample
 
@@ -497,6 +498,29 @@ def test_forced_tokens_are_drafted_and_refused_ones_are_not(tiny: Tiny) -> None:
         assert [live.output for live in lives] == [live.output for live in plain]
         steps, without = (sum(len(live.steps) for live in each) for each in (lives, plain))
         assert 1.5 * steps < without if drafter else steps <= without
+
+
+def test_a_network_is_not_asked_about_requests_whose_text_is_forced(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch; those that are asked about draft what they would alone."""
+    engine = constrain(tiny.engine(TREE))
+    grow, asked = ModelDrafter._grow, list[int]()
+
+    def counted(self: ModelDrafter, slots: torch.Tensor, *others: Any) -> Any:
+        asked.append(len(slots))
+        return grow(self, slots, *others)
+
+    monkeypatch.setattr(ModelDrafter, "_grow", counted)
+    params = [under("schema", seed=1), under("schema"), under("open", 15, seed=2)]
+    lives = [engine.start(random_prompt(8 + i, i), each) for i, each in enumerate(params)]
+    engine.finish(lives)
+    for live in lives:
+        assert live.output == plain_choices(tiny.plain, live, engine.eos)
+    needed = sum(len(live.steps) for live in lives)
+    assert 0 < sum(asked) < needed and 1 < max(asked) <= len(lives)
+    alone = [engine.generate(random_prompt(8 + i, i), each) for i, each in enumerate(params)]
+    assert [accepted([live]) for live in alone] == [accepted([live]) for live in lives]
 
 
 def test_reshaped_trees_keep_what_may_be_accepted_and_stay_within_their_shape() -> None:

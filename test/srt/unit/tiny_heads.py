@@ -189,6 +189,9 @@ class GrowingSequence:
         self.positions = torch.tensor([position])
         return self
 
+    def run(self, layers: Any, hidden: Tensor) -> None:
+        return None
+
     def attention(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         whole = self._grown(("attention", layer.index), q, k, v)
         return FullSequenceContext(1, len(whole[0])).attention(layer, *whole)[-len(q) :]

@@ -17,8 +17,9 @@ class CpuTreeAttention:
     """Attention of tree nodes to the tokens before the root and to their ancestors."""
 
     def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
+        self.pool = pool
         self.keys, self.values = pool.k.numpy(), pool.v.numpy()
-        indices = tuple(part.numpy() for part in nodes[:5])
+        indices = tuple(part.contiguous().numpy() for part in nodes[:5])
         self.sequences, self.tree = indices[:3], indices[3:]
 
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -35,11 +36,17 @@ class CpuLanes(LaneAttention):
     ) -> None:
         """max_lanes: spare KV slots per request, for the lanes of all depths."""
         b = len(slots)
+        self.pool = pool
         self.keys, self.values = pool.k.numpy(), pool.v.numpy()
         self.sequences = tuple(part.numpy() for part in (slot_table, slots, prefix))
         spare = pool.padding_slot + 1 + np.arange(b * max_lanes)
         self.spare = spare.reshape(b, max_lanes)
         self.own = self.parents = np.empty((b, 0), np.int64)  # KV slots, parents of lanes so far
+
+    @property
+    def tree(self) -> tuple[np.ndarray, np.ndarray]:
+        """KV slots and parents of the lanes of all depths so far."""
+        return self.own, self.parents
 
     def advance(self, above: Tensor) -> None:
         b, topk = above.shape

@@ -22,7 +22,7 @@ from mamba_eagle.backend.cpu.pending import CpuPendingEntries
 from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
 from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
-from mamba_eagle.backend.cpu.state import CPU_SCHEMES
+from mamba_eagle.backend.cpu.state import CPU_SCHEMES, CpuStateless
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -80,7 +80,9 @@ class CpuBackend(TorchBackend):
         table: RequestTable,
         pool: StatePool,
     ) -> StateScheme:
-        if config is None or pool.ssm.dtype != torch.float32:
+        if config is None:
+            return CpuStateless(table, pool)
+        if pool.ssm.dtype != torch.float32:
             return super().state_scheme(mode, config, size, table, pool)
         return CPU_SCHEMES[mode](config, size, table, pool)
 

@@ -30,7 +30,7 @@ class PanelProduct(PackedProduct):
             weight = short if torch.equal(short.float(), weight) else weight
         super().__init__(*weight.shape)
         self.weight = linear.panels(weight)
-        self._product = linear.Product(self.weight, self.outputs)
+        self.product = linear.Product(self.weight, self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class PanelProduct(PackedProduct):
         return linear.rows_of(self.weight, ids).float()
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self._product(x)
+        return self.product(x)
 
 
 class PromptProduct(PanelProduct):
@@ -57,7 +57,7 @@ class PromptProduct(PanelProduct):
 
     def multiply(self, x: Tensor) -> Tensor:
         if x.shape[0] < MANY_ROWS or self.weight.dtype != torch.bfloat16:
-            return self._product(x)
+            return self.product(x)
         if self._second is None:
             whole = self.rows(torch.arange(self.outputs)).bfloat16()
             self._second = torch.ops.mkldnn._reorder_linear_weight(whole, MANY_ROWS)
@@ -73,7 +73,7 @@ class GroupedProduct(PackedProduct):
         outputs, inputs = matrix.shape
         super().__init__(outputs, inputs)
         self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
-        self._product = grouped.Product(self.weight, outputs)
+        self.product = grouped.Product(self.weight, outputs)
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +83,7 @@ class GroupedProduct(PackedProduct):
         return grouped.rows_of(self.weight, ids)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return self._product(x)
+        return self.product(x)
 
 
 class GroupedExperts:

@@ -6,16 +6,19 @@ The buffers are torch tensors; numpy views of them are created once, since kerne
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mamba_eagle.backend.cpu.fused import FusedLayers
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows, step_sizes
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
+from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
@@ -90,12 +93,25 @@ class CpuDeferred(CpuScheme):
     """Rows and folds; a journal consists of ``path`` and ``journal_len`` alone."""
 
     has_journal = True
+    recurrent = True
 
     def __init__(
         self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
         self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self._fused = FusedLayers(self)
+
+    def run(
+        self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
+    ) -> Tensor | None:
+        return self._fused.run(layers, hidden, ctx, layout)
+
+    def buffers_of(self, layer: Mamba2Mixer) -> cpu.Buffers:
+        return self._buffers(layer.index)
+
+    def weights_of(self, layer: Mamba2Mixer) -> cpu.LayerWeights:
+        return layer_weights(layer)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
@@ -194,6 +210,21 @@ class CpuDeferred(CpuScheme):
     @property
     def num_bytes(self) -> int:
         return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+
+
+class CpuStateless(StatelessScheme):
+    """For models without recurrent layers."""
+
+    recurrent = False
+
+    def __init__(self, table: RequestTable, pool: StatePool) -> None:
+        super().__init__(table, pool)
+        self._fused = FusedLayers(self)
+
+    def run(
+        self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
+    ) -> Tensor | None:
+        return self._fused.run(layers, hidden, ctx, layout)
 
 
 class CpuSnapshot(CpuScheme):

@@ -354,16 +354,16 @@ class Product:
         self._bytes = self.inputs + 8 * (self.inputs // GROUP)  # of a rounded row
         minimum = 0 if weight.minimum is None else weight.minimum.data_ptr()
         stored = (weight.codes.data_ptr(), weight.scale.data_ptr(), minimum)
-        self._read_ns = weight.nbytes // BYTES_PER_NS
+        self.read_ns = weight.nbytes // BYTES_PER_NS
         sizes = (0, self.inputs // GROUP, self.width)
-        self._call = Call(product_of(weight), 0, 0, 0, *stored, 0, *sizes, 0)
+        self.call = Call(product_of(weight), 0, 0, 0, *stored, 0, *sizes, 0)
         ROUND.prepare()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] float32 -> [n, outputs]."""
         if not x.is_contiguous():
             x = x.contiguous()
-        n, call = x.shape[0], self._call
+        n, call = x.shape[0], self.call
         y, rounded = torch.empty(n, self.width), torch.empty(n * self._bytes, dtype=torch.uint8)
         given, numbers = call.arguments, rounded.data_ptr()
         scales = numbers + n * self.inputs
@@ -372,7 +372,7 @@ class Product:
         given[7], given[10] = n, x.data_ptr()
         ROUND.run(n, n * self.inputs // ROUNDED_PER_NS, call.address)
         products_ns = n * self.inputs * self.width // PRODUCTS_PER_NS
-        call.run(self.blocks, max(self._read_ns, products_ns))
+        call.run(self.blocks, max(self.read_ns, products_ns))
         return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
 
 

@@ -177,19 +177,19 @@ class Product:
     def __init__(self, weight: Tensor, outputs: int) -> None:
         self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
         self.inputs, self.width = weight.shape[2], weight.shape[0] * PANEL
-        self._read_ns = weight.nbytes // BYTES_PER_NS
+        self.read_ns = weight.nbytes // BYTES_PER_NS
         sizes = (0, self.inputs, self.width)
-        self._call = Call(PRODUCTS[weight.dtype], 0, weight.data_ptr(), 0, *sizes)
+        self.call = Call(PRODUCTS[weight.dtype], 0, weight.data_ptr(), 0, *sizes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] float32 -> [n, outputs]."""
         if not x.is_contiguous():
             x = x.contiguous()
-        n, call = x.shape[0], self._call
+        n, call = x.shape[0], self.call
         y = torch.empty(n, self.width)
         given = call.arguments
         given[0], given[2], given[3] = x.data_ptr(), y.data_ptr(), n
-        call.run(self.count, max(self._read_ns, n * self.inputs * self.width // PRODUCTS_PER_NS))
+        call.run(self.count, max(self.read_ns, n * self.inputs * self.width // PRODUCTS_PER_NS))
         return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
 
 

@@ -1,0 +1,392 @@
+"""A team of threads for the kernels of a step: programs of spans that run without Python between.
+
+A *program* is a list of calls of span kernels (vector_code.py), one after the other; the units of a
+call are shared out to the team. The thread that runs the program, the leader, publishes a call by
+one word: how many units there are, how many have been taken, how many to take at a time. Everyone
+takes units until none is left, and the leader goes on when all have been computed. So nobody waits
+for a worker that is asleep, or whose core does something else: the others take its share. Which
+thread computes a unit changes no bit of it.
+
+Workers look for the next call for a while and then sleep (on Linux, by futex), until the leader
+wakes them. Within a program they are awake, and a call costs less than a microsecond, where a
+parallel loop of OpenMP whose workers sleep costs 10 to 50 µs. A step is mostly one program; between
+steps they sleep and leave their cores to others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from mamba_eagle.kernels.numba_math import numba
+
+try:
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+except ImportError:  # without Numba nothing here is called
+    ir = cgutils = types = intrinsic = None
+
+# Places in the block that a team shares, in words of 8 bytes; each has a cache line of its own.
+WORD, DONE, SLEEPERS, EPOCH, STOP, FUNCTION, ARGUMENTS, SYSCALL = range(0, 64, 8)
+MAX_LOOKS = SYSCALL + 1  # beside what else never changes
+CONTROL_WORDS = 64
+# The word: units taken so far, units in all, units to take at a time.
+_BITS, _MASK = 24, (1 << 24) - 1
+MAX_UNITS = _MASK
+# How often a worker looks for work before it sleeps: some 50 µs on a Zen 5, whose pause is short,
+# and 100 to 200 on an Intel.
+LOOKS = 4000
+_WAIT, _WAKE = 128, 129  # FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+SHARES = 4  # that a thread takes of a call, if all are equally fast
+EVERYBODY = 1 << 30
+
+
+class Column:
+    """Columns of a program's table, int64, a row per call."""
+
+    FUNCTION, ARGUMENTS = 0, 1  # addresses
+    UNITS, UNITS_PER_ROW, UNITS_PER_REQUEST = 2, 3, 4  # how many units: a sum
+    ROWS_AT = 5  # where the arguments name the number of rows; -1: nowhere
+    WORK, WORK_PER_ROW = 6, 7  # nanoseconds that the call takes one core, roughly
+    # attention's trees: of drafted lanes one per request, each of which is a request of its own in
+    # the recurrence
+    UNITS_PER_TREE = 8
+    COUNT = 9
+
+
+# Nanoseconds of work below which a call is not shared out.
+MIN_SHARED = 4_000
+
+
+def _intrinsics() -> Any:
+    """load, exchange, add and compare-and-swap of words, all sequentially consistent, pause, and
+    futex calls, for Numba's code."""
+    if intrinsic is None:
+        return (None,) * 6
+    I64 = ir.IntType(64)
+
+    def pointer(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, I64.as_pointer())
+
+    @intrinsic
+    def load(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.load_atomic(pointer(builder, given[0]), "seq_cst", 8)
+
+        return types.int64(types.int64), generate
+
+    @intrinsic
+    def exchange(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.atomic_rmw("xchg", pointer(builder, given[0]), given[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    @intrinsic
+    def add(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.atomic_rmw("add", pointer(builder, given[0]), given[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    @intrinsic
+    def swap(typing: Any, address: Any, expected: Any, value: Any) -> Any:
+        """Whether ``value`` has taken the place of ``expected``."""
+
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            both = builder.cmpxchg(
+                pointer(builder, given[0]), given[1], given[2], "seq_cst", "seq_cst"
+            )
+            return builder.zext(builder.extract_value(both, 1), I64)
+
+        return types.int64(types.int64, types.int64, types.int64), generate
+
+    @intrinsic
+    def pause(typing: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            if platform.machine() in ("x86_64", "AMD64"):
+                kind = ir.FunctionType(ir.VoidType(), [])
+                name = "llvm.x86.sse2.pause"
+                builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    @intrinsic
+    def futex(typing: Any, function: Any, number: Any, word: Any, what: Any, value: Any) -> Any:
+        """``syscall(number, word, what, value, NULL)``"""
+
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            kind = ir.FunctionType(I64, [I64], var_arg=True)
+            call = builder.inttoptr(given[0], kind.as_pointer())
+            return builder.call(call, [*given[1:], I64(0)])
+
+        return types.int64(*[types.int64] * 5), generate
+
+    return load, exchange, add, swap, pause, futex
+
+
+load, exchange, add, swap, pause, futex = _intrinsics()
+
+
+def _caller() -> Any:
+    """``f(function's address, arguments, first, last)`` for Numba's code."""
+    if intrinsic is None:
+        return None
+    I64 = ir.IntType(64)
+
+    @intrinsic
+    def call(typing: Any, function: Any, arguments: Any, first: Any, last: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [I64] * 3)
+            builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), generate
+
+    return call
+
+
+call_function = _caller()
+
+
+def _inline(function: Any) -> Any:
+    return function if numba is None else numba.njit(cache=True)(function)
+
+
+@_inline
+def _take(control):  # noqa: ANN001, ANN202
+    """Compute some of the units that nobody has taken. Returns whether there were any."""
+    word = load(control + WORD * 8)
+    first, units = word & _MASK, (word >> _BITS) & _MASK
+    if first >= units:
+        return False
+    last = min(first + (word >> (2 * _BITS)), units)
+    if swap(control + WORD * 8, word, word + (last - first)) != 0:
+        # The leader cannot go on before these units are computed: the call stays what it is.
+        function, arguments = load(control + FUNCTION * 8), load(control + ARGUMENTS * 8)
+        call_function(function, arguments, first, last)
+        add(control + DONE * 8, last - first)
+    return True
+
+
+@_inline
+def _share(control, function, arguments, units, chunk):  # noqa: ANN001, ANN202
+    """One call by the whole team."""
+    exchange(control + FUNCTION * 8, function)
+    exchange(control + ARGUMENTS * 8, arguments)
+    exchange(control + DONE * 8, 0)
+    exchange(control + WORD * 8, (chunk << (2 * _BITS)) | (units << _BITS))
+    if load(control + SLEEPERS * 8) != 0 and exchange(control + SLEEPERS * 8, 0) != 0:
+        add(control + EPOCH * 8, 1)
+        futex(load(control + SYSCALL * 8), _FUTEX, control + EPOCH * 8, _WAKE, EVERYBODY)
+    while _take(control):
+        pass
+    while load(control + DONE * 8) < units:
+        pause()
+
+
+def _work(control, _first, _last):  # noqa: ANN001, ANN202
+    """What a worker does until the team is dissolved."""
+    looks = 0
+    while load(control + STOP * 8) == 0:
+        if _take(control):
+            looks = 0
+            continue
+        looks += 1
+        pause()
+        if looks > load(control + MAX_LOOKS * 8):
+            looks = 0
+            epoch = load(control + EPOCH * 8)
+            add(control + SLEEPERS * 8, 1)
+            word = load(control + WORD * 8)  # a call published before that was seen by nobody
+            idle = (word & _MASK) >= ((word >> _BITS) & _MASK)
+            if idle and load(control + STOP * 8) == 0:
+                futex(
+                    load(control + SYSCALL * 8), _FUTEX, control + EPOCH * 8, _WAIT,
+                    epoch & 0xFFFFFFFF,
+                )  # fmt: skip
+
+
+def _lead(job, _first, _last):  # noqa: ANN001, ANN202
+    """Run a program: ``job`` is the address of control (0: no team), table, calls, rows, requests,
+    threads, nanoseconds of work from which on a call is shared out, trees."""
+    given = numba.carray(_words(job), 8, np.int64)
+    control, calls, rows, requests, threads = given[0], given[2], given[3], given[4], given[5]
+    table = numba.carray(_words(given[1]), (calls, 9), np.int64)
+    for i in range(calls):
+        call = table[i]
+        arguments = call[1]
+        if call[5] >= 0:
+            numba.carray(_words(arguments), call[5] + 1, np.int64)[call[5]] = rows
+        units = call[2] + call[3] * rows + call[4] * requests + call[8] * given[7]
+        work = call[6] + call[7] * rows
+        if control == 0 or units < 2 or work < given[6]:
+            call_function(call[0], arguments, 0, units)
+        else:
+            chunk = max(units // (threads * SHARES), 1)
+            _share(control, call[0], arguments, units, chunk)
+
+
+def _pointer() -> Any:
+    if intrinsic is None:
+        return None
+
+    @intrinsic
+    def words(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            return builder.inttoptr(given[0], ir.IntType(8).as_pointer())
+
+        return types.voidptr(types.int64), generate
+
+    return words
+
+
+_words = _pointer()
+
+
+def _compiled(function: Any) -> Any:
+    kind = types.void(types.int64, types.int64, types.int64)
+    return numba.cfunc(kind, cache=True)(function)
+
+
+class Team:
+    """``threads - 1`` workers, which start with the team and end with ``dissolve``."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        room = np.zeros(CONTROL_WORDS + 8, np.int64)
+        shift = -room.ctypes.data % 64 // 8
+        self.control = room[shift : shift + CONTROL_WORDS]
+        self.address = int(self.control.ctypes.data)
+        self.control[MAX_LOOKS] = LOOKS
+        syscall = ctypes.CDLL(None).syscall
+        self.control[SYSCALL] = ctypes.cast(syscall, ctypes.c_void_p).value or 0
+        self._syscall = syscall
+        work = _compiled(_work)
+        self._work = work
+        self.workers = [
+            threading.Thread(
+                target=work.ctypes, args=(self.address, 0, 0), name=f"kernels-{i}", daemon=True
+            )
+            for i in range(1, threads)
+        ]
+        for worker in self.workers:
+            worker.start()
+        self._one = np.array([call_row(0, 0)], np.int64)
+        table = self._one.ctypes.data
+        self._job = (ctypes.c_int64 * 8)(self.address, table, 1, 1, 1, threads, 0, 1)
+        self._lead = leader()
+
+    def share(self, function: int, arguments: int, units: int) -> None:
+        """One call; the caller is the only leader."""
+        self._one[0, :3] = function, arguments, units
+        self._lead(ctypes.addressof(self._job), 0, 0)
+
+    def dissolve(self) -> None:
+        """End the workers; nothing may be running."""
+        self.control[STOP] = 1
+        self.control[EPOCH] += 1
+        self._syscall(
+            ctypes.c_long(_FUTEX), ctypes.c_void_p(self.address + EPOCH * 8),
+            ctypes.c_long(_WAKE), ctypes.c_long(EVERYBODY), None,
+        )  # fmt: skip
+        for worker in self.workers:
+            worker.join()
+
+
+def can_sleep() -> bool:
+    """Whether workers could sleep here; without that there is no team."""
+    return numba is not None and sys.platform == "linux" and _FUTEX != 0
+
+
+_team: Team | None = None
+_leading = threading.Lock()
+
+
+def gather(threads: int) -> None:
+    """Programs are run by so many threads from now on."""
+    global _team
+    wanted = threads if can_sleep() else 1
+    if (1 if _team is None else _team.threads) == wanted:
+        return
+    with _leading:
+        if _team is not None:
+            _team.dissolve()
+        _team = Team(wanted) if wanted > 1 else None
+
+
+def _forget() -> None:
+    """A child process has no workers."""
+    global _team, _leading
+    _team, _leading = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def share(function: int, arguments: int, units: int) -> bool:
+    """One call by the team; False if there is none, or another thread leads it."""
+    team = _team
+    if team is None or units > MAX_UNITS or not _leading.acquire(blocking=False):
+        return False
+    try:
+        team.share(function, arguments, units)
+    finally:
+        _leading.release()
+    return True
+
+
+class Program:
+    """Calls of span kernels. Not for two threads at the same time."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        """table: [calls, Column.COUNT] int64; its memory must stay."""
+        self.table = table
+        self._job = (ctypes.c_int64 * 8)(0, table.ctypes.data, len(table), 0, 0, 1, 0, 0)
+        self._address = ctypes.addressof(self._job)
+        self._lead = leader()
+
+    def run(self, rows: int, requests: int, trees: int = 0) -> None:
+        """rows, requests, trees: in this step."""
+        job, team = self._job, _team
+        job[3], job[4], job[7] = rows, requests, trees
+        # a team has one leader; another thread works alone
+        if team is not None and _leading.acquire(blocking=False):
+            try:
+                job[0], job[5], job[6] = team.address, team.threads, MIN_SHARED
+                self._lead(self._address, 0, 0)
+            finally:
+                _leading.release()
+        else:
+            job[0], job[5] = 0, 1
+            self._lead(self._address, 0, 0)
+
+
+_leader: Any = None
+
+
+def leader() -> Any:
+    """``_lead``, compiled at the first call."""
+    global _leader
+    if _leader is None:
+        _leader = _compiled(_lead)
+    return _leader.ctypes
+
+
+def call_row(function: int, arguments: int, **columns: int) -> list[int]:
+    """A row of a program's table; columns by their names, small."""
+    row = [0] * Column.COUNT
+    row[Column.FUNCTION], row[Column.ARGUMENTS], row[Column.ROWS_AT] = function, arguments, -1
+    for name, value in columns.items():
+        row[getattr(Column, name.upper())] = value
+    return row
