@@ -62,6 +62,7 @@ from mamba_eagle.runner.steps.decode_step import (
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
+from mamba_eagle.runner.sums import sums_for
 from mamba_eagle.runner.turns import Begun, Turns, draftable
 from mamba_eagle.runner.warm_up import warm_up_plans
 from mamba_eagle.tree.shapes import step_shapes
@@ -106,6 +107,7 @@ class ModelRunner:
         self.model: CausalLM = self.load(
             lambda: make(self.model_config), config.model_path, split, ops
         )
+        group.sums = sums_for(config, group, self.backend, self.model_config.hidden_size)
         if source is not None:
             self.model.tap(source.tap_layers)
         if not self.model_config.is_last_stage:
@@ -493,6 +495,7 @@ class ModelRunner:
                 "graph_bytes": graphs,
                 "rows_per_request": memory.rows,
                 "pointwise_ops": self.backend.layer_ops.name,
+                "sums": self.group.sums.text,
             },
         )
 
