@@ -156,8 +156,10 @@ def few_bits_name(config: EngineConfig) -> str:
     """What a run quantizes by its flags; empty: nothing."""
     weights = {"auto": "", "none": ""}.get(config.quantization, config.quantization)
     head = "lm_head" if weights and config.quantize_lm_head else ""
+    kind = config.quantizations.get("--speculative-draft-model-quantization", "")
+    drafter = f"drafter {kind}" if kind else ""
     kv = "" if config.kv_cache_dtype == "auto" else f"kv {config.kv_cache_dtype}"
-    return ", ".join(filter(None, (weights, head, kv)))
+    return ", ".join(filter(None, (weights, head, drafter, kv)))
 
 
 def result_lines(

@@ -164,7 +164,7 @@ class ModelRunner:
             kv_slots=self.memory.kv_slots,
             state_slots=self.pool.feature.shape[0],
             group=self.group,
-            load=self.load,
+            load=self.load.of_drafter(),
         )
         return source.make(parts)
 

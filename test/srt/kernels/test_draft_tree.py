@@ -93,6 +93,20 @@ def test_trees_are_the_best_candidates(
 
 
 @every_form
+def test_lanes_may_share_their_rows(form: str) -> None:
+    """As those of a block, in which each depth has one distribution."""
+    device, topk = device_of(form), 3
+    rows = best_of("flat", 2, 2, topk, seed=5)  # [b, depths, k]
+    shared, apart = (make(form, torch.tensor([4, 9]), topk, 2) for _ in range(2))
+    for depth, lanes in enumerate((1, topk)):
+        row = [part.to(device)[:, depth : depth + 1].expand(-1, lanes, -1) for part in rows]
+        found = shared.expand(TopTokens(*row))
+        wanted = apart.expand(TopTokens(*(part.contiguous() for part in row)))
+        assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, shared.select(8), apart.select(8)))
+
+
+@every_form
 @pytest.mark.parametrize("kind", ["flat", "ties"])
 def test_large_trees_are_the_best_candidates(form: str, kind: str) -> None:
     check(form, depth=4, topk=16, nodes=64, b=1, kind=kind)
