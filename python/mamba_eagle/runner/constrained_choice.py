@@ -154,7 +154,11 @@ class MasksOnDemand(MasksFirst):
             for walk, token in zip(refused, again[:, 0].tolist()):
                 walk.write(tokens[walk.index], token)
         changed = [walk.index for walk in walks if walk.changed]
-        if changed:
+        if self.place.on_host:
+            rows = target.numpy()  # an assignment of tensors would take longer than most walks
+            for i in changed:
+                rows[i] = tokens[i]
+        elif changed:
             made = self.place.to_device([tokens[i] for i in changed])
             target[self.place.to_device(changed)] = made
 
