@@ -22,6 +22,7 @@ from mamba_eagle.backend.attention import (
     NewTokenAttention,
     TreeNodes,
 )
+from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts, HeadParts
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -226,6 +227,13 @@ class Backend(ABC):
     @abstractmethod
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         """A queue of entries that a drafter has yet to process."""
+
+    def greedy_drafts(
+        self, head: HeadParts, pools: DraftPools, scheme: StateScheme
+    ) -> GreedyDrafts | None:
+        """What drafts for greedy requests in place of the drafter's own loop over depths, with the
+        same results; None if nothing does. scheme: of the head's layers."""
+        return None
 
     @abstractmethod
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from mamba_eagle.backend.attention import (
 )
 from mamba_eagle.backend.cpu.attention import CpuBlocks, CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.candidates import CpuCandidates
+from mamba_eagle.backend.cpu.drafts import draft_program
 from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
@@ -23,6 +24,7 @@ from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
 from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES, CpuStateless
+from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts, HeadParts
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -134,6 +136,11 @@ class CpuBackend(TorchBackend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def greedy_drafts(
+        self, head: HeadParts, pools: DraftPools, scheme: StateScheme
+    ) -> GreedyDrafts | None:
+        return draft_program(head, pools, scheme)
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
         out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()
