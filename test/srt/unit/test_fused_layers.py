@@ -11,7 +11,9 @@ from runner_harness import TREE, Engine, Settings, greedy
 from tiny_model import VOCAB, write_folder, write_head, write_model
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.drafts import DraftProgram
 from mamba_eagle.backend.cpu.fused import FusedLayers, FusedRun, SingleLayer
+from mamba_eagle.drafting.model_drafter import DepthByDepth
 from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels import vector_code
 from mamba_eagle.kernels.numba_math import numba
@@ -72,13 +74,13 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of all steps of two requests."""
+    """The trees of all steps of two requests, and their logits."""
     found: list[Tensor] = []
     verify = DecodeStep.verify
 
     def kept(self: DecodeStep, *arguments: object) -> object:
         verified = verify(self, *arguments)
-        found.append(verified.logits.clone())
+        found.extend(part.clone() for part in (*verified.tree, verified.logits))
         return verified
 
     with monkeypatch.context() as changed:
@@ -94,7 +96,7 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_a_program_computes_what_the_layers_do(
     name: str, mode: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, trees and plain steps, the drafter's layers among them."""
+    """Bit by bit, trees and plain steps; and the program that drafts them."""
     folder = folders[name]
     for settings in (TREE, Settings("NONE")):
         head = folder.parent / f"{name}-head" if settings is TREE else None
@@ -108,6 +110,10 @@ def test_a_program_computes_what_the_layers_do(
         )
         with monkeypatch.context() as changed:
             changed.setattr(FusedLayers, "run", lambda *arguments: None)
+            if settings is TREE:
+                drafter = engine.runner.drafter
+                assert isinstance(drafter.greedy, DraftProgram)
+                changed.setattr(drafter, "greedy", DepthByDepth(drafter))
             layers = steps_of(engine, monkeypatch)
         assert len(programs) == len(layers) > 4
         assert all(torch.equal(one, other) for one, other in zip(programs, layers, strict=True))
