@@ -30,6 +30,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -227,6 +228,13 @@ class Backend(ABC):
     @abstractmethod
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         """A queue of entries that a drafter has yet to process."""
+
+    def target_pass(
+        self, parts: ModelParts, kv: KVPool, table: RequestTable, scheme: StateScheme
+    ) -> TargetPass | None:
+        """What verifies and commits in place of the model's layers, one by one, with the same
+        results; None if nothing does."""
+        return None
 
     def greedy_drafts(
         self, head: HeadParts, pools: DraftPools, scheme: StateScheme

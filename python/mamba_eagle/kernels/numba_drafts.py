@@ -122,55 +122,18 @@ def _lanes(arguments, first, last):
     _attend(frame, w, b * k, family)
 
 
-@kernel
-def _join(w, row, x, scale):
-    """The second half of an entry's input, its feature; the first half, its embedding, is there and
-    is multiplied by ``scale``."""
-    size = x.shape[0] // 2
-    feature = numba.carray(pointer_to(_ints(w[26], row + 1)[row]), size, np.float32)
-    if scale != np.float32(1.0):
+def _join(arguments, first, last):
+    """The second halves of entries' inputs, their features; the first halves are embeddings. Words:
+    frame, drafts, x, its columns, rounded (three)."""
+    given = _words(arguments, 7)
+    w, columns = _words(given[1], 45), given[3]
+    x, at = _floats(given[2], last, columns), _ints(w[26], last)
+    size = columns // 2
+    for r in range(first, last):
+        feature, row = _floats(at[r], 1, size)[0], x[r, size:]
         for c in range(size):
-            x[c] *= scale
-    for c in range(size):
-        x[size + c] = feature[c]
-
-
-def _inputs_of_16(arguments, first, last):
-    """Embeddings and features side by side. Words: frame, drafts, x, its columns, rounded (three),
-    scale (of a float32), embedding in bfloat16, and how its rows lie there: so many in a block of
-    so many numbers, from one number of a row to the next."""
-    given = _words(arguments, 12)
-    w, n, columns = _words(given[1], 45), last, given[3]
-    x = _floats(given[2], n, columns)
-    scale = numba.carray(pointer_to(given[7]), 1, np.float32)[0]
-    per_block, block, step = given[9], given[10], given[11]
-    tokens = _ints(w[25], n)
-    for r in range(first, last):
-        at = tokens[r] // per_block * block + tokens[r] % per_block
-        stored = numba.carray(pointer_to(given[8] + 2 * at), columns // 2 * step, np.uint16)
-        row = x[r]
-        for c in range(columns // 2):
-            row[c] = np.uint32(np.uint32(stored[c * step]) << np.uint32(16)).view(np.float32)
-        _join(w, r, row, scale)
-    _round(x, first, last, given[4:7], n, columns)
-
-
-def _inputs_of_32(arguments, first, last):
-    """The same of an embedding in float32."""
-    given = _words(arguments, 12)
-    w, n, columns = _words(given[1], 45), last, given[3]
-    x = _floats(given[2], n, columns)
-    scale = numba.carray(pointer_to(given[7]), 1, np.float32)[0]
-    per_block, block, step = given[9], given[10], given[11]
-    tokens = _ints(w[25], n)
-    for r in range(first, last):
-        at = tokens[r] // per_block * block + tokens[r] % per_block
-        stored = numba.carray(pointer_to(given[8] + 4 * at), columns // 2 * step, np.float32)
-        row = x[r]
-        for c in range(columns // 2):
-            row[c] = stored[c * step]
-        _join(w, r, row, scale)
-    _round(x, first, last, given[4:7], n, columns)
+            row[c] = feature[c]
+    _round(x, first, last, given[4:7], last, columns)
 
 
 def _stream(arguments, first, last):
@@ -252,6 +215,5 @@ def _select(arguments, first, last):
 
 
 TAKE, LANES = SpanKernel(_take), SpanKernel(_lanes)
-INPUTS_OF_16, INPUTS_OF_32 = SpanKernel(_inputs_of_16), SpanKernel(_inputs_of_32)
-STREAM, OUTPUTS = SpanKernel(_stream), SpanKernel(_outputs)
+JOIN, STREAM, OUTPUTS = SpanKernel(_join), SpanKernel(_stream), SpanKernel(_outputs)
 BEST, EXPAND, SELECT = SpanKernel(_best), SpanKernel(_expand), SpanKernel(_select)

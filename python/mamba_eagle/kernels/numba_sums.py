@@ -209,8 +209,8 @@ def add_products_of_four(  # noqa: PLR0913
     out, out_at, out_row, factors, factor_at, left, left_at, left_row, right, right_at, right_row,
     ids, first, count,
 ):  # fmt: skip
-    """out[r, c] += factors[r] · Σ_n left[r, n] · right[ids[first + c], n], for r < ROWS, c < COLUMNS
-    and n < count, a multiple of LANES.
+    """out[r, c] += factors[r] · Σ_n left[r, n] · right[ids[first + c], n], for r < ROWS,
+    c < COLUMNS and n < count, a multiple of LANES.
 
     out, factors, left, right: contiguous float32 arrays, read from element ``…_at`` on, with so
     many elements from one row to the next; ids int64. out must not overlap the others.

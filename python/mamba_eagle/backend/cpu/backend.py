@@ -24,6 +24,7 @@ from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
 from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES, CpuStateless
+from mamba_eagle.backend.cpu.steps import target_program
 from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts, HeadParts
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
@@ -32,6 +33,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
@@ -136,6 +138,11 @@ class CpuBackend(TorchBackend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def target_pass(
+        self, parts: ModelParts, kv: KVPool, table: RequestTable, scheme: StateScheme
+    ) -> TargetPass | None:
+        return target_program(parts, kv, table, scheme)
 
     def greedy_drafts(
         self, head: HeadParts, pools: DraftPools, scheme: StateScheme

@@ -19,66 +19,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.embeddings import StoredRows, stored_rows
 from mamba_eagle.backend.cpu.fused import (
     Builder,
     Call,
-    has_program,
     is_called,
     multiplies,
+    residuals_of,
+    table_of,
     width_of,
 )
-from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.backend.drafts import DraftPools, HeadParts
 from mamba_eagle.core import TreeShape
 from mamba_eagle.kernels import numba_drafts as spans
-from mamba_eagle.kernels.linear.cpu import LANES as OUTPUTS_PER_BLOCK
 from mamba_eagle.kernels.numba_drafts import Drafts
 from mamba_eagle.kernels.numba_spans import Frame
 from mamba_eagle.kernels.numba_team import Program
-from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.tree.tree import Tree
 
 NS_PER_LOGIT = 1  # that finding the best of them takes
-
-
-class StoredRows:
-    """Where the rows of an embedding lie, for a kernel."""
-
-    def __init__(self, numbers: Tensor, per_block: int, block: int, step: int) -> None:
-        """numbers: the first of a row is ``row // per_block · block + row % per_block``; the next
-        is ``step`` behind it."""
-        self.numbers, self.layout = numbers, (per_block, block, step)
-        short = numbers.dtype == torch.bfloat16
-        self.kernel = spans.INPUTS_OF_16 if short else spans.INPUTS_OF_32
-
-
-def stored_rows(embedding: Embedding) -> StoredRows | None:
-    """None: no kernel reads them."""
-    weight, held = embedding.weight, embedding.holder
-    if isinstance(held, PanelProduct):
-        weight, inputs = held.weight, held.inputs
-        layout = (OUTPUTS_PER_BLOCK, OUTPUTS_PER_BLOCK * inputs, OUTPUTS_PER_BLOCK)
-    elif held is None and weight.is_contiguous():
-        layout = (1, weight.shape[1], 1)
-    else:
-        return None
-    known = weight.dtype in (torch.bfloat16, torch.float32)
-    returned = embedding.dtype or weight.dtype
-    if not known or (held is None and returned != torch.float32):
-        return None
-    return StoredRows(weight.detach(), *layout)
-
-
-def residuals_of(layers: Sequence[Any]) -> list[Residual] | None:
-    """What the layers consist of, if programs can compute all of it."""
-    steps: list[Residual] = []
-    for layer in layers:
-        own = layer.residuals() if hasattr(layer, "residuals") else ()
-        if not own:
-            return None
-        steps += own
-    return steps if steps and all(has_program(step, True) for step in steps) else None
 
 
 def draft_program(head: HeadParts, pools: DraftPools, scheme: Any) -> DraftProgram | None:
@@ -143,12 +103,13 @@ class DraftProgram:
         """From ROW_TOKENS and ROW_FEATURES to the residual stream."""
         build, size = self.builder, head.entry.weight.shape[0]
         columns = head.entry.weight.shape[1]
-        inputs = self._shared(self.rows.kernel, 12, columns)
-        inputs.scratch[2], inputs.words[3] = ("inputs", 0), columns
-        build.rounded(inputs, 4, head.entry)
-        inputs.keep(7, np.array([head.scale], np.float32))
-        inputs.words[8] = self.rows.numbers.data_ptr()
-        inputs.words[9:12] = self.rows.layout
+        embed = self.rows.call(size, columns, head.scale)
+        embed.scratch[1] = ("inputs", 0)
+        embed.words[0] = self.words[Drafts.ROW_TOKENS]
+        build.calls.append(embed)
+        join = self._shared(spans.JOIN, 7, size // 8)
+        join.scratch[2], join.words[3] = ("inputs", 0), columns
+        build.rounded(join, 4, head.entry)
         build.product(head.entry, "inputs", "made")
         bias = head.entry.bias
         added = np.zeros(size, np.float32) if bias is None else bias.detach().float().numpy()
@@ -248,10 +209,6 @@ class DraftProgram:
         w[Drafts.TREE_TOKENS : Drafts.TREE_SCORES + 1] = [part.data_ptr() for part in tree]
         self.select.run(1, 1, 1)
         return tree
-
-
-def table_of(calls: Sequence[Call]) -> np.ndarray:
-    return np.array([call.row() for call in calls], np.int64)
 
 
 def room_for_trees(b: int, nodes: int) -> Tree:

@@ -188,7 +188,7 @@ class Builder:
             spans.BEGIN_REQUESTS, words,
             units_per_row=0, units_per_request=1, work_per_row=convolving,
         )  # fmt: skip
-        self._recurrence(enter, mixer, width)
+        self.recurrence(enter, mixer, width)
         reading = c.inner_size * c.state_size // 16
         heads = self.call(
             spans.HEADS, list(enter.words),
@@ -233,7 +233,7 @@ class Builder:
             self.rounded(rounding, 3, attention.o_proj)
         return "made", self.product(attention.o_proj, "inputs", "made")
 
-    def _recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
+    def recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
         c, scheme, at = mixer.config, self.scheme, Recurrence
         weights: cpu.LayerWeights = scheme.weights_of(mixer)
         buffers: cpu.Buffers = scheme.buffers_of(mixer)
@@ -297,7 +297,7 @@ class FusedRun:
         self.scratch.grow(rows)
         for call in self.calls:
             call.place(self.scratch)
-        self.program = Program(np.array([call.row() for call in self.calls], np.int64))
+        self.program = Program(table_of(self.calls))
 
 
 class SingleLayer:
@@ -391,6 +391,21 @@ class FusedLayers:
                 builder.add(step)
             made.append(FusedRun(builder))
         return made
+
+
+def table_of(calls: Sequence[Call]) -> np.ndarray:
+    return np.array([call.row() for call in calls], np.int64)
+
+
+def residuals_of(layers: Sequence[nn.Module]) -> list[Residual] | None:
+    """What the layers consist of, if programs can compute all of it."""
+    steps: list[Residual] = []
+    for layer in layers:
+        own = layer.residuals() if hasattr(layer, "residuals") else ()
+        if not own:
+            return None
+        steps += own
+    return steps if steps and all(has_program(step, True) for step in steps) else None
 
 
 def has_program(layer: Residual, has_pool: bool) -> bool:

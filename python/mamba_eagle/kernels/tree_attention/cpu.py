@@ -25,7 +25,6 @@ from mamba_eagle.kernels.numba_sums import (
 )
 from mamba_eagle.kernels.threads import threaded
 
-
 INFINITY = np.float32(np.inf)
 
 

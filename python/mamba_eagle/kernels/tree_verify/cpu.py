@@ -35,7 +35,6 @@ from mamba_eagle.kernels.numba_tiles import ROWS as TILE_ROWS
 from mamba_eagle.kernels.numba_tiles import add_tile
 from mamba_eagle.kernels.threads import threaded
 
-
 FIRST = np.arange(LANES)
 
 
