@@ -225,6 +225,10 @@ class Backend(ABC):
         slots: [b] request slots. kv_slots: [b, T], of the nodes.
         """
 
+    def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
+        """The KV slots of the roots, the first of kv_slots [b, T], join the requests' own."""
+        table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
+
     @abstractmethod
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         """A queue of entries that a drafter has yet to process."""

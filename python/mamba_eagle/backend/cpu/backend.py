@@ -149,6 +149,10 @@ class CpuBackend(TorchBackend):
     ) -> GreedyDrafts | None:
         return draft_program(head, pools, scheme)
 
+    def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
+        own, host_slots = table.kv_slots.numpy(), slots.numpy()
+        own[host_slots, table.processed.numpy()[host_slots]] = kv_slots.numpy()[:, 0]
+
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
         out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()
         token_mask.mask_logits(*(part.numpy() for part in (logits, rows, masks, out)))

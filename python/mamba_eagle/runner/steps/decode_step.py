@@ -96,7 +96,7 @@ class DecodeStep:
         """A tree of ``part.shape`` per request. noise: what else the target will sample with.
         reshaped: what becomes of the drafter's trees before other ranks see them."""
         table = self.table
-        table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
+        self.backend.enter_roots(table, slots, kv_slots)
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
         return self.chooser.agree(reshaped(self.drafter.propose(slots, part, noise)))
