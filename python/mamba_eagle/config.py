@@ -20,6 +20,11 @@ from mamba_eagle.limits import MAX_BODY_SIZE
 
 ON_A_CPU = ("int8", "int4")  # --quantization that only a CPU multiplies
 ON_A_GPU = ("nvfp4",)  # and that only a GPU does
+FLASHINFER_SUMS = (2, 4, 8, 16)  # processes whose parts --all-reduce flashinfer adds up
+NO_SUMS_ON_A_CPU = (
+    "is for GPUs, and processes on a CPU exchange over gloo; leave the flag out, or use "
+    "--device cuda"
+)
 # Of the runner on any machine: tens of thousands would end it while it starts them.
 MAX_THREADS = 256
 
@@ -145,6 +150,15 @@ class EngineConfig:
         "number of machines that these processes are spread over, as many on each; run the same "
         "command on all of them, with --node-rank",
         minimum=1,
+    )
+    all_reduce: str = setting(
+        "auto",
+        "how the parts of --tp-size processes on GPUs are added up in steps; symmetric: over "
+        "memory that GPUs with NVLink share, by torch's kernels or our own, with the norm that "
+        "follows; flashinfer: its one-shot kernel, with the norm, which the first start compiles "
+        "for minutes; auto: NCCL or symmetric, whichever is faster here for each number of tokens; "
+        "what cannot be had, or adds up anything else, leaves it to NCCL. On a CPU it is gloo",
+        ("auto", "nccl", "symmetric", "flashinfer"),
     )
     check_ranks: int = setting(
         0,
@@ -305,6 +319,28 @@ class EngineConfig:
             ]
         return [f"{given}: each stage needs 1 layer or more"] if min(counts, default=1) < 1 else []
 
+    def _sum_problems(self) -> list[str]:
+        name = self.all_reduce
+        if name in ("nccl", "auto"):
+            return []
+        given = f"--all-reduce {name}"
+        if self.device == "cpu":
+            return [f"{given}: {NO_SUMS_ON_A_CPU}"]
+        if self.tp_size == 1:
+            return [f"{given}: with --tp-size 1 there is nothing to add up; leave the flag out"]
+        if self.tp_size > self.ranks_per_node:
+            return [
+                f"{given}: {self.tp_size} processes of a stage are spread over several machines, "
+                "and it is for those of one; use --all-reduce nccl"
+            ]
+        if name == "flashinfer" and self.tp_size not in FLASHINFER_SUMS:
+            sizes = ", ".join(map(str, FLASHINFER_SUMS))
+            return [
+                f"{given}: has kernels for --tp-size {sizes}, not for {self.tp_size}; use "
+                "--all-reduce symmetric or nccl"
+            ]
+        return []
+
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
         wrong = [
@@ -347,7 +383,7 @@ class EngineConfig:
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
             )
         wrong += self._quantization_problems()
-        wrong += self._stage_problems()
+        wrong += self._stage_problems() + self._sum_problems()
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()

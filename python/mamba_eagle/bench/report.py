@@ -186,6 +186,8 @@ def result_lines(
         common["quantization"] = few_bits
     if config.num_ranks > 1:
         common["ranks"] = f"tp {config.tp_size}, pp {config.pp_size}"
+    if config.all_reduce != "nccl":
+        common["all_reduce"] = f"{config.all_reduce}: {ready.details['sums']}"
 
     def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
         return {"name": name, **common, **fields, "value": float(f"{value:.6g}"), **facts}

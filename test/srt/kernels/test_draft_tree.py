@@ -47,6 +47,10 @@ def best_of(kind: str, b: int, lanes: int, topk: int, seed: int) -> TopTokens:
         values[:] = 1e-7
     elif kind == "hopeless":
         values[..., 1:] = -torch.inf
+    elif kind == "overflown":  # one request has none, others miss some
+        values[0] = torch.nan
+        values[1:, :, 0] = torch.nan
+        values[1:, 0] = torch.inf
     tokens = torch.rand(b, lanes, 50, generator=generator).argsort(dim=2)[..., :topk]
     return TopTokens(values.sort(dim=2, descending=True).values, tokens)
 
@@ -80,7 +84,7 @@ def check(form: str, depth: int, topk: int, nodes: int, b: int, kind: str) -> No
 
 
 @every_form
-@pytest.mark.parametrize("kind", ["flat", "sharp", "ties", "certain", "hopeless"])
+@pytest.mark.parametrize("kind", ["flat", "sharp", "ties", "certain", "hopeless", "overflown"])
 @pytest.mark.parametrize("depth, topk, nodes", SHAPES, ids=named(SHAPES))
 def test_trees_are_the_best_candidates(
     form: str, depth: int, topk: int, nodes: int, kind: str

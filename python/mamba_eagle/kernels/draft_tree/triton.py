@@ -61,7 +61,8 @@ def _expand_kernel(
     given = request * (LANES * K) + child
     token = tl.load(tokens + given, mask=valid, other=0)
     score = tl.load(log_probs + given, mask=valid, other=0.0)
-    score = tl.where(score > 0.0, 0.0, score)  # no child may score above its parent
+    # no child may score above its parent, nor one whose score is not a number above any other
+    score = tl.where(score > 0.0, 0.0, tl.where(score <= 0.0, score, float("-inf")))
     at = request * C + seen + child
     if FIRST:
         tl.store(all_tokens + request * C, tl.load(roots + request))
