@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
@@ -39,8 +38,6 @@ class Waiting:
         self.entries, self.table, self.place = entries, table, place
         self.most, self.longest = most, longest
         self.bounds = [0] * table.processed.shape[0]  # or UNTRACKED
-        if place.on_host:
-            self._exact = (table.remaining.numpy(), entries.pending.numpy())
 
     def tracks(self, slot: int) -> bool:
         return self.bounds[slot] != UNTRACKED
@@ -97,7 +94,4 @@ class Waiting:
         """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
         if not self.place.on_host or not slots:
             return [self.bounds[slot] for slot in slots]
-        index = list(slots)
-        remaining, pending = self._exact
-        counts: list[int] = np.where(remaining[index] > 0, pending[index], 0).tolist()
-        return counts
+        return self.entries.waiting(list(slots))

@@ -9,7 +9,6 @@ from torch import Tensor
 from mamba_eagle.backend.cpu.fused import Call
 from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.kernels import numba_steps as spans
-from mamba_eagle.kernels.linear.cpu import LANES
 from mamba_eagle.layers.embedding import Embedding
 
 
@@ -39,7 +38,8 @@ def stored_rows(embedding: Embedding) -> StoredRows | None:
     weight, holder = embedding.weight, embedding.holder
     returned = embedding.dtype or weight.dtype
     if isinstance(holder, PanelProduct):
-        weight, layout = holder.weight, (LANES, LANES * holder.inputs, LANES)
+        weight, beside = holder.weight, holder.weight.shape[-1]  # outputs, for each input
+        layout = (beside, beside * holder.inputs, beside)
     elif holder is None and weight.is_contiguous() and returned == torch.float32:
         layout = (1, weight.shape[1], 1)
     else:

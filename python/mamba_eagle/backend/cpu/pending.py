@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from torch import Tensor
 
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
@@ -20,6 +21,11 @@ class CpuPendingEntries(PendingEntries):
         waiting = (part.data_ptr() for part in (self.tokens, self.features, self.pending))
         sizes = (0, 0, 0, features)
         self._call = Call(APPEND, *[0] * 5, *sizes, *waiting, requests, places)
+
+    def waiting(self, slots: list[int]) -> list[int]:
+        remaining, pending = self.table.remaining.numpy()[slots], self.pending.numpy()[slots]
+        counts: list[int] = np.where(remaining > 0, pending, 0).tolist()
+        return counts
 
     def append(
         self,
