@@ -22,6 +22,7 @@ from mamba_eagle.backend.attention import (
     NewTokenAttention,
     TreeNodes,
 )
+from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts, HeadParts
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -29,6 +30,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -223,9 +225,27 @@ class Backend(ABC):
         slots: [b] request slots. kv_slots: [b, T], of the nodes.
         """
 
+    def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
+        """The KV slots of the roots, the first of kv_slots [b, T], join the requests' own."""
+        table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
+
     @abstractmethod
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         """A queue of entries that a drafter has yet to process."""
+
+    def target_pass(
+        self, parts: ModelParts, kv: KVPool, table: RequestTable, scheme: StateScheme
+    ) -> TargetPass | None:
+        """What verifies and commits in place of the model's layers, one by one, with the same
+        results; None if nothing does."""
+        return None
+
+    def greedy_drafts(
+        self, head: HeadParts, pools: DraftPools, scheme: StateScheme
+    ) -> GreedyDrafts | None:
+        """What drafts for greedy requests in place of the drafter's own loop over depths, with the
+        same results; None if nothing does. scheme: of the head's layers."""
+        return None
 
     @abstractmethod
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:

@@ -48,6 +48,13 @@ class PendingEntries:
         shape = (requests, size.width, size.features)
         self.features = torch.zeros(shape, dtype=size.dtype, device=device)
 
+    def waiting(self, slots: list[int]) -> list[int]:
+        """How many entries of requests that have not ended are pending, by waiting for the
+        device."""
+        remaining = self.table.remaining[slots]
+        counts: list[int] = torch.where(remaining > 0, self.pending[slots], 0).tolist()
+        return counts
+
     def take(self, slots: Tensor, counts: Tensor | None, longest: int) -> Taken:
         """Take entries that are about to be processed, and add them to ``processed``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mamba_eagle.backend.drafts import HeadParts
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
@@ -34,6 +35,13 @@ class EagleNetwork(DraftNetwork):
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         return self.target.raw_logits(outputs)
+
+    def head_parts(self) -> HeadParts | None:
+        head, target = self.head, self.target
+        if target.logits_scale != 1.0:
+            return None
+        own = (head.fc, tuple(head.layers), head.norm)
+        return HeadParts(target.parts.embedding, target.embedding_scale, *own, target.lm_head)
 
     @property
     def num_bytes(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
+from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts
 from mamba_eagle.backend.lanes import LaneRows, Lanes
 from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, StatePool, kv_dtype
@@ -123,6 +125,7 @@ class ModelDrafter(Drafter):
         self.recurrent = net.mamba is not None or network.carry_size > 0
         self.reads = "features" if network.feature_size else "tokens"
         self.on_device = on_device and backend.experts_on_device(net.moe)
+        self.greedy = self._greedy_drafts(config.tree_shape)
 
     # ── following the sequences ──
 
@@ -206,18 +209,33 @@ class ModelDrafter(Drafter):
 
     # ── drafting ──
 
+    def _greedy_drafts(self, largest: TreeShape) -> GreedyDrafts:
+        head = self.network.head_parts()
+        if head is not None and not self.recurrent and not self.vocabulary.is_split:
+            pools = DraftPools(self.table, self.entries, self.kv, self.max_lanes, largest)
+            found = self.backend.greedy_drafts(head, pools, self.scheme)
+            if found is not None:
+                return found
+        return DepthByDepth(self)
+
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
+        if noise is None:
+            return self.greedy.trees(slots, part.shape, part.longest)
+        return self.grow(slots, part.shape, part.longest, noise)
+
+    def grow(self, slots: Tensor, shape: TreeShape, longest: int, noise: KeyedNoise | None) -> Tree:
+        """As ``GreedyDrafts.trees``, for all requests."""
         # entries of a request that has ended stay pending until it is released
-        roots = self._run_pending(slots, None, part.longest)[:, None]  # [b, 1, O]
-        told = () if noise is None else noise.told(part.shape.depth)
+        roots = self._run_pending(slots, None, longest)[:, None]  # [b, 1, O]
+        told = () if noise is None else noise.told(shape.depth)
         if noise is None or not told:
-            return self._grow(slots, roots, part.shape, noise)
-        trees = empty_trees(len(slots), part.shape.nodes, roots.device)
+            return self._grow(slots, roots, shape, noise)
+        trees = empty_trees(len(slots), shape.nodes, roots.device)
         trees.tokens[:, 0] = self.table.last_token[slots]
         asked = [i for i in range(len(slots)) if i not in told]
         if asked:
             index = self.place.to_device(asked)
-            own = self._grow(slots[index], roots[index], part.shape, noise.of(asked))
+            own = self._grow(slots[index], roots[index], shape, noise.of(asked))
             for all_trees, drafted in zip(trees, own):
                 all_trees[index] = drafted
         return trees
@@ -305,3 +323,15 @@ class ModelDrafter(Drafter):
     def num_bytes(self) -> int:
         own = (self.kv, self.pool, self.scheme, self.network)
         return sum(part.num_bytes for part in own)
+
+
+class DepthByDepth:
+    """``GreedyDrafts`` by the drafter itself."""
+
+    def __init__(self, drafter: ModelDrafter) -> None:
+        self._drafter = ref(drafter)
+
+    def trees(self, slots: Tensor, shape: TreeShape, longest: int) -> Tree:
+        drafter = self._drafter()
+        assert drafter is not None
+        return drafter.grow(slots, shape, longest, None)

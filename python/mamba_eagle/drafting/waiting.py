@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pending import UNTRACKED, PendingEntries
@@ -95,5 +94,4 @@ class Waiting:
         """Pending entries of the requests in ``slots``: exact on a CPU, else upper bounds."""
         if not self.place.on_host or not slots:
             return [self.bounds[slot] for slot in slots]
-        index = list(slots)
-        return torch.where(self.table.remaining[index] > 0, self.entries.pending[index], 0).tolist()
+        return self.entries.waiting(list(slots))

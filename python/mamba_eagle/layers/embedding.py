@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.layers.weights import META, without_memory
 
 
@@ -21,11 +20,11 @@ class Embedding(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, size))
         self.dtype: torch.dtype | None = None  # of what it returns; None: the weight's
-        self._rows: Callable[[Tensor], Tensor] | None = None
+        self.holder: PackedProduct | None = None  # what has its rows, if it has not
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        if self._rows is not None:
-            return self._rows(input_ids)
+        if self.holder is not None:
+            return self.holder.rows(input_ids)
         embedded = F.embedding(input_ids, self.weight)
         return embedded if self.dtype is None else embedded.to(self.dtype)
 
@@ -42,9 +41,8 @@ class Embedding(Layer):
         self.dtype = self.dtype or self.weight.dtype
         self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def read_from(self, rows: Callable[[Tensor], Tensor]) -> None:
-        """Read rows of what another layer holds, and give up the own weight. rows: ids [n] -> [n,
-        size]."""
-        self._rows = rows
+    def read_from(self, holder: PackedProduct) -> None:
+        """Read rows of the weight that another layer's product holds, and give up the own one."""
+        self.holder = holder
         shell = without_memory(self.weight.shape, self.weight.dtype)
         self.weight = nn.Parameter(shell, requires_grad=False)

@@ -199,7 +199,7 @@ class CausalLM(Layer):
             return
         packed = self.lm_head.packed
         if packed is not None and packed.outputs == self.config.vocab_size:
-            self.parts.embedding.read_from(packed.rows)
+            self.parts.embedding.read_from(packed)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is

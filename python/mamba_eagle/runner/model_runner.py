@@ -58,6 +58,7 @@ from mamba_eagle.runner.steps.decode_step import (
     EagerRun,
     EagerSteps,
     Verified,
+    make_step,
 )
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
@@ -169,7 +170,7 @@ class ModelRunner:
         return source.make(parts)
 
     def _make_step(self) -> DecodeStep:
-        step = DecodeStep(
+        step = make_step(
             self.backend,
             self.model,
             self.kv,

@@ -11,13 +11,15 @@ from runner_harness import TREE, Engine, Settings, greedy
 from tiny_model import VOCAB, write_folder, write_head, write_model
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.drafts import DraftProgram
 from mamba_eagle.backend.cpu.fused import FusedLayers, FusedRun, SingleLayer
+from mamba_eagle.drafting.model_drafter import DepthByDepth
 from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels import vector_code
 from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.models.granitemoehybrid import GraniteMoeHybridForCausalLM, parse_config
 from mamba_eagle.models.loader import random_weights
-from mamba_eagle.runner.steps.decode_step import DecodeStep
+from mamba_eagle.runner.steps.decode_step import DecodeStep, PassStep
 
 pytestmark = pytest.mark.skipif(numba is None, reason="numba is not installed")
 
@@ -72,20 +74,21 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits of all steps of two requests."""
+    """The trees of all steps of two requests, and their logits."""
     found: list[Tensor] = []
-    verify = DecodeStep.verify
+    kind = type(engine.runner.step)
+    verify = kind.verify
 
     def kept(self: DecodeStep, *arguments: object) -> object:
         verified = verify(self, *arguments)
-        found.append(verified.logits.clone())
+        found.extend(part.clone() for part in (*verified.tree, verified.logits))
         return verified
 
     with monkeypatch.context() as changed:
-        changed.setattr(DecodeStep, "verify", kept)
+        changed.setattr(kind, "verify", kept)
         for length in (5, 19):
             prompt = [(7 * k + length) % VOCAB for k in range(length)]
-            engine.generate(prompt, greedy(12))
+            engine.generate(prompt, greedy(30))  # journals are folded
     return found
 
 
@@ -94,20 +97,26 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_a_program_computes_what_the_layers_do(
     name: str, mode: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, trees and plain steps, the drafter's layers among them."""
+    """Bit by bit, trees and plain steps; and the program that drafts them."""
     folder = folders[name]
     for settings in (TREE, Settings("NONE")):
         head = folder.parent / f"{name}-head" if settings is TREE else None
         engine = Engine(folder, head, settings, quantization=mode)
         programs = steps_of(engine, monkeypatch)
-        (parts,) = engine.runner.step.scheme._fused._made.values()
-        kinds = {type(part) for part in parts}
         # 8 heads of 20 channels are no whole number of panels
-        assert kinds == {FusedRun} | (
-            {SingleLayer} if (name, mode) == ("hybrid", "auto") else set()
-        )
+        whole = (name, mode) != ("hybrid", "auto")
+        step = engine.runner.step
+        assert isinstance(step, PassStep) == whole
+        if not whole:
+            (parts,) = step.scheme._fused._made.values()
+            assert {type(part) for part in parts} == {FusedRun, SingleLayer}
         with monkeypatch.context() as changed:
             changed.setattr(FusedLayers, "run", lambda *arguments: None)
+            changed.setattr(step, "__class__", DecodeStep)
+            if settings is TREE:
+                drafter = engine.runner.drafter
+                assert isinstance(drafter.greedy, DraftProgram)
+                changed.setattr(drafter, "greedy", DepthByDepth(drafter))
             layers = steps_of(engine, monkeypatch)
         assert len(programs) == len(layers) > 4
         assert all(torch.equal(one, other) for one, other in zip(programs, layers, strict=True))

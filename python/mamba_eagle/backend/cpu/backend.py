@@ -16,6 +16,7 @@ from mamba_eagle.backend.attention import (
 )
 from mamba_eagle.backend.cpu.attention import CpuBlocks, CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.candidates import CpuCandidates
+from mamba_eagle.backend.cpu.drafts import draft_program
 from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
@@ -23,6 +24,8 @@ from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
 from mamba_eagle.backend.cpu.products import PanelProduct
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES, CpuStateless
+from mamba_eagle.backend.cpu.steps import target_program
+from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts, HeadParts
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -30,6 +33,7 @@ from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
@@ -136,6 +140,20 @@ class CpuBackend(TorchBackend):
     ) -> None:
         changed = (table.kv_slots, table.processed, table.last_token, table.remaining)
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
+
+    def target_pass(
+        self, parts: ModelParts, kv: KVPool, table: RequestTable, scheme: StateScheme
+    ) -> TargetPass | None:
+        return target_program(parts, kv, table, scheme)
+
+    def greedy_drafts(
+        self, head: HeadParts, pools: DraftPools, scheme: StateScheme
+    ) -> GreedyDrafts | None:
+        return draft_program(head, pools, scheme)
+
+    def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
+        own, host_slots = table.kv_slots.numpy(), slots.numpy()
+        own[host_slots, table.processed.numpy()[host_slots]] = kv_slots.numpy()[:, 0]
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
         out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()

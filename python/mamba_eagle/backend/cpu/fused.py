@@ -101,21 +101,21 @@ class Builder:
         elif isinstance(body, PackedGatedMLP):
             last = body.output_linear
             self._norm(layer, body.input_linear)
-            self._product(body.input_linear, "inputs", "wide")
+            self.product(body.input_linear, "inputs", "wide")
             self._gate(spans.SILU_GATE, body.input_linear, last)
-            made, width = "made", self._product(last, "inputs", "made")
+            made, width = "made", self.product(last, "inputs", "made")
         else:
             last = body.down_proj
             self._norm(layer, body.up_proj)
-            self._product(body.up_proj, "inputs", "wide")
+            self.product(body.up_proj, "inputs", "wide")
             self._gate(spans.RELU_SQUARED, body.up_proj, last)
-            made, width = "made", self._product(last, "inputs", "made")
+            made, width = "made", self.product(last, "inputs", "made")
         size = layer.norm.weight.shape[0]
-        call = self._call(spans.RESIDUAL, [0, size, 0, width, 0], work_per_row=size // 8)
+        call = self.call(spans.RESIDUAL, [0, size, 0, width, 0], work_per_row=size // 8)
         call.scratch[2] = (made, 0)
         call.keep(4, np.array([layer.scale], np.float32))
 
-    def _call(self, kernel: SpanKernel, words: Sequence[int], **columns: int) -> Call:
+    def call(self, kernel: SpanKernel, words: Sequence[int], **columns: int) -> Call:
         """One whose units are rows, and whose first word is the frame's address."""
         columns = {"units_per_row": 1} | columns
         call = Call(kernel, words, **columns)
@@ -123,7 +123,7 @@ class Builder:
         self.calls.append(call)
         return call
 
-    def _rounded(self, call: Call, place: int, reader: Linear) -> None:
+    def rounded(self, call: Call, place: int, reader: Linear) -> None:
         """The last words of a call, and its float32 result: what ``reader`` reads."""
         size = reader.weight.shape[1]
         self.scratch.want("inputs", size * 4)
@@ -136,20 +136,20 @@ class Builder:
     def _norm(self, layer: Residual, reader: Linear) -> None:
         size, norm = layer.norm.weight.shape[0], layer.norm
         words = [0, 0, 0, size, 0, 0, 0, 0]
-        call = self._call(spans.NORM, words, work_per_row=size * NS_PER_NUMBER)
+        call = self.call(spans.NORM, words, work_per_row=size * NS_PER_NUMBER)
         call.keep(1, norm.weight.detach().float().contiguous().numpy())
         call.keep(2, np.array([norm.eps], np.float64))
         call.scratch[4] = ("inputs", 0)
-        self._rounded(call, 5, reader)
+        self.rounded(call, 5, reader)
 
     def _gate(self, kernel: SpanKernel, above: Linear, below: Linear) -> None:
         size = below.weight.shape[1]
         words = [0, size, 0, width_of(above), 0, 0, 0, 0]
-        call = self._call(kernel, words, work_per_row=size * NS_PER_NUMBER)
+        call = self.call(kernel, words, work_per_row=size * NS_PER_NUMBER)
         call.scratch |= {2: ("wide", 0), 4: ("inputs", 0)}
-        self._rounded(call, 5, below)
+        self.rounded(call, 5, below)
 
-    def _product(self, layer: Linear, x: str, y: str) -> int:
+    def product(self, layer: Linear, x: str, y: str) -> int:
         """Returns the columns of its result, y in the scratch."""
         packed = layer.packed
         assert isinstance(packed, (PanelProduct, GroupedProduct))
@@ -181,39 +181,39 @@ class Builder:
     def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> tuple[str, int]:
         c, norm = mixer.config, mixer.norm
         self._norm(layer, mixer.in_proj)
-        width = self._product(mixer.in_proj, "inputs", "wide")
+        width = self.product(mixer.in_proj, "inputs", "wide")
         words = [0] * Recurrence.COUNT
         convolving = c.conv_dim * 4 * NS_PER_NUMBER
-        enter = self._call(
+        enter = self.call(
             spans.BEGIN_REQUESTS, words,
             units_per_row=0, units_per_request=1, work_per_row=convolving,
         )  # fmt: skip
-        self._recurrence(enter, mixer, width)
+        self.recurrence(enter, mixer, width)
         reading = c.inner_size * c.state_size // 16
-        heads = self._call(
+        heads = self.call(
             spans.HEADS, list(enter.words),
             units_per_row=0, units_per_request=c.num_heads, work_per_row=reading,
         )  # fmt: skip
         heads.scratch, heads.kept = enter.scratch, enter.kept
         size = c.inner_size
         words = [0, 0, 0, size, norm.group_size, 0, 0, width, 0, 0, 0, 0]
-        gate = self._call(spans.GATED_NORM, words, work_per_row=size * NS_PER_NUMBER * 2)
+        gate = self.call(spans.GATED_NORM, words, work_per_row=size * NS_PER_NUMBER * 2)
         gate.keep(1, norm.weight.detach().float().contiguous().numpy())
         gate.keep(2, np.array([norm.eps], np.float64))
         gate.scratch |= {5: ("y", 0), 6: ("wide", 0), 8: ("inputs", 0)}
-        self._rounded(gate, 9, mixer.out_proj)
-        return "made", self._product(mixer.out_proj, "inputs", "made")
+        self.rounded(gate, 9, mixer.out_proj)
+        return "made", self.product(mixer.out_proj, "inputs", "made")
 
     def _attention(self, layer: Residual, attention: Attention) -> tuple[str, int]:
         c, at = attention.config, Attended
         packed = attention.qkv
         assert packed is not None
         self._norm(layer, packed)
-        width = self._product(packed, "inputs", "wide")
+        width = self.product(packed, "inputs", "wide")
         words = [0] * at.COUNT
         words[at.WIDTH], words[at.HEADS] = width, c.num_heads
         words[at.KV_HEADS], words[at.HEAD_DIM] = c.num_kv_heads, c.head_dim
-        call = self._call(
+        call = self.call(
             spans.ATTENTION, words,
             units_per_row=0, units_per_tree=c.num_kv_heads, work_per_row=ATTENTION_NS,
         )  # fmt: skip
@@ -228,12 +228,12 @@ class Builder:
         call.scratch |= {at.PACKED: ("wide", 0), at.OUT: ("inputs", 0)}
         self.scratch.want("inputs", size * 4)
         if isinstance(attention.o_proj.packed, GroupedProduct):
-            rounding = self._call(spans.ROUND_INPUTS, [0, size, 0, 0, 0, 0], work_per_row=size)
+            rounding = self.call(spans.ROUND_INPUTS, [0, size, 0, 0, 0, 0], work_per_row=size)
             rounding.scratch[2] = ("inputs", 0)
-            self._rounded(rounding, 3, attention.o_proj)
-        return "made", self._product(attention.o_proj, "inputs", "made")
+            self.rounded(rounding, 3, attention.o_proj)
+        return "made", self.product(attention.o_proj, "inputs", "made")
 
-    def _recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
+    def recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
         c, scheme, at = mixer.config, self.scheme, Recurrence
         weights: cpu.LayerWeights = scheme.weights_of(mixer)
         buffers: cpu.Buffers = scheme.buffers_of(mixer)
@@ -297,7 +297,7 @@ class FusedRun:
         self.scratch.grow(rows)
         for call in self.calls:
             call.place(self.scratch)
-        self.program = Program(np.array([call.row() for call in self.calls], np.int64))
+        self.program = Program(table_of(self.calls))
 
 
 class SingleLayer:
@@ -393,6 +393,21 @@ class FusedLayers:
         return made
 
 
+def table_of(calls: Sequence[Call]) -> np.ndarray:
+    return np.array([call.row() for call in calls], np.int64)
+
+
+def residuals_of(layers: Sequence[nn.Module]) -> list[Residual] | None:
+    """What the layers consist of, if programs can compute all of it."""
+    steps: list[Residual] = []
+    for layer in layers:
+        own = layer.residuals() if hasattr(layer, "residuals") else ()
+        if not own:
+            return None
+        steps += own
+    return steps if steps and all(has_program(step, True) for step in steps) else None
+
+
 def has_program(layer: Residual, has_pool: bool) -> bool:
     """Whether a program can compute it; has_pool: whether it could read keys and values."""
     body = layer.body
@@ -413,9 +428,13 @@ def has_program(layer: Residual, has_pool: bool) -> bool:
 
 
 def multiplies(layer: Linear) -> bool:
+    """Whether a program can call its product, and that is all of it."""
+    return layer.bias is None and is_called(layer)
+
+
+def is_called(layer: Linear) -> bool:
     """Whether a program can call its product."""
-    kinds = (PanelProduct, GroupedProduct)
-    return layer.bias is None and isinstance(layer.packed, kinds)
+    return isinstance(layer.packed, (PanelProduct, GroupedProduct))
 
 
 def width_of(layer: Linear) -> int:

@@ -11,7 +11,21 @@ from __future__ import annotations
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange
+from mamba_eagle.kernels.numba_sums import (
+    COLUMNS,
+    LANES,
+    ROWS,
+    WIDTH,
+    add_four_rows,
+    add_narrow_row,
+    add_one_row,
+    add_products_of_four,
+    add_products_of_one,
+    largest_of,
+)
 from mamba_eagle.kernels.threads import threaded
+
+INFINITY = np.float32(np.inf)
 
 
 def multiply_adds(q: np.ndarray, prefix: np.ndarray, own: np.ndarray) -> int:
@@ -68,6 +82,61 @@ def _add_values(weights, pool_v, kv_head, table, n, result):
 
 
 @kernel
+def _all_scores(queries, pool_k, kv_head, table, scale, weights):
+    """weights[m, j] += scale · queries[m] · pool_k[table[j], kv_head], for all of ``table``, whose
+    length is that of whole vectors."""
+    (M, D), (n, kv), m = queries.shape, (len(table), pool_k.shape[1]), 0
+    if D % LANES != 0:
+        for j in range(n):
+            _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+        return
+    flat, scales = pool_k.reshape(pool_k.size), np.empty(ROWS, np.float32)
+    scales[:] = scale
+    while m + ROWS <= M:
+        for j in range(0, n, COLUMNS):
+            add_products_of_four(
+                weights, m * n + j, n, scales, 0, queries, m * D, D,
+                flat, kv_head * D, kv * D, table, j, D,
+            )  # fmt: skip
+        m += ROWS
+    while m < M:
+        for j in range(0, n, LANES):
+            add_products_of_one(
+                weights, m * n + j, n, scales, 0, queries, m * D, D,
+                flat, kv_head * D, kv * D, table, j, D,
+            )  # fmt: skip
+        m += 1
+
+
+@kernel
+def _all_values(weights, pool_v, kv_head, table, n, result):
+    """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n; result [M, D]."""
+    (M, D), (W, kv), m = result.shape, (weights.shape[1], pool_v.shape[1]), 0
+    if D % LANES != 0:
+        _add_values(weights, pool_v, kv_head, table, n, result)
+        return
+    result[:] = ZERO
+    flat, wide = pool_v.reshape(pool_v.size), D // WIDTH * WIDTH
+    while m + ROWS <= M:
+        for d in range(0, wide, WIDTH):
+            of_head = kv_head * D + d
+            add_four_rows(result, m * D + d, D, weights, m * W, W, flat, of_head, kv * D, table, n)
+        m += ROWS
+    for rest in range(M):
+        if rest >= m:
+            for d in range(0, wide, WIDTH):
+                of_head = kv_head * D + d
+                add_one_row(
+                    result, rest * D + d, D, weights, rest * W, W, flat, of_head, kv * D, table, n
+                )
+        for d in range(wide, D, LANES):
+            of_head = kv_head * D + d
+            add_narrow_row(
+                result, rest * D + d, D, weights, rest * W, W, flat, of_head, kv * D, table, n
+            )
+
+
+@kernel
 def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
     """All nodes of request r, in the query heads that share a key head."""
     (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
@@ -75,25 +144,29 @@ def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
     T, D = q.shape[0] // b, q.shape[2]
     group = q.shape[1] // k.shape[1]
     first, seen, old, before = r * T, prefix[r], E - T, kv_head * group
+    whole = -(-(seen + E) // LANES) * LANES
     queries = np.empty((T * group, D), np.float32)
-    weights = np.empty((T * group, seen + E), np.float32)
+    weights = np.zeros((T * group, whole), np.float32)
     result = np.empty((T * group, D), np.float32)
-    table = np.empty(seen + E, np.int64)
+    table = np.empty(whole, np.int64)
     for j in range(seen):
         table[j] = slot_table[slots[r], j]
     for i in range(E):
         table[seen + i] = own[r, i]
+    for j in range(seen + E, whole):
+        table[j] = own[r, 0]
     for i in range(T):
         pool_k[own[r, old + i], kv_head] = k[first + i, kv_head]
         pool_v[own[r, old + i], kv_head] = v[first + i, kv_head]
         for h in range(group):
             queries[i * group + h] = q[first + i, before + h]
-    for j in range(seen + E):
-        _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+    _all_scores(queries, pool_k, kv_head, table, scale, weights)
+    hidden = np.empty(whole, np.bool_)
     for i in range(T):
+        _off_path(hidden, seen, parents[r], old + i)
         for h in range(group):
-            _softmax_over_path(weights[i * group + h], seen, parents[r], old + i)
-    _add_values(weights, pool_v, kv_head, table, seen + E, result)
+            _softmax_of_seen(weights[i * group + h], hidden)
+    _all_values(weights, pool_v, kv_head, table, seen + E, result)
     for i in range(T):
         for h in range(group):
             out[first + i, before + h] = result[i * group + h]
@@ -120,29 +193,29 @@ def paged_tree_attention(new, pool, sequences, own, parents, scale, out):
 
 
 @kernel
-def _softmax_over_path(scores, seen, parents, node):
-    """In place: scores [seen + E] become weights; nodes off the path to ``node`` get zero."""
-    E = parents.shape[0]
-    on_path = np.zeros(E, np.bool_)
-    at = node
-    on_path[at] = True
-    largest = scores[seen + at]
-    while parents[at] != at:
-        at = parents[at]
-        on_path[at] = True
-        largest = max(largest, scores[seen + at])
-    for j in range(seen):
-        largest = max(largest, scores[j])
-    total = ZERO
-    for j in range(seen):
-        weight = exp(scores[j] - largest)
-        scores[j] = weight
-        total += weight
-    for i in range(E):
-        weight = exp(scores[seen + i] - largest) if on_path[i] else ZERO
-        scores[seen + i] = weight
-        total += weight
-    for j in range(seen + E):
+def _off_path(hidden, seen, parents, node):
+    """Whether a key is hidden from the node: [keys], the prefix's first. What is behind the nodes'
+    keys is hidden, too."""
+    hidden[:seen] = False
+    hidden[seen:] = True
+    hidden[seen + node] = False
+    while parents[node] != node:
+        node = parents[node]
+        hidden[seen + node] = False
+
+
+@kernel
+def _softmax_of_seen(scores, hidden):
+    """In place: scores become weights; hidden ones get zero. Their number is a multiple of LANES:
+    vectors of exponentials have no remainder."""
+    for j in range(len(scores)):
+        scores[j] = -INFINITY if hidden[j] else scores[j]
+    largest, total = largest_of(scores, len(scores)), ZERO
+    for j in range(len(scores)):
+        scores[j] = ZERO if hidden[j] else exp(scores[j] - largest)
+    for j in range(len(scores)):
+        total += scores[j]
+    for j in range(len(scores)):
         scores[j] /= total
 
 

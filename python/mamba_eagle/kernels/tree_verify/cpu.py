@@ -19,7 +19,23 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange, silu, softplus
+from mamba_eagle.kernels.numba_sums import (
+    COLUMNS,
+    LANES,
+    ROWS,
+    WIDTH,
+    add_narrow_row,
+    add_one_row,
+    add_products_of_four,
+    add_products_of_one,
+    add_taps,
+)
+from mamba_eagle.kernels.numba_tiles import COLUMNS as TILE_COLUMNS
+from mamba_eagle.kernels.numba_tiles import ROWS as TILE_ROWS
+from mamba_eagle.kernels.numba_tiles import add_tile
 from mamba_eagle.kernels.threads import threaded
+
+FIRST = np.arange(LANES)
 
 
 class LayerWeights(NamedTuple):
@@ -56,23 +72,24 @@ def _convolve(out, conv, inputs, rows, parents, tail, node):
     inputs [K-1 + W, C]; rows, parents [T]; tail [K-1], places of the tokens before the tree. Tree
     parents come first, then the tail from its end.
     """
-    K = conv.shape[0] - 1
+    K, C = conv.shape[0] - 1, out.shape[0]
     history = K - 1
     before = history - 1  # of the tail, next to be read
-    taps, bias, own = conv[K - 1], conv[K], inputs[history + rows[node]]
-    for c in range(out.shape[0]):
-        out[c] = bias[c] + taps[c] * own[c]
-    for k in range(K - 2, -1, -1):
+    places = np.empty(K, np.int64)  # from the node upwards
+    places[0] = history + rows[node]
+    for k in range(1, K):
         if node > 0:
             node = parents[node]
-            place = history + rows[node]
+            places[k] = history + rows[node]
         else:
-            place = tail[before]
+            places[k] = tail[before]
             before -= 1
-        taps, earlier = conv[k], inputs[place]
-        for c in range(out.shape[0]):
-            out[c] += taps[c] * earlier[c]
-    for c in range(out.shape[0]):
+    add_taps(out, conv, C, inputs, places, K)
+    for c in range(C // LANES * LANES, C):
+        out[c] = conv[K, c]
+        for k in range(K):
+            out[c] += conv[K - 1 - k, c] * inputs[places[k], c]
+    for c in range(C):
         out[c] = silu(out[c])
 
 
@@ -137,51 +154,49 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
 
 
 @kernel
-def _read_rows(out, x, weights, rows, count, first):
-    """out [P] += Σ_k weights[k] · x[rows[k], first + p]; four rows at a time."""
-    P, k = out.shape[0], 0
-    while k + 4 <= count:
-        w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
-        x0, x1 = x[rows[k], first : first + P], x[rows[k + 1], first : first + P]
-        x2, x3 = x[rows[k + 2], first : first + P], x[rows[k + 3], first : first + P]
-        for p in range(P):
-            out[p] += (w0 * x0[p] + w1 * x1[p]) + (w2 * x2[p] + w3 * x3[p])
-        k += 4
-    while k < count:
-        w0, x0 = weights[k], x[rows[k], first : first + P]
-        for p in range(P):
-            out[p] += w0 * x0[p]
-        k += 1
+def _read_rows(out, out_at, P, x, weights, rows, count, first):
+    """out[out_at + p] += Σ_k weights[k] · x[rows[k], first + p], p < P."""
+    width, p = x.shape[1], 0
+    while p + WIDTH <= P:
+        add_one_row(out, out_at + p, 0, weights, 0, 0, x, first + p, width, rows, count)
+        p += WIDTH
+    while p + LANES <= P:
+        add_narrow_row(out, out_at + p, 0, weights, 0, 0, x, first + p, width, rows, count)
+        p += LANES
+    while p < P:
+        for k in range(count):
+            out[out_at + p] += weights[k] * x[rows[k], first + p]
+        p += 1
 
 
 @kernel
-def _read_state(out, first, S, C, decay):
-    """out[i, first + p] += decay[i] · (S[p] · C[i]), four nodes at a time.
+def _read_state(out, at, width, S, C, C_at, C_row, decay, T):
+    """out[at + i * width + p] += decay[i] · (S[p] · C[i]), i < T.
 
-    out [T, H*P]; S [P, N]; C [T, N]; decay [T].
+    S [P, N]; rows of C begin at ``C_at``, with ``C_row`` numbers from one to the next.
     """
-    T, (P, N), i = out.shape[0], S.shape, 0
-    while i + 4 <= T:
-        c0, c1, c2, c3 = C[i], C[i + 1], C[i + 2], C[i + 3]
-        for p in range(P):
-            s = S[p]
-            t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
-            for n in range(N):
-                value = s[n]
-                t0 += value * c0[n]
-                t1 += value * c1[n]
-                t2 += value * c2[n]
-                t3 += value * c3[n]
-            at = first + p
-            out[i, at] += decay[i] * t0
-            out[i + 1, at] += decay[i + 1] * t1
-            out[i + 2, at] += decay[i + 2] * t2
-            out[i + 3, at] += decay[i + 3] * t3
-        i += 4
+    (P, N), i = S.shape, 0
+    if P % LANES != 0 or N % LANES != 0:
+        for i in range(T):
+            for p in range(P):
+                total = ZERO
+                for n in range(N):
+                    total += S[p, n] * C[C_at + i * C_row + n]
+                out[at + i * width + p] += decay[i] * total
+        return
+    while i + ROWS <= T:
+        own, of_C = at + i * width, C_at + i * C_row
+        for p in range(0, P, COLUMNS):
+            add_products_of_four(
+                out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
+            )
+        i += ROWS
     while i < T:
-        c0 = C[i]
-        for p in range(P):
-            out[i, first + p] += decay[i] * _dot(S[p], c0)
+        own, of_C = at + i * width, C_at + i * C_row
+        for p in range(0, P, LANES):
+            add_products_of_one(
+                out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
+            )
         i += 1
 
 
@@ -191,24 +206,34 @@ def _head(r, h, nodes, skip, buffers, seen, y):
     _, xB, dt, log_decay, state = buffers
     T, G, N = seen.C.shape[1:]
     H, P = state.shape[1:3]
-    g, first, slot = h // (H // G), h * P, nodes.slots[r]
-    out = y[r * T : (r + 1) * T]
-    weights = np.empty(seen.rows.shape[2], np.float32)
-    C, decay = np.empty((T, N), np.float32), np.empty(T, np.float32)
+    g, first, slot, width = h // (H // G), h * P, nodes.slots[r], y.shape[1]
+    most = -(-seen.rows.shape[2] // LANES) * LANES
+    room = np.empty(most + T, np.float32)
+    weights, decay = room[:most], room[most:]
+    flat, begin = y.reshape(y.size), r * T * width + first
     for i in range(T):
         row, rows, count = nodes.rows[r, i], seen.rows[r, i], seen.count[r, i]
-        x, own, L, scores = xB[slot, row], out[i], log_decay[slot, row, h], seen.scores[r, i, g]
+        x, L, scores = (
+            xB[slot, row, first : first + P],
+            log_decay[slot, row, h],
+            seen.scores[r, i, g],
+        )
+        own = y[r * T + i, first : first + P]
         for k in range(count):
             weights[k] = L - log_decay[slot, rows[k], h]
+        whole = -(-count // LANES) * LANES  # vectors of exponentials have no remainder
+        for k in range(count, whole):
+            weights[k] = ZERO
+        for k in range(whole):
+            weights[k] = exp(weights[k])
         for k in range(count):
-            weights[k] = exp(weights[k]) * scores[k]
-        for k in range(count):
-            weights[k] *= dt[slot, rows[k], h]
-        for p in range(first, first + P):
+            weights[k] = weights[k] * scores[k] * dt[slot, rows[k], h]
+        for p in range(P):
             own[p] = skip * x[p]
-        _read_rows(own[first : first + P], xB[slot], weights, rows, count, first)
-        C[i], decay[i] = seen.C[r, i, g], seen.decay[r, i, h]
-    _read_state(out, first, state[nodes.state_slots[r], h], C, decay)
+        _read_rows(flat, begin + i * width, P, xB[slot], weights, rows, count, first)
+        decay[i] = seen.decay[r, i, h]
+    S, C, C_at = state[nodes.state_slots[r], h], seen.C, (r * T * G + g) * N
+    _read_state(flat, begin, width, S, C.reshape(C.size), C_at, G * N, decay, T)
 
 
 @threaded
@@ -245,30 +270,31 @@ def _fold_head(slot, rows, length, S, h, buffers):
     H, P, N = state.shape[1:]
     x = xB[slot]
     of_B = H * P + h // (H * N // (xB.shape[2] - H * P)) * N
-    weights = np.empty(length, np.float32)
+    B, added = np.empty((length, N), np.float32), np.empty((length, P), np.float32)
     last = log_decay[slot, rows[length - 1], h]
     for k in range(length):
-        weights[k] = exp(last - log_decay[slot, rows[k], h]) * dt[slot, rows[k], h]
+        weight = exp(last - log_decay[slot, rows[k], h]) * dt[slot, rows[k], h]
+        source, own, kept = x[rows[k]], added[k], B[k]
+        for p in range(P):
+            own[p] = weight * source[h * P + p]
+        for n in range(N):
+            kept[n] = source[of_B + n]
     decay = exp(last)
     for p in range(P):
         s = S[p]
         for n in range(N):
             s[n] *= decay
-        at, k = h * P + p, 0
-        while k + 4 <= length:
-            j0, j1, j2, j3 = rows[k], rows[k + 1], rows[k + 2], rows[k + 3]
-            w0, w1 = weights[k] * x[j0, at], weights[k + 1] * x[j1, at]
-            w2, w3 = weights[k + 2] * x[j2, at], weights[k + 3] * x[j3, at]
-            B0, B1 = x[j0, of_B : of_B + N], x[j1, of_B : of_B + N]
-            B2, B3 = x[j2, of_B : of_B + N], x[j3, of_B : of_B + N]
+    if P % TILE_ROWS == 0 and N % TILE_COLUMNS == 0:
+        for p in range(0, P, TILE_ROWS):
+            for n in range(0, N, TILE_COLUMNS):
+                add_tile(S, p * N + n, N, added, p, 1, P, B, n, N, length)
+        return
+    for p in range(P):
+        s = S[p]
+        for k in range(length):
+            weight, kept = added[k, p], B[k]
             for n in range(N):
-                s[n] += (w0 * B0[n] + w1 * B1[n]) + (w2 * B2[n] + w3 * B3[n])
-            k += 4
-        while k < length:
-            w0, B0 = weights[k] * x[rows[k], at], x[rows[k], of_B : of_B + N]
-            for n in range(N):
-                s[n] += w0 * B0[n]
-            k += 1
+                s[n] += weight * kept[n]
 
 
 @threaded

@@ -21,6 +21,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pools import KVPool, RequestTable
 from mamba_eagle.backend.state import StateScheme
+from mamba_eagle.backend.steps import TargetPass, model_parts
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
@@ -95,7 +96,7 @@ class DecodeStep:
         """A tree of ``part.shape`` per request. noise: what else the target will sample with.
         reshaped: what becomes of the drafter's trees before other ranks see them."""
         table = self.table
-        table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
+        self.backend.enter_roots(table, slots, kv_slots)
         if part.shape == PLAIN:
             return single_node_tree(table.last_token[slots])
         return self.chooser.agree(reshaped(self.drafter.propose(slots, part, noise)))
@@ -147,11 +148,17 @@ class DecodeStep:
 
         target: [b, T] int64, the target's token at each node.
         """
-        accepted = self._accept(slots, verified.tree, target, part.shape.depth)
+        outcome = self._commit_target(slots, kv_slots, verified, target, part.shape.depth)
+        if self.drafter_commits(part):
+            self.drafter.observe_accepted(slots, outcome.accepted, verified.features)
+        return outcome
+
+    def _commit_target(
+        self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, depth: int
+    ) -> Outcome:
+        accepted = self._accept(slots, verified.tree, target, depth)
         self.scheme.accept(verified.layout, accepted, verified.features)
         self.backend.commit_tokens(self.table, slots, kv_slots, accepted)
-        if self.drafter_commits(part):
-            self.drafter.observe_accepted(slots, accepted, verified.features)
         return Outcome(accepted, self.scheme.folded(slots))
 
     def _accept(self, slots: Tensor, tree: Tree, target: Tensor, depth: int) -> Truncated:
@@ -180,6 +187,38 @@ class DecodeStep:
             self.sampling.observe_accepted(slots, accepted.tokens, accepted.count)
         if not self.drafter.on_device and not part.idle:
             self.drafter.observe_accepted(slots, accepted, verified.features)
+
+
+class PassStep(DecodeStep):
+    """One whose backend has a way of its own to run the target."""
+
+    target_pass: TargetPass
+
+    def verify(
+        self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
+    ) -> Verified:
+        assert logits is None, "graphs have none"
+        return Verified(tree, *self.target_pass.verify(slots, kv_slots, tree))
+
+    def _commit_target(
+        self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, depth: int
+    ) -> Outcome:
+        if self.forced_length is not None:
+            return super()._commit_target(slots, kv_slots, verified, target, depth)
+        made = (slots, kv_slots, verified.tree, verified.features, target, depth)
+        return Outcome(*self.target_pass.commit(*made))
+
+
+def make_step(backend: Backend, model: CausalLM, *others: Any) -> DecodeStep:
+    """others: as ``DecodeStep`` takes them."""
+    kv, table, scheme = others[:3]
+    parts = model_parts(model)
+    found = None if parts is None else backend.target_pass(parts, kv, table, scheme)
+    if found is None:
+        return DecodeStep(backend, model, *others)
+    step = PassStep(backend, model, *others)
+    step.target_pass = found
+    return step
 
 
 class EagerRun:
