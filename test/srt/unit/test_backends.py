@@ -19,8 +19,9 @@ QUESTIONS = re.compile(
     r"\busable\(|_usable\(|device\.type|\.is_cuda|find_spec\(|isinstance\([^)]*[Ss]cheme"
 )
 # kernels/gpu.py answers launchers; train/ runs on whatever torchrun gives it; benchmarks print;
-# parallel/distributed.py takes NCCL or gloo
+# parallel/distributed.py takes NCCL or gloo, parallel/sums/ what GPUs share
 MAY_ASK = ("backend/", "kernels/gpu.py", "train/", "bench", "parallel/distributed.py")
+MAY_ASK += ("parallel/sums/",)
 
 
 def test_only_backends_ask_for_a_device() -> None:
