@@ -18,7 +18,7 @@ from typing import Any
 
 from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import numba, prange
-from mamba_eagle.kernels.numba_words import call_function
+from mamba_eagle.kernels.numba_words import ask_for, call_function
 from mamba_eagle.kernels.threads import num_threads, threaded
 
 try:
@@ -95,12 +95,8 @@ class Code:
 
     def prefetch(self, pointer: Any, ahead: int, count: int) -> None:
         """Ask for ``count`` bytes that lie ``ahead`` of a pointer; they need not exist."""
-        b, line = self.builder, I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [line, I32, I32, I32])
-        ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
         for first in range(ahead, ahead + count, CACHE_LINE):
-            address = self.at(pointer, I64(first), I8)
-            b.call(ask, [address, I32(0), I32(3), I32(1)])  # to read, into all caches, data
+            ask_for(self.builder, self.at(pointer, I64(first), I8))
 
     def sum(self, *parts: Any) -> Any:
         """The sum of integers."""
