@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange, silu, softplus
+from mamba_eagle.kernels.numba_tiles import LANES, add_dots
 from mamba_eagle.kernels.threads import threaded
 
 
@@ -179,9 +180,11 @@ def _read_state(out, first, S, C, decay):
             out[i + 3, at] += decay[i + 3] * t3
         i += 4
     while i < T:
-        c0 = C[i]
-        for p in range(P):
-            out[i, first + p] += decay[i] * _dot(S[p], c0)
+        if N % LANES == 0:
+            add_dots(out[i], first, S, C[i], decay[i], P, N)
+        else:
+            for p in range(P):
+                out[i, first + p] += decay[i] * _dot(S[p], C[i])
         i += 1
 
 
