@@ -1,4 +1,4 @@
-"""Weights into the order in which products on a CPU read them: so many outputs at a time, transposed.
+"""Weights into the order in which products on a CPU read them: panels of outputs, transposed.
 
 Loading is mostly this. torch copies one number after the other; here 16 vectors of 16 numbers
 become their transpose in four rounds, each of which interleaves vector i with vector i + 8.
@@ -86,8 +86,8 @@ _KERNELS = {2: SpanKernel(_transpose_shorts), 4: SpanKernel(_transpose_words)}
 
 
 def transpose(rows: Tensor, panels: Tensor) -> None:
-    """rows [width * n, in] -> panels [n, in, width], which is contiguous; of 16 or 32 bits; width: a
-    multiple of 16."""
+    """rows [width * n, in] -> panels [n, in, width], which is contiguous. Numbers have 16 or 32
+    bits; width is a multiple of 16."""
     inputs, width = rows.shape[1], panels.shape[2]
     if inputs % LANES or not rows.is_contiguous():
         panels.copy_(rows.unflatten(0, (-1, width)).transpose(1, 2))

@@ -1,9 +1,10 @@
 """Matrix products on a CPU in float32, with weights of 16 or 32 bits in panels.
 
-A panel is the weight of 64 outputs, [in, 64]: a vector is one input of 16 outputs, and few rows read
-a weight from its first byte to its last, as fast as the memory gives it. Checkpoints are published
-in bfloat16, so keeping their 16 bits and widening them in registers changes no value and halves
-what few rows read. Many rows share what is widened; measurements are in docs/design/kernels.md.
+A panel is the weight of 64 outputs, [in, 64]: a vector is one input of 16 outputs, and few rows
+read a weight from its first byte to its last, as fast as the memory gives it. Checkpoints are
+published in bfloat16, so keeping their 16 bits and widening them in registers changes no value and
+halves what few rows read. Many rows share what is widened; measurements are in
+docs/design/kernels.md.
 """
 
 from __future__ import annotations
