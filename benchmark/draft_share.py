@@ -47,7 +47,7 @@ CANDIDATES = {
 }
 
 
-def engine_config(name: str, nodes: int, batches: list[int]) -> EngineConfig:
+def engine_config(name: str, nodes: int, batches: list[int], bits: str) -> EngineConfig:
     config = EngineConfig(
         model_path=str(MODELS / "nemotron-nano-9b-v2"),
         load_format="dummy",
@@ -64,6 +64,7 @@ def engine_config(name: str, nodes: int, batches: list[int]) -> EngineConfig:
             speculative_num_steps=candidate.depth,
             speculative_eagle_topk=shape["topk"],
             speculative_num_draft_tokens=nodes,
+            speculative_draft_model_quantization=bits,
         )
     return sized_for(resolve(config), max(batches), INPUT + OUTPUT)
 
@@ -94,8 +95,9 @@ def draft_seconds(runner: ModelRunner, batch: int) -> float:
     return begin.elapsed_time(end) / 1e3 / REPLAYS
 
 
-def measure(name: str, nodes: int, batches: list[int]) -> list[dict[str, Any]]:
-    config = engine_config(name, nodes, batches)
+def measure(name: str, nodes: int, batches: list[int], bits: str) -> list[dict[str, Any]]:
+    """bits: how the drafter's weights are kept."""
+    config = engine_config(name, nodes, batches, bits)
     runner = make_runner(config)
     if config.tree_shape != PLAIN:
         runner.simulate_accept_length(ACCEPTED)
@@ -114,6 +116,7 @@ def measure(name: str, nodes: int, batches: list[int]) -> list[dict[str, Any]]:
             {
                 "name": "draft_share",
                 "drafter": name,
+                "drafter_quantization": bits,
                 "nodes": nodes,
                 "batch": batch,
                 "step_ms": round(step * 1e3, 3),
@@ -128,7 +131,7 @@ def measure(name: str, nodes: int, batches: list[int]) -> list[dict[str, Any]]:
 
 def row(line: dict[str, Any]) -> str:
     return (
-        f"{line['drafter']:<11}{line['nodes']:>6}{line['batch']:>7}{line['step_ms']:>10.3f}"
+        f"{line['drafter']:<11}{line['drafter_quantization']:<7}{line['nodes']:>6}{line['batch']:>7}{line['step_ms']:>10.3f}"
         f"{line['draft_ms']:>10.3f}{100 * line['share']:>8.1f} %{line['accept_length']:>10.2f}"
     )
 
@@ -138,20 +141,29 @@ def main() -> None:
     parser.add_argument("--drafters", nargs="+", default=list(CANDIDATES), choices=CANDIDATES)
     parser.add_argument("--nodes", type=int, nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--bits",
+        nargs="+",
+        default=["auto"],
+        choices=("auto", "fp8", "nvfp4"),
+        help="kinds of the drafter's weights",
+    )
     parser.add_argument("--results", default="", help="append one JSON line per number")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: needs a CUDA GPU")
     machine = facts.facts("cuda")
-    print(f"{'drafter':<11}{'nodes':>6}{'batch':>7}{'step ms':>10}{'draft ms':>10}", end="")
+    print(
+        f"{'drafter':<11}{'bits':<7}{'nodes':>6}{'batch':>7}{'step ms':>10}{'draft ms':>10}", end=""
+    )
     print(f"{'share':>10}{'accepted':>10}")
-    lines = measure("NONE", 1, args.batch_size)
-    for name in args.drafters:
-        for nodes in args.nodes:
-            release_memory()
-            lines += measure(name, nodes, args.batch_size)
-    if args.results:
-        results.append(args.results, [{**line, **machine} for line in lines])
+    cases = [("NONE", 1, "auto")]
+    cases += [(each, n, bits) for each in args.drafters for n in args.nodes for bits in args.bits]
+    for name, nodes, bits in cases:
+        release_memory()
+        lines = measure(name, nodes, args.batch_size, bits)
+        if args.results:
+            results.append(args.results, [{**line, **machine} for line in lines])
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@
 
 On GPUs each operation is captured 56 times in a CUDA graph, as a step of 56 blocks has it; on a CPU
 it is called as it is. Prints one line per size; fails if a sum is wrong or differs between ranks.
+With --all-reduce on GPUs it makes the table of that flag instead, and prints what each way takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import tempfile
 import time
@@ -19,12 +21,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from mamba_eagle.backend.choose import choose_backend
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.parallel.distributed import ProcessGroup, meet
 from mamba_eagle.parallel.groups import Group
 from mamba_eagle.parallel.meeting import FileMeeting
 from mamba_eagle.parallel.shard import Shard
 from mamba_eagle.parallel.vocabulary import Columns
+from mamba_eagle.runner.sums import sums_for
 
 BLOCKS, ROUNDS = 56, 20
 ROWS = (1, 8, 32, 64, 256, 1024)
@@ -67,6 +71,10 @@ def measure(rank: int, args: argparse.Namespace, file: str) -> None:
     torch.set_num_threads(1)
     meet(Shard(rank, args.ranks), device, FileMeeting(file))
     group = ProcessGroup(Shard(rank, args.ranks), device)
+    if args.all_reduce:
+        show_table(group, args)
+        group.close()
+        return
     timed = graphed if on_gpu else called
     for rows in ROWS:
         microseconds, whole = timed(sums(group, rows, args.hidden))
@@ -80,6 +88,20 @@ def measure(rank: int, args: argparse.Namespace, file: str) -> None:
         if rank == 0:
             print(f"best token of {nodes:4} nodes {microseconds:15.1f} us", flush=True)
     group.close()
+
+
+def show_table(group: Group, args: argparse.Namespace) -> None:
+    """As a runner makes it, for the steps of up to 256 tokens."""
+    form = "%(relativeCreated)6.0f ms  %(message)s"
+    level = logging.INFO if group.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format=form)
+    config = EngineConfig(
+        all_reduce=args.all_reduce,
+        tp_size=args.ranks,
+        speculative_algorithm="STANDALONE",
+        speculative_num_draft_tokens=8,
+    )
+    sums_for(config, group, choose_backend(group.device, torch.bfloat16), args.hidden)
 
 
 def sums(group: Group, rows: int, hidden: int) -> Callable[[], Tensor]:
@@ -116,6 +138,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=4480)
     parser.add_argument("--vocab", type=int, default=131072)
+    ways = ("nccl", "flashinfer", "symmetric", "auto")
+    parser.add_argument("--all-reduce", choices=ways, help="which table to make")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     args = parser.parse_args()

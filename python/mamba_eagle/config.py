@@ -18,8 +18,14 @@ from mamba_eagle.drafters import DRAFTERS
 from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
 
+QUANTIZATIONS = ("auto", "fp8", "nvfp4", "int8", "int4", "none")
 ON_A_CPU = ("int8", "int4")  # --quantization that only a CPU multiplies
 ON_A_GPU = ("nvfp4",)  # and that only a GPU does
+FLASHINFER_SUMS = (2, 4, 8, 16)  # processes whose parts --all-reduce flashinfer adds up
+NO_SUMS_ON_A_CPU = (
+    "is for GPUs, and processes on a CPU exchange over gloo; leave the flag out, or use "
+    "--device cuda"
+)
 # Of the runner on any machine: tens of thousands would end it while it starts them.
 MAX_THREADS = 256
 
@@ -100,7 +106,7 @@ class EngineConfig:
         "multiplies them so; fp8: float8 for any checkpoint; for checkpoints that are not "
         "quantized, nvfp4: floats of four bits, on a GPU; int8, int4: integers in groups of 32, on "
         "a CPU; none: all in --dtype",
-        ("auto", "fp8", "nvfp4", "int8", "int4", "none"),
+        QUANTIZATIONS,
     )
     quantize_lm_head: bool = setting(
         False,
@@ -145,6 +151,15 @@ class EngineConfig:
         "number of machines that these processes are spread over, as many on each; run the same "
         "command on all of them, with --node-rank",
         minimum=1,
+    )
+    all_reduce: str = setting(
+        "auto",
+        "how the parts of --tp-size processes on GPUs are added up in steps; symmetric: over "
+        "memory that GPUs with NVLink share, by torch's kernels or our own, with the norm that "
+        "follows; flashinfer: its one-shot kernel, with the norm, which the first start compiles "
+        "for minutes; auto: NCCL or symmetric, whichever is faster here for each number of tokens; "
+        "what cannot be had, or adds up anything else, leaves it to NCCL. On a CPU it is gloo",
+        ("auto", "nccl", "symmetric", "flashinfer"),
     )
     check_ranks: int = setting(
         0,
@@ -249,6 +264,12 @@ class EngineConfig:
         "folder or Hugging Face name of the drafter (default: for the embedded model, the drafter "
         "that comes with it)",
     )
+    speculative_draft_model_quantization: str = setting(
+        "same",
+        "weights of few bits of the drafter, with the values of --quantization; same: what that "
+        "says",
+        ("same", *QUANTIZATIONS),
+    )
     speculative_num_steps: int = setting(5, "depth of the draft tree")
     speculative_eagle_topk: int = setting(2, "branching factor of the draft tree; 1: a chain")
     speculative_num_draft_tokens: int = setting(
@@ -305,6 +326,28 @@ class EngineConfig:
             ]
         return [f"{given}: each stage needs 1 layer or more"] if min(counts, default=1) < 1 else []
 
+    def _sum_problems(self) -> list[str]:
+        name = self.all_reduce
+        if name in ("nccl", "auto"):
+            return []
+        given = f"--all-reduce {name}"
+        if self.device == "cpu":
+            return [f"{given}: {NO_SUMS_ON_A_CPU}"]
+        if self.tp_size == 1:
+            return [f"{given}: with --tp-size 1 there is nothing to add up; leave the flag out"]
+        if self.tp_size > self.ranks_per_node:
+            return [
+                f"{given}: {self.tp_size} processes of a stage are spread over several machines, "
+                "and it is for those of one; use --all-reduce nccl"
+            ]
+        if name == "flashinfer" and self.tp_size not in FLASHINFER_SUMS:
+            sizes = ", ".join(map(str, FLASHINFER_SUMS))
+            return [
+                f"{given}: has kernels for --tp-size {sizes}, not for {self.tp_size}; use "
+                "--all-reduce symmetric or nccl"
+            ]
+        return []
+
     def problems(self) -> list[str]:
         """Every setting that cannot work, with its value and what to change. Looks at no file."""
         wrong = [
@@ -347,7 +390,7 @@ class EngineConfig:
                 f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
             )
         wrong += self._quantization_problems()
-        wrong += self._stage_problems()
+        wrong += self._stage_problems() + self._sum_problems()
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()
@@ -366,32 +409,40 @@ class EngineConfig:
                 f"--quantize-lm-head: --quantization {self.quantization} rounds no weights; use "
                 "--quantization fp8, nvfp4, int8 or int4, or leave the flag out"
             )
-        if self.quantization in ON_A_GPU:
-            wrong += [
-                f"--quantization {self.quantization}: {flag} {value} has no such products; use "
-                f"{remedy}"
-                for flag, value, none, remedy in (
-                    ("--device", self.device, "cpu", "--device cuda, or --quantization int4"),
+        for flag, kind in self.quantizations.items():
+            wrong += self._products_missing(flag, kind)
+        return wrong
+
+    @property
+    def quantizations(self) -> dict[str, str]:
+        """What the flags for weights of few bits say, the target's and the drafter's."""
+        drafter = self.speculative_draft_model_quantization
+        given = {"--quantization": self.quantization}
+        if drafter != "same" and self.speculative_algorithm != "NONE":
+            given["--speculative-draft-model-quantization"] = drafter
+        return given
+
+    def _products_missing(self, flag: str, kind: str) -> list[str]:
+        if kind in ON_A_GPU:
+            return [
+                f"{flag} {kind}: {other} {value} has no such products; use {remedy}"
+                for other, value, none, remedy in (
+                    ("--device", self.device, "cpu", f"--device cuda, or {flag} int4"),
                     ("--dtype", self.dtype, "float32", "--dtype bfloat16"),
                 )
                 if value == none
             ]
-        if self.quantization in ON_A_CPU:
-            wrong += [
-                f"--quantization {self.quantization}: {flag} {value} has no such products; use "
-                f"{remedy}"
-                for flag, value, wanted, remedy in (
-                    (
-                        "--device",
-                        self.device,
-                        ("auto", "cpu"),
-                        "--device cpu, or --quantization fp8",
-                    ),
-                    ("--dtype", self.dtype, ("auto", "float32"), "--dtype float32"),
-                )
-                if value not in wanted
-            ]
-        return wrong
+        if kind not in ON_A_CPU:
+            return []
+        cpu, float32 = ("auto", "cpu"), ("auto", "float32")
+        return [
+            f"{flag} {kind}: {other} {value} has no such products; use {remedy}"
+            for other, value, wanted, remedy in (
+                ("--device", self.device, cpu, f"--device cpu, or {flag} fp8"),
+                ("--dtype", self.dtype, float32, "--dtype float32"),
+            )
+            if value not in wanted
+        ]
 
     def simulation_problems(self) -> list[str]:
         """Why --simulate-acc-len cannot be had."""

@@ -8,6 +8,7 @@ anything else                                                  torch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
@@ -79,21 +80,21 @@ def choose_backend(
     return TritonBackend(place, dtype, flashinfer_usable(dtype))
 
 
-def quantization_problems(quantization: str, backend: Backend) -> list[str]:
-    """Why ``--quantization`` cannot be had with a backend."""
-    if quantization in ON_A_GPU and backend.name != "triton":
-        return [
-            f"--quantization {quantization}: the backend is {backend.name} ({reason(backend)}), "
-            "and only triton multiplies such weights, in 16 bits on a GPU; use --device cuda, or "
-            "--quantization int4 on a CPU"
-        ]
-    if quantization not in ON_A_CPU or backend.name == "cpu":
-        return []
-    return [
-        f"--quantization {quantization}: the backend is {backend.name} ({reason(backend)}), and "
-        "only numba multiplies such weights, in float32 on a CPU; use --device cpu, or "
-        "--quantization fp8"
-    ]
+def quantization_problems(quantizations: Mapping[str, str], backend: Backend) -> list[str]:
+    """Why weights of few bits cannot be had with a backend. quantizations: values by flag."""
+    wrong, here = [], f"the backend is {backend.name} ({reason(backend)})"
+    for flag, kind in quantizations.items():
+        if kind in ON_A_GPU and backend.name != "triton":
+            wrong.append(
+                f"{flag} {kind}: {here}, and only triton multiplies such weights, in 16 bits on a "
+                f"GPU; use --device cuda, or {flag} int4 on a CPU"
+            )
+        if kind in ON_A_CPU and backend.name != "cpu":
+            wrong.append(
+                f"{flag} {kind}: {here}, and only numba multiplies such weights, in float32 on a "
+                f"CPU; use --device cpu, or {flag} fp8"
+            )
+    return wrong
 
 
 def _host_backend(place: Place, dtype: torch.dtype, prompt_dtype: str) -> Backend:

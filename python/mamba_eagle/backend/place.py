@@ -66,7 +66,11 @@ class FreeMemory(NamedTuple):
 
 
 class Place(ABC):
-    """A device, with its memory and the limits that suit it."""
+    """A device, with its memory and the limits that suit it.
+
+    Numbers go to tables by ``fill_`` and ``index_fill_``: assigned, they would be copied from
+    memory that is not pinned, and the host would wait until the device has done all its work.
+    """
 
     device: torch.device
     on_host: bool  # the host reads tensors directly, without copies

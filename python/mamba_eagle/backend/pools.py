@@ -5,6 +5,8 @@ The scheduler assigns all slots; the pools do not know which of them are in use.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -171,14 +173,15 @@ class RequestTable:
         self.top_logprobs = [0] * R
         self.wants_trace = [False] * R
 
-    def set_stop_tokens(self, slot: int, tokens: frozenset[int]) -> None:
-        """Set the stop tokens of request slot ``slot``; widens the table if they do not fit."""
+    def set_stop_tokens(
+        self, slot: int, tokens: frozenset[int], to_device: Callable[[Sequence], Tensor]
+    ) -> None:
+        """Set the stop tokens of request slot ``slot``; widens the table if they do not fit.
+        to_device: a Place's."""
         missing = len(tokens) - self.stop_tokens.shape[1]
         if missing > 0:
             filler = self.stop_tokens.new_full((self.stop_tokens.shape[0], missing), -1)
             self.stop_tokens = torch.cat([self.stop_tokens, filler], dim=1)
-        self.stop_tokens[slot] = -1
+        self.stop_tokens[slot].fill_(-1)
         if tokens:
-            self.stop_tokens[slot, : len(tokens)] = torch.tensor(
-                sorted(tokens), device=self.stop_tokens.device
-            )
+            self.stop_tokens[slot, : len(tokens)] = to_device(sorted(tokens))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
@@ -41,6 +41,12 @@ def prefill_parts(items: Sequence[PrefillItem]) -> list[PrefillPart]:
     return [PrefillPart(*part) for part in zip(items, firsts, lengths)]
 
 
+def positions_of(parts: Sequence[PrefillPart]) -> np.ndarray:
+    """[n] int64: each token's position in its sequence."""
+    spans = [part.span for part in parts]
+    return np.concatenate([np.arange(span.start, span.start + span.length) for span in spans])
+
+
 def prompt_of(part: PrefillPart) -> Prompt:
     """The chunk as the kernels take it. The request's own state slot is its last save, even if the
     plan requests another one at the same position."""
@@ -67,15 +73,16 @@ class PrefillContext(ABC):
 
     rotation: Rotation | None = None
 
-    def __init__(self, parts: list[PrefillPart], paged: NewTokenAttention | None) -> None:
+    def __init__(
+        self, parts: list[PrefillPart], paged: NewTokenAttention | None, place: Place
+    ) -> None:
         """paged: None if the model has no attention layer."""
-        self.parts, self.paged = parts, paged
+        self.parts, self.paged, self.place = parts, paged, place
 
     @property
     def positions(self) -> Tensor:
-        """[n] int64 on the host: each token's position in its sequence."""
-        ranges = [(part.item.start, part.item.start + part.length) for part in self.parts]
-        return torch.cat([torch.arange(first, end) for first, end in ranges])
+        """[n] int64: each token's position in its sequence."""
+        return self.place.to_device(positions_of(self.parts))
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
         return None

@@ -40,7 +40,7 @@ class RequestRows:
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         """Empty the journals of the request slots [n], and load the history from their state
         slots [n]."""
-        self.journal_len[slots] = 0
+        self.journal_len.index_fill_(0, slots, 0)
         self.conv_in[:, slots, : self.history] = self.pool.conv[:, state_slots]
 
     def store_history(self, slots: Tensor, state_slots: Tensor) -> None:
@@ -103,7 +103,7 @@ def clear_rows(rows: RowBuffers, slots: Tensor) -> None:
     there would reach the next one.
     """
     for part in rows:
-        part[:, slots] = 0
+        part.index_fill_(1, slots, 0)
 
 
 def layer_rows(rows: RowBuffers, layer: int) -> RowBuffers:

@@ -156,8 +156,10 @@ def few_bits_name(config: EngineConfig) -> str:
     """What a run quantizes by its flags; empty: nothing."""
     weights = {"auto": "", "none": ""}.get(config.quantization, config.quantization)
     head = "lm_head" if weights and config.quantize_lm_head else ""
+    kind = config.quantizations.get("--speculative-draft-model-quantization", "")
+    drafter = f"drafter {kind}" if kind else ""
     kv = "" if config.kv_cache_dtype == "auto" else f"kv {config.kv_cache_dtype}"
-    return ", ".join(filter(None, (weights, head, kv)))
+    return ", ".join(filter(None, (weights, head, drafter, kv)))
 
 
 def result_lines(
@@ -186,6 +188,8 @@ def result_lines(
         common["quantization"] = few_bits
     if config.num_ranks > 1:
         common["ranks"] = f"tp {config.tp_size}, pp {config.pp_size}"
+    if config.all_reduce != "nccl":
+        common["all_reduce"] = f"{config.all_reduce}: {ready.details['sums']}"
 
     def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
         return {"name": name, **common, **fields, "value": float(f"{value:.6g}"), **facts}

@@ -11,7 +11,7 @@ from mamba_eagle.backend.attention import BlockRows
 from mamba_eagle.backend.contexts import BlockContext
 from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, kv_dtype
-from mamba_eagle.backend.prefill import prefill_parts
+from mamba_eagle.backend.prefill import positions_of, prefill_parts
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.block_trees import Block, BlockTrees
@@ -73,14 +73,15 @@ class BlockDrafter(Drafter):
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
-        spans = [part.span for part in prefill_parts(items)]
+        parts = prefill_parts(items)
+        spans = [part.span for part in parts]
         ends = [span.start + span.length for span in spans]
-        positions = [torch.arange(span.start, end) for span, end in zip(spans, ends)]
+        positions = self.place.to_device(positions_of(parts))
         slots = [self.table.kv_slots[span.slot, span.start : end] for span, end in zip(spans, ends)]
-        self._write(features[:, self.first_tap :], torch.cat(positions), torch.cat(slots))
+        self._write(features[:, self.first_tap :], positions, torch.cat(slots))
         own = self.place.to_device([item.slot for item in items])
         self.entries.processed[own] = self.place.to_device(ends)
-        self.entries.pending[own] = 0
+        self.entries.pending.index_fill_(0, own, 0)
 
     def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
         self.kv.copy(sources, targets)

@@ -68,7 +68,7 @@ class MarginalTrees(BlockTrees):
             tops = [self.best(by_row[:, d], block.first + d, noise, k) for d in range(depth)]
         for d, children in enumerate(tops):
             lanes = k if d else 1
-            grown.expand(TopTokens(*(part.expand(-1, lanes, -1).contiguous() for part in children)))
+            grown.expand(TopTokens(*(part.expand(-1, lanes, -1) for part in children)))
 
 
 class MarkovTrees(BlockTrees):

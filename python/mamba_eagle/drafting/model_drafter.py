@@ -148,7 +148,7 @@ class ModelDrafter(Drafter):
         slots = self.place.to_device([item.slot for item in items])
         ends = [item.start + len(item.token_ids) for item in items]
         self.entries.processed[slots] = self.place.to_device(ends)
-        self.entries.pending[slots] = 0
+        self.entries.pending.index_fill_(0, slots, 0)
         start_finished(self.scheme, items, self.place)
 
     def _keep_carries(self, parts: Sequence[PrefillPart], carries: Tensor) -> None:
@@ -169,7 +169,7 @@ class ModelDrafter(Drafter):
         queue.tokens[device_slots, 0] = tokens
         entries = self.network.entry_features(features)
         queue.features[device_slots, 0] = entries.to(queue.features.dtype)
-        queue.pending[device_slots] = 1
+        queue.pending.index_fill_(0, device_slots, 1)
         self.waiting.set(slots, 1)
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:

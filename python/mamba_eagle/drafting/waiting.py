@@ -48,7 +48,7 @@ class Waiting:
             self.bounds[slot] = bound
 
     def untrack(self, slots: Sequence[int]) -> None:
-        self.entries.pending[self.place.to_device(slots)] = UNTRACKED
+        self.entries.pending.index_fill_(0, self.place.to_device(slots), UNTRACKED)
         self.set(slots, UNTRACKED)
 
     def kept(self, slots: Sequence[int], positions: Sequence[int]) -> Kept | None:
@@ -71,7 +71,7 @@ class Waiting:
         return Kept(kept_slots, ends, missing, longest)
 
     def release(self, slots: Sequence[int]) -> None:
-        self.entries.pending[self.place.to_device(slots)] = 0
+        self.entries.pending.index_fill_(0, self.place.to_device(slots), 0)
         self.set(slots, 0)
 
     def prepare(self, slots: Sequence[int], shape: TreeShape, left: int) -> StepPart:

@@ -32,9 +32,9 @@ class RMSNorm(_Norm):
         """The norm of ``stream + added``, and that sum, where ``added`` is a rank's part of what is
         added. Neither input may be used afterwards, since results may overwrite them. stream, added
         [n, size]."""
-        added = self._ops.total(added)
         if self.rounding is None:
-            return self._ops.add_rms_norm(stream, added, self.weight, self.eps)
+            return self._ops.total_add_rms_norm(stream, added, self.weight, self.eps)
+        added = self._ops.total(added)
         return self._ops.rounded_add_rms_norm(stream, added, self.weight, self.eps, self.rounding)
 
     def forward(self, x: Tensor) -> Tensor | Rounded:

@@ -60,6 +60,15 @@ class LayerOps:
         may overwrite it."""
         return self.group.sum(partial)
 
+    def total_add_rms_norm(
+        self, stream: Tensor, partial: Tensor, weight: Tensor, eps: float
+    ) -> Normed:
+        """``add_rms_norm`` of the stream and what the ranks computed."""
+        fused = self.group.fused_sum(partial)
+        if fused is None or weight.dtype != partial.dtype or stream.dtype != partial.dtype:
+            return self.add_rms_norm(stream, self.total(partial), weight, eps)
+        return Normed(*fused.sum_norm(stream, partial, weight, eps))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``weight · x / rms(x)`` over the last dimension: x [n, size], weight [size]."""
         return rms_norm(x, weight, eps)

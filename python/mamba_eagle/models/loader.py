@@ -406,4 +406,4 @@ def random_weight(name: str, like: Tensor, generator: torch.Generator) -> Tensor
     if leaf.endswith("bias"):
         return torch.zeros((), device=device)
     values = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device)
-    return values * 0.05
+    return values.mul_(0.05)  # in place: the largest tensor may take gigabytes

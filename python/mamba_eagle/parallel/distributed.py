@@ -16,6 +16,7 @@ from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.parallel.groups import Channel, Group
 from mamba_eagle.parallel.meeting import Meeting
 from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.parallel.sum_table import COLLECTIVES
 
 # A rank that waits longer for the others ends. The watchdog of the server acts earlier, and says
 # where they hang; this is for ranks without one.
@@ -70,6 +71,15 @@ class ProcessGroup(Group):
                 self.ranks, self.group = list(members), made
         # The first operations make the connections, which no captured graph could.
         self.sum(torch.zeros(1, device=device))
+
+    @property
+    def torchs(self) -> dist.ProcessGroup:
+        """torch's group of the same ranks."""
+        if self.group is not None:
+            return self.group
+        whole = dist.group.WORLD
+        assert whole is not None, "meet() comes first"
+        return whole
 
     def connect(self) -> None:
         """Also make the connections between neighbours."""
@@ -135,4 +145,5 @@ class ProcessGroup(Group):
         for posted in self.posted.values():
             while posted:
                 posted.popleft()[0].wait()
+        self.sums = COLLECTIVES  # gives back memory that ranks share
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.parallel.shard import Shard
+from mamba_eagle.parallel.sum_table import COLLECTIVES, FusedSum, SumTable
 
 
 class Channel(IntEnum):
@@ -35,6 +36,7 @@ class Group(ABC):
     def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard, self.device = shard, device
         self._quiet = shard.size == 1
+        self.sums: SumTable = COLLECTIVES  # of what sums have the shape and dtype of its methods
 
     @property
     def rank(self) -> int:
@@ -56,7 +58,15 @@ class Group(ABC):
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the same order of addition on all of them."""
-        return x if self._quiet else self._sum(x)
+        if self._quiet:
+            return x
+        method = self.sums.of(x)
+        return self._sum(x) if method is None else method.sum(x)
+
+    def fused_sum(self, x: Tensor) -> FusedSum | None:
+        """What adds x up, adds the sum to a residual stream and takes the norm at once; None:
+        nothing that would be faster than ``sum`` and a norm."""
+        return None if self._quiet else self.sums.fused(x)
 
     def max(self, x: Tensor) -> Tensor:
         """The largest of each entry over ranks."""

@@ -45,7 +45,7 @@ def backend_for(config: EngineConfig, checkpoint_dtype: str, rank: int) -> Backe
     device = rank_device(config, rank)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device)
     backend = choose_backend(device, dtype, config.cpu_prompt_dtype)
-    if problems := quantization_problems(config.quantization, backend):
+    if problems := quantization_problems(config.quantizations, backend):
         raise ConfigError(problems)
     log.info("backend: %s (%s)", backend.description, reason(backend))
     return backend
@@ -78,6 +78,15 @@ class Loader:
 
     def __init__(self, config: EngineConfig, backend: Backend) -> None:
         self.config, self.backend = config, backend
+        self.policy = Policy(config.quantization, config.quantize_lm_head)
+
+    def of_drafter(self) -> Loader:
+        """The same for the drafter, whose weights may have bits of their own."""
+        loader = Loader(self.config, self.backend)
+        kind = self.config.speculative_draft_model_quantization
+        if kind != "same":
+            loader.policy = self.policy._replace(mode=kind)
+        return loader
 
     def __call__(
         self,
@@ -96,8 +105,7 @@ class Loader:
         ops = ops or backend.layer_ops
         with created_as(backend.dtype, backend.device), weights_come_late():
             model = make()
-        policy = Policy(config.quantization, config.quantize_lm_head)
-        rooms = FewBitRooms(model, backend.device, policy, ops.keeps)
+        rooms = FewBitRooms(model, backend.device, self.policy, ops.keeps)
         if config.load_format == "dummy":
             random_weights(model, config.random_seed, rooms, split)
         else:

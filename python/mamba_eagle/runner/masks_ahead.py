@@ -40,7 +40,7 @@ from mamba_eagle.tree.tree import Tree
 
 FEW_MASKS = 8  # there is time for the masks of so many nodes in any step of a model
 MAX_AHEAD = 64  # masks, of 16 kB with 131,072 tokens
-FORGETS = 0.99  # per mask, of the longest time that one took
+LATEST = 0.05  # weight of the latest mask in the usual time of one
 
 
 class MasksWhileVerifying(MasksOnDemand):
@@ -56,7 +56,7 @@ class MasksWhileVerifying(MasksOnDemand):
     ) -> None:
         super().__init__(constraints, chooser, sampling, table)
         self._seconds: dict[tuple[int, ...], float] = {}  # to verify, by the shape of the batch
-        self._longest = 0.0  # seconds of one mask
+        self._usual = 0.0  # seconds of one mask, on average
 
     def choose(
         self,
@@ -111,15 +111,16 @@ class MasksWhileVerifying(MasksOnDemand):
         def mask_all(asked: Iterable[tuple[_DeviceWalk, int]]) -> None:
             for walk, node in asked:
                 began = time.perf_counter()
-                if len(rows) == size or not verifying.lasts(began + self._longest):
+                # Few masks take ten times as long as most. The device may have to wait for the end
+                # of one, but would for all of it if a mask that is needed were not made.
+                if len(rows) == size or not verifying.lasts(began + self._usual):
                     break
                 mask = walk.mask_of(node)
                 if mask is not None:
                     masks[len(rows)] = mask
                     rows.append(walk.index * nodes + node)
                     walk.masked.add(node)
-                took = time.perf_counter() - began
-                self._longest = max(took, FORGETS * self._longest)
+                self._usual += LATEST * (time.perf_counter() - began - self._usual)
 
         mask_all((walk, 0) for walk in sorted(own, key=lambda walk: not walk.grammar.narrow))
         others = [(walk, node) for node in range(1, nodes) for walk in own]

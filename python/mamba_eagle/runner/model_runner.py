@@ -62,6 +62,7 @@ from mamba_eagle.runner.steps.decode_step import (
 from mamba_eagle.runner.steps.graphs import GraphedRun, GraphedSteps, RehearsedSteps
 from mamba_eagle.runner.steps.launched import Launched, PendingDecode, Times
 from mamba_eagle.runner.steps.prompts import PromptRunner
+from mamba_eagle.runner.sums import sums_for
 from mamba_eagle.runner.turns import Begun, Turns, draftable
 from mamba_eagle.runner.warm_up import warm_up_plans
 from mamba_eagle.tree.shapes import step_shapes
@@ -106,6 +107,7 @@ class ModelRunner:
         self.model: CausalLM = self.load(
             lambda: make(self.model_config), config.model_path, split, ops
         )
+        group.sums = sums_for(config, group, self.backend, self.model_config.hidden_size)
         if source is not None:
             self.model.tap(source.tap_layers)
         if not self.model_config.is_last_stage:
@@ -162,7 +164,7 @@ class ModelRunner:
             kv_slots=self.memory.kv_slots,
             state_slots=self.pool.feature.shape[0],
             group=self.group,
-            load=self.load,
+            load=self.load.of_drafter(),
         )
         return source.make(parts)
 
@@ -326,7 +328,7 @@ class ModelRunner:
             kept_slots, ends = self.backend.place.to_device(list(zip(*kept)))
             keep = ends - self.scheme.folded(kept_slots)
             self.scheme.finish(kept_slots, self.table.state_slot[kept_slots], keep)
-        self.table.remaining[self.backend.place.to_device(slots)] = 0
+        self.table.remaining.index_fill_(0, self.backend.place.to_device(slots), 0)
         for slot in slots:
             self.sampling.release(slot)
             self.constraints.release(slot)
@@ -493,6 +495,7 @@ class ModelRunner:
                 "graph_bytes": graphs,
                 "rows_per_request": memory.rows,
                 "pointwise_ops": self.backend.layer_ops.name,
+                "sums": self.group.sums.text,
             },
         )
 

@@ -182,23 +182,23 @@ class SamplingState:
         self.integers[slot] = self._copied(
             [params.seed, needs.top_k or self.vocab_size, prompt_len + params.min_new_tokens]
         )
-        self.flags[slot] = needs.flags(params.top_p)
+        self.flags[slot].fill_(needs.flags(params.top_p))
         numbers = self.numbers[slot]
         self.spans[slot] = numbers[0] * numbers[2].log()
         if "bias" in self._tables:
-            self.bias[slot] = 0.0
+            self.bias[slot].fill_(0.0)
         if needs.bias:
             values = self._copied(list(params.logit_bias.values()), torch.float32)
             self.bias[slot].scatter_(0, self._copied(list(params.logit_bias)), values)
         if "stops" in self._tables:
-            self.stops[slot] = False
+            self.stops[slot].fill_(False)
         if needs.ban:
             self.stops[slot].scatter_(0, self._copied(stop_tokens), True)
         self._with_history.discard(slot)
         if needs.history:
             self._with_history.add(slot)
-            self.prompt_seen[slot] = False
-            self.output_counts[slot] = 0
+            self.prompt_seen[slot].fill_(False)
+            self.output_counts[slot].fill_(0)
             if history:
                 self.observe(slot, self._copied(np.asarray(history)), start=0)
 

@@ -48,7 +48,7 @@ def accept(tree: Tree, target_tokens: Tensor, max_depth: int) -> Accepted:
     nodes = target_tokens.shape[1]
     index = torch.arange(nodes, device=target_tokens.device).expand_as(target_tokens)
     agrees = tree.tokens == target_tokens.gather(1, tree.parents)
-    agrees[:, 0] = False  # the root is not a child
+    agrees[:, 0].fill_(False)  # the root is not a child
     none = torch.full_like(index, nodes)
     child = none.scatter_reduce(1, tree.parents, torch.where(agrees, index, nodes), "amin")
     following = torch.where(child == nodes, index, child)  # [b, T]; the end of a walk: itself

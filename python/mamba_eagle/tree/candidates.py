@@ -7,6 +7,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,9 @@ class Candidates:
         best: [b, lanes, k]; at first of one lane, the root, then of the lanes of the last
         ``Frontier``, in its order.
         """
-        # a log-probability rounded above 0 must not lift a child above its parent
-        scores = self._frontier_scores.unsqueeze(2) + best.log_probs.clamp(max=0.0)
+        # a log-probability rounded above 0, or none, must not lift a child above its parent
+        gains = best.log_probs.nan_to_num(nan=-math.inf, posinf=0.0, neginf=-math.inf)
+        scores = self._frontier_scores.unsqueeze(2) + gains.clamp(max=0.0)
         tokens, scores = best.tokens.flatten(1), scores.flatten(1)  # [b, lanes * k]
         self._tokens.append(tokens)
         self._parents.append(self._numbers.repeat_interleave(self.topk, dim=1))

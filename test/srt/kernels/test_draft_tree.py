@@ -47,6 +47,10 @@ def best_of(kind: str, b: int, lanes: int, topk: int, seed: int) -> TopTokens:
         values[:] = 1e-7
     elif kind == "hopeless":
         values[..., 1:] = -torch.inf
+    elif kind == "overflown":  # one request has none, others miss some
+        values[0] = torch.nan
+        values[1:, :, 0] = torch.nan
+        values[1:, 0] = torch.inf
     tokens = torch.rand(b, lanes, 50, generator=generator).argsort(dim=2)[..., :topk]
     return TopTokens(values.sort(dim=2, descending=True).values, tokens)
 
@@ -80,12 +84,26 @@ def check(form: str, depth: int, topk: int, nodes: int, b: int, kind: str) -> No
 
 
 @every_form
-@pytest.mark.parametrize("kind", ["flat", "sharp", "ties", "certain", "hopeless"])
+@pytest.mark.parametrize("kind", ["flat", "sharp", "ties", "certain", "hopeless", "overflown"])
 @pytest.mark.parametrize("depth, topk, nodes", SHAPES, ids=named(SHAPES))
 def test_trees_are_the_best_candidates(
     form: str, depth: int, topk: int, nodes: int, kind: str
 ) -> None:
     check(form, depth, topk, nodes, b=3, kind=kind)
+
+
+@every_form
+def test_lanes_may_share_their_rows(form: str) -> None:
+    """As those of a block, in which each depth has one distribution."""
+    device, topk = device_of(form), 3
+    rows = best_of("flat", 2, 2, topk, seed=5)  # [b, depths, k]
+    shared, apart = (make(form, torch.tensor([4, 9]), topk, 2) for _ in range(2))
+    for depth, lanes in enumerate((1, topk)):
+        row = [part.to(device)[:, depth : depth + 1].expand(-1, lanes, -1) for part in rows]
+        found = shared.expand(TopTokens(*row))
+        wanted = apart.expand(TopTokens(*(part.contiguous() for part in row)))
+        assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, shared.select(8), apart.select(8)))
 
 
 @every_form

@@ -13,10 +13,12 @@ from runner_harness import Engine, Settings, greedy
 from test_loading import logits
 from test_parity import write_head
 from tiny_model import load_model
+from torch import nn
 
 from mamba_eagle.backend.choose import choose_backend, quantization_problems
 from mamba_eagle.backend.cpu.products import (
     GroupedProduct,
+    PanelProduct,
     PromptProduct,
     has_bfloat16_products,
 )
@@ -104,6 +106,24 @@ def test_each_weight_is_there_once(mode: str, folder: Path) -> None:
     assert model.embed(torch.arange(4)).dtype == torch.float32
 
 
+def test_a_drafter_has_bits_of_its_own(folder: Path) -> None:
+    made = [
+        engine(folder, TREE, speculative_draft_model_quantization=kind) for kind in ("same", "int8")
+    ]
+    for one, wanted in zip(made, (PanelProduct, GroupedProduct)):
+        assert kinds_of(one.runner.model) == {PanelProduct}
+        assert kinds_of(one.runner.drafter.network.head) == {wanted}
+    texts = [one.generate([5, 6, 7], greedy(24)).output for one in made]
+    assert texts[0] == texts[1]
+
+
+def kinds_of(model: nn.Module) -> set[type]:
+    """Of its products whose columns are whole groups."""
+    layers = [layer for _, layer in matrix_layers(model) if isinstance(layer, Linear)]
+    products = [layer.matrices["weight"].product for layer in layers]
+    return {type(product) for product in products if product.inputs % 32 == 0}
+
+
 @pytest.mark.parametrize("mode", ["auto", "int8"])
 def test_loading_imports_no_compiler_of_torch(
     mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,10 +138,20 @@ def test_where_there_are_no_products_integers_are_refused() -> None:
     wrong = EngineConfig(quantization="int4", device="cuda", dtype="bfloat16").problems()
     assert wrong[0].startswith("--quantization int4: --device cuda has no such products; use")
     assert wrong[1].startswith("--quantization int4: --dtype bfloat16 has no such products; use")
-    (problem,) = quantization_problems("int8", choose_backend(torch.device("cpu"), torch.bfloat16))
+    (problem,) = quantization_problems(
+        {"--quantization": "int8"}, choose_backend(torch.device("cpu"), torch.bfloat16)
+    )
     assert problem.startswith("--quantization int8: the backend is torch (on a CPU, weights are b")
-    assert not quantization_problems("int8", choose_backend(torch.device("cpu"), torch.float32))
+    assert not quantization_problems(
+        {"--quantization": "int8"}, choose_backend(torch.device("cpu"), torch.float32)
+    )
     wrong = EngineConfig(quantization="nvfp4", device="cpu").problems()
     assert wrong[0].startswith("--quantization nvfp4: --device cpu has no such products; use --dev")
-    (problem,) = quantization_problems("nvfp4", choose_backend(torch.device("cpu"), torch.float32))
+    (problem,) = quantization_problems(
+        {"--quantization": "nvfp4"}, choose_backend(torch.device("cpu"), torch.float32)
+    )
     assert problem.startswith("--quantization nvfp4: the backend is cpu (float32 on a CPU, numba")
+    drafter = {"speculative_draft_model_quantization": "nvfp4", "device": "cpu"}
+    wrong = EngineConfig(speculative_algorithm="EAGLE", **drafter).problems()
+    assert wrong[0].startswith("--speculative-draft-model-quantization nvfp4: --device cpu has no")
+    assert not EngineConfig(speculative_algorithm="NONE", **drafter).problems()

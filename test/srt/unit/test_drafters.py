@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tiny_model import write_model
 from torch import Tensor
 
 from mamba_eagle.core import TreeShape
+from mamba_eagle.message import Plan
 
 torch.set_num_threads(1)
 
@@ -66,6 +69,50 @@ def test_the_text_on_a_gpu_is_the_plain_models(
     target = request.getfixturevalue(model)
     engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES[shape], **ON_GPU)
     assert_plain_texts(engine, PlainModel(target))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["eagle", "eagle-mamba", "mtp", "standalone", "dflash"])
+def test_launching_prompts_waits_for_nothing(
+    target_for_kernels: Path, tmp_path: Path, drafter: str
+) -> None:
+    """Prompts that begin and that go on, with stop tokens."""
+    engine = DRAFTERS[drafter].engine(tmp_path, target_for_kernels, SHAPES["tree"], **ON_GPU)
+    engine.overwrites = False
+    asked = greedy(5, ignore_eos=False, stop_token_ids=[3, 4])
+    engine.start(random_prompt(9, 1), asked)
+    one, other = (engine.admit(random_prompt(20 + i, i), asked) for i in range(2))
+    plans = [[engine.chunk(one, 7)], [engine.chunk(one, 20, saves=(11,)), engine.chunk(other, 21)]]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = [
+            engine.runner.launch(Plan(step=100 + i, prefill=items)) for i, items in enumerate(plans)
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(each.result().prefill) for each in launched] == [1, 2]
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "dflash"])
+def test_no_number_is_assigned_to_a_table(
+    target: Path, tmp_path: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each would wait. Prompts, a step, a request that leaves."""
+    engine = DRAFTERS[drafter].engine(tmp_path, target, SHAPES["tree-torch"])
+    assign, found = Tensor.__setitem__, list[str]()
+
+    def seen(self: Tensor, index: Any, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            caller = sys._getframe(1)
+            found.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+        assign(self, index, value)
+
+    monkeypatch.setattr(Tensor, "__setitem__", seen)
+    lives = [engine.start(random_prompt(9 + i, i), sampled(5, i)) for i in range(2)]
+    engine.execute(decode=lives)
+    engine.release(lives[0])
+    assert [line for line in found if "/mamba_eagle/" in line] == []
 
 
 def assert_plain_texts(engine: Engine, plain: PlainModel) -> None:

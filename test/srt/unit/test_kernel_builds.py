@@ -30,11 +30,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from mamba_eagle.backend.triton import attention
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.backend.triton.builds import Build, DryRun, KernelBuilds, dry_run
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
+from mamba_eagle.layers.block_attention import block_mask
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner import loading
 from mamba_eagle.tree.shapes import step_shapes
@@ -135,6 +137,20 @@ def test_what_was_compiled_before_is_not_launched_in_a_dry_run(
         gated_norm(x, x, x[0], 1, 1e-5)
     gated_norm(x, x, x[0], 1, 1e-5)
     assert launched == [False, True]
+
+
+@pytest.mark.parametrize("rows, window, causal", [(5, 0, True), (8, 3, False), (70, 66, False)])
+def test_what_a_block_sees_is_known_after_a_dry_run(rows: int, window: int, causal: bool) -> None:
+    """It is kept for all steps, those of the dry run included."""
+    attention._block_masks.cache_clear()
+    case = (2, rows, window, causal, torch.device("cpu"))
+    with dry_run():
+        attention._block_masks(*case)
+    masks = attention._block_masks(*case)
+    seen = masks.repeat_interleave(64, 2) >> torch.arange(64).repeat(masks.shape[2]) & 1
+    wanted = torch.zeros(rows, seen.shape[2], dtype=torch.int64)
+    wanted[:, :rows] = block_mask(rows, window, causal)
+    assert torch.equal(seen, wanted.expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

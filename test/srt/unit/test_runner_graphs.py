@@ -101,6 +101,7 @@ def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner.ModelRunner, "_capturable", lambda self: True)
     cuda = SimpleNamespace(
         is_available=lambda: False,
+        is_initialized=lambda: False,
         graph_pool_handle=lambda: None,
         Stream=lambda device: None,
         mem_get_info=lambda device: (0, 0),

@@ -111,7 +111,9 @@ class CpuBackend(TorchBackend):
     ) -> PrefillContext:
         if mamba is None or pool.ssm.dtype != torch.float32:
             return super().prefill_context(parts, pool, kv, slot_table, mamba)
-        return CpuPrefillContext(parts, pool, self.prompt_attention(kv, slot_table, parts))
+        return CpuPrefillContext(
+            parts, pool, self.prompt_attention(kv, slot_table, parts), self.place
+        )
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)

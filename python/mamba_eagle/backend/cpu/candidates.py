@@ -18,7 +18,7 @@ class CpuCandidates(Candidates):
             torch.empty(len(tokens), self.topk, dtype=torch.int64) for _ in range(2)
         )
         cpu.expand(
-            best.log_probs.numpy(),
+            best.log_probs.contiguous().numpy(),
             self._frontier_scores.numpy(),
             self._numbers.numpy(),
             *(part.numpy() for part in (parents, scores, parent_lanes, order)),

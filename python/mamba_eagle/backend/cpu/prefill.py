@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import NewTokenAttention
 from mamba_eagle.backend.cpu.state import layer_weights
+from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prompt_of
 from mamba_eagle.kernels.causal_conv.cpu import convolve_prompts, save_histories
@@ -21,10 +22,14 @@ class CpuPrefillContext(PrefillContext):
     copied."""
 
     def __init__(
-        self, parts: list[PrefillPart], pool: StatePool, paged: NewTokenAttention | None
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        paged: NewTokenAttention | None,
+        place: Place,
     ) -> None:
         """pool: in float32."""
-        super().__init__(parts, paged)
+        super().__init__(parts, paged, place)
         self.pool = pool
         for part in parts:
             if part.item.is_first:

@@ -116,7 +116,9 @@ class TorchBackend(Backend):
         slot_table: Tensor,
         mamba: Mamba2Config | None,
     ) -> PrefillContext:
-        return TorchPrefillContext(parts, pool, self.prompt_attention(kv, slot_table, parts))
+        return TorchPrefillContext(
+            parts, pool, self.prompt_attention(kv, slot_table, parts), self.place
+        )
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return Candidates(roots, topk)

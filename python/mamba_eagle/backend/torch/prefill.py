@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.kernels.causal_conv.torch import causal_conv
@@ -17,9 +18,13 @@ class TorchPrefillContext(PrefillContext):
     """The state that the first chunk starts from is copied to the request's own state slot."""
 
     def __init__(
-        self, parts: list[PrefillPart], pool: StatePool, paged: NewTokenAttention | None
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        paged: NewTokenAttention | None,
+        place: Place,
     ) -> None:
-        super().__init__(parts, paged)
+        super().__init__(parts, paged, place)
         self.pool = pool
         for part in parts:
             if part.item.is_first:
@@ -30,10 +35,12 @@ class TorchPrefillContext(PrefillContext):
         """Those of the states to save, [1] each, and of the state after the chunk."""
         item = part.item
         positions = [*(save.position for save in item.saves), item.start + part.length]
-        device = self.pool.ssm.device
-        slots = torch.full((len(positions),), item.slot, device=device)
-        keys = self.pool.rounding.keys(slots, torch.tensor(positions, device=device))
-        return [None] * len(positions) if keys is None else list(keys.split(1))
+        if not self.pool.rounding.keyed:
+            return [None] * len(positions)
+        slots = [item.slot] * len(positions)
+        keys = self.pool.rounding.keys(*self.place.to_device([slots, positions]))
+        assert keys is not None
+        return list(keys.split(1))
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         dt = layer.step_size(dt)

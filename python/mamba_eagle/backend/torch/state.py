@@ -105,7 +105,7 @@ class TorchScheme(StateScheme):
         # parent of entry j: j-1 in the tail, the tail's end for the root
         in_tail = (self.rows.offsets - 1).clamp_(min=0).expand(b, -1)
         parent = torch.cat([in_tail, nodes.parents + h], dim=1)
-        parent[:, h] = h - 1
+        parent[:, h].fill_(h - 1)
         climbed = [torch.arange(h, h + T, device=places.device).expand(b, -1)]
         for _ in range(h):
             climbed.append(parent.gather(1, climbed[-1]))
@@ -271,7 +271,7 @@ class TorchDeferred(TorchScheme):
             ssm.index_copy_(0, state_slots, rounding.round(folded, keys, layer))
         self.pool.feature[state_slots] = own.feature[slots, last]
         own.move_history(slots, length)
-        own.journal_len[slots] = 0
+        own.journal_len.index_fill_(0, slots, 0)
 
     @property
     def num_bytes(self) -> int:
@@ -315,7 +315,7 @@ class TorchSnapshot(TorchScheme):
             pool.ssm[layer, state_slots] = pool.rounding.round(states[slots, last], keys, layer)
         pool.feature[state_slots] = features[alive, last].to(pool.feature.dtype)
         own.move_history(slots, accepted.count[alive])
-        own.journal_len[nodes.slots] = 0
+        own.journal_len.index_fill_(0, nodes.slots, 0)
 
     def folded(self, slots: Tensor) -> Tensor:
         return self.table.processed[slots]

@@ -81,6 +81,10 @@ class TritonBlocks:
 
 @cache  # few, small, and always the same: a captured graph reads them where they are
 def _block_masks(b: int, rows: int, window: int, causal: bool, device: torch.device) -> Tensor:
-    """``block_mask`` as bits: [b, rows, words] int64."""
-    seen = block_mask(rows, min(window, rows), causal, device)
-    return pack_paths(seen.expand(b, -1, -1))
+    """``block_mask`` as bits: [b, rows, words] int64. Made by torch, since those of a dry run,
+    which launches no kernel of ours, are used later."""
+    words = -(-rows // 64)
+    seen = torch.zeros(rows, 64 * words, dtype=torch.int64, device=device)
+    seen[:, :rows] = block_mask(rows, min(window, rows), causal, device)
+    bits = seen.view(rows, words, 64) << torch.arange(64, device=device)
+    return bits.sum(-1).expand(b, -1, -1).contiguous()

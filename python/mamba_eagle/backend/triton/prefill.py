@@ -26,7 +26,7 @@ class TritonPrefillContext(PrefillContext):
         paged: NewTokenAttention | None,
         place: Place,
     ) -> None:
-        super().__init__(parts, paged)
+        super().__init__(parts, paged, place)
         self.pool = pool
         for part in parts:
             if part.item.is_first:

@@ -28,8 +28,11 @@ def expand(log_probs, lane_scores, lane_numbers, parents, scores, lanes, frontie
             for child in range(k):
                 at = lane * k + child
                 parents[r, at] = lane_numbers[r, lane]
-                # rounding may leave a log-probability above 0; no child may score above its parent
-                scores[r, at] = lane_scores[r, lane] + min(log_probs[r, lane, child], ZERO)
+                # no child may score above its parent: rounding may leave a log-probability above 0,
+                # and a network that overflows gives none
+                gain = log_probs[r, lane, child]
+                gain = min(gain, ZERO) if gain == gain else np.float32(-np.inf)
+                scores[r, at] = lane_scores[r, lane] + gain
                 if filled < k:  # whatever its score, which may be -inf
                     filled += 1
                     insert(scores[r, at], at, best[:filled], frontier[r, :filled])

@@ -12,6 +12,7 @@ tree.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -53,8 +54,10 @@ class Candidates:
         new = []
         for lane, (above, children) in enumerate(zip(self.lanes, best)):
             for token, log_prob in children:
-                # rounding may leave a log-probability above 0
-                score = above.score + min(log_prob, 0.0)
+                # rounding may leave a log-probability above 0, and a network that overflows gives
+                # none
+                gain = -math.inf if math.isnan(log_prob) else min(log_prob, 0.0)
+                score = above.score + gain
                 new.append(Lane(token, lane, len(self.all), score))
                 depth = self.all[above.number].depth + 1
                 self.all.append(Candidate(token, above.number, depth, score))

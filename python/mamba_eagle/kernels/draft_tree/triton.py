@@ -34,9 +34,9 @@ class Lanes(NamedTuple):
     scores: Tensor  # [b, k] float32
 
 
-@triton.jit(do_not_specialize=["C", "seen"])
+@triton.jit(do_not_specialize=["C", "seen", "request_stride", "lane_stride"])
 def _expand_kernel(
-    log_probs,  # [b, LANES, K]
+    log_probs,  # [b, LANES, K], rows of requests and lanes request_stride and lane_stride apart
     tokens,  # [b, LANES, K]
     roots,  # [b]
     lane_numbers,  # [b, LANES]
@@ -50,6 +50,8 @@ def _expand_kernel(
     next_scores,  # [b, K]
     seen,
     C,
+    request_stride,
+    lane_stride,
     LANES: tl.constexpr,
     K: tl.constexpr,
     PADDED: tl.constexpr,  # LANES * K
@@ -58,10 +60,12 @@ def _expand_kernel(
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, PADDED)
     valid = child < LANES * K
-    given = request * (LANES * K) + child
+    first = request * request_stride
+    given = first + child // K * lane_stride + child % K
     token = tl.load(tokens + given, mask=valid, other=0)
     score = tl.load(log_probs + given, mask=valid, other=0.0)
-    score = tl.where(score > 0.0, 0.0, score)  # no child may score above its parent
+    # no child may score above its parent, nor one whose score is not a number above any other
+    score = tl.where(score > 0.0, 0.0, tl.where(score <= 0.0, score, float("-inf")))
     at = request * C + seen + child
     if FIRST:
         tl.store(all_tokens + request * C, tl.load(roots + request))
@@ -81,7 +85,7 @@ def _expand_kernel(
         best = tl.max(key, 0)
         place = key_number(best)
         to = request * K + rank
-        tl.store(next_tokens + to, tl.load(tokens + request * (LANES * K) + place))
+        tl.store(next_tokens + to, tl.load(tokens + first + place // K * lane_stride + place % K))
         tl.store(next_lanes + to, place // K)
         tl.store(next_numbers + to, place + seen)
         tl.store(next_scores + to, key_value(best))
@@ -94,7 +98,7 @@ def expand(
     """Append the children of all lanes to ``grown``, and choose the next lanes.
 
     Args:
-        log_probs, tokens: [b, n, k], of n lanes; roots: [b, 1].
+        log_probs, tokens: [b, n, k], of n lanes, which may share their rows; roots: [b, 1].
         above: the n lanes; None: the roots.
         seen: how many candidates there are already, including the root.
     """
@@ -102,9 +106,11 @@ def expand(
     integers = (tokens.new_empty(b, k) for _ in range(3))
     lanes = Lanes(*integers, torch.empty(b, k, device=tokens.device))
     padded = triton.next_power_of_2(n * k)
+    if log_probs.stride() != tokens.stride() or tokens.stride(2) != 1:
+        log_probs, tokens = log_probs.contiguous(), tokens.contiguous()
     _expand_kernel[(b,)](
-        log_probs.contiguous(),
-        tokens.contiguous(),
+        log_probs,
+        tokens,
         roots.contiguous(),
         None if above is None else above.numbers,
         None if above is None else above.scores,
@@ -112,6 +118,8 @@ def expand(
         *lanes,
         seen,
         grown.tokens.shape[1],
+        tokens.stride(0),
+        tokens.stride(1),
         LANES=n,
         K=k,
         PADDED=padded,

@@ -320,7 +320,7 @@ def paged_tree_attention(
         slot_table: [R, positions] integer, contiguous: the KV slots of each request slot.
         slots: [b] integer, request slots; prefix: [b] integer, positions that a tree's nodes see.
         own: [b, E] int64, contiguous: the nodes' KV slots; none of them is in a prefix.
-        masks: [b, T, words] int64, contiguous: which nodes each new one sees (``pack_ancestors``).
+        masks: [b, T, words] int64, contiguous: which nodes each new one sees (``pack_paths``).
         window: of its prefix, new node i sees the positions above ``prefix + i - window`` only, as
             a row of a block at position prefix + i does; 0: all.
         sinks: [heads], a logit per query head that takes part in the softmax and has no value.

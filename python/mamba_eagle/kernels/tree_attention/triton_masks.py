@@ -38,8 +38,8 @@ def _pack_kernel(
 
 
 def pack_paths(ancestors: Tensor) -> Tensor:
-    """As ``pack_ancestors`` in tree_verify/layout.py: [b, T, E] bool of any strides ->
-    [b, T, ceil(E / 64)] int64."""
+    """Which of E nodes each of T sees, as bits: [b, T, E] bool of any strides ->
+    [b, T, ceil(E / 64)] int64; node e is bit e % 64 of word e // 64."""
     b, T, E = ancestors.shape
     words = triton.cdiv(E, 64)
     masks = torch.empty(b, T, words, dtype=torch.int64, device=ancestors.device)

@@ -273,9 +273,9 @@ class PromptRunner:
             return
         params = item.sampling
         assert params is not None
-        table.state_slot[slot] = item.state_slot
-        table.seed[slot] = params.seed
-        table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids))
+        table.state_slot[slot].fill_(item.state_slot)
+        table.seed[slot].fill_(params.seed)
+        table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids), self._indices)
         table.wants_logprobs[slot] = item.return_logprob
         table.top_logprobs[slot] = item.top_logprobs
         table.wants_trace[slot] = item.return_spec_trace

@@ -1,0 +1,62 @@
+"""Memory on each GPU that the other ranks of a machine read and write, by torch's symmetric memory.
+
+One allocation per use, made once and never freed while ranks are together; no allocator that others
+share. Without NVLink multicast.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from mamba_eagle.parallel.distributed import ProcessGroup
+from mamba_eagle.parallel.sums.site import Site
+
+
+class SharedMemory(NamedTuple):
+    own: Tensor  # [size], this rank's
+    addresses: Tensor  # [ranks] int64, on the device: of each rank's, as this one sees it
+    handle: object  # keeps the mapping alive
+
+
+def members(site: Site) -> ProcessGroup:
+    """Raises: TypeError if its ranks are not processes on GPUs of their own."""
+    group = site.group
+    if not isinstance(group, ProcessGroup) or group.device.type != "cuda":
+        raise TypeError("ranks must be processes, each with a GPU")
+    return group
+
+
+def peers_problem(site: Site) -> str:
+    """Why this rank's GPU cannot reach those of its machine; "" if it can."""
+    own = members(site).device.index
+    for other in range(torch.cuda.device_count()):
+        if other != own and not torch.cuda.can_device_access_peer(own, other):
+            return f"GPU {own} has no access to the memory of GPU {other}"
+    return ""
+
+
+def share(site: Site, size: int, dtype: torch.dtype) -> SharedMemory:
+    """``size`` zeros on each rank, on all of them together.
+
+    Raises: RuntimeError if multicast is on.
+    """
+    group = members(site)
+    own = symmetric_memory.empty(size, dtype=dtype, device=group.device)
+    handle = symmetric_memory.rendezvous(own, group.torchs.group_name)
+    if handle.multicast_ptr:
+        raise RuntimeError("NVLink multicast is on, which TORCH_SYMM_MEM_DISABLE_MULTICAST=1 ends")
+    begins = list(handle.buffer_ptrs)
+    # torch may have taken it from a larger block, the same part of it on all ranks
+    offset = own.data_ptr() - begins[group.rank]
+    offsets = group.gather(torch.tensor([offset], device=group.device))
+    if not torch.equal(offsets, offsets[:1].expand_as(offsets)):
+        raise RuntimeError(f"memory begins at other places on other ranks: {offsets.tolist()}")
+    addresses = torch.tensor([begin + offset for begin in begins], device=group.device)
+    own.zero_()
+    torch.cuda.synchronize(group.device)
+    group.smallest([1])  # no rank writes before all have cleared theirs
+    return SharedMemory(own, addresses, handle)

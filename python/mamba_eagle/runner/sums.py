@@ -1,0 +1,70 @@
+"""Which methods --all-reduce stands for, and the table of a runner's group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.config import NO_SUMS_ON_A_CPU, ConfigError, EngineConfig
+from mamba_eagle.parallel.groups import Group
+from mamba_eagle.parallel.sum_table import COLLECTIVES, NormedSum, SumTable
+from mamba_eagle.parallel.sums.site import JoinedSum, Site
+
+log = logging.getLogger("mamba_eagle.runner")
+
+
+def methods_of(name: str) -> Sequence[type[JoinedSum]]:
+    """For a value of --all-reduce, in the order in which they are tried."""
+    # torch's distributed package, which is for several ranks on GPUs only
+    from mamba_eagle.parallel.sums.flashinfer import FlashInferSum
+    from mamba_eagle.parallel.sums.one_shot import PushedSum
+    from mamba_eagle.parallel.sums.symmetric import OneShot, TwoShots
+
+    symmetric = (OneShot, TwoShots, PushedSum)
+    return {
+        "nccl": (),
+        "flashinfer": (FlashInferSum,),
+        "symmetric": symmetric,
+        "auto": symmetric,
+    }[name]
+
+
+def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:
+    """How the ranks of ``group`` add up the residual stream's parts, [n, size], in steps of any
+    batch; all of them together. Prompts beyond that size are for the collective.
+
+    Raises: ConfigError if --all-reduce asks for what is there on GPUs only.
+    """
+    name = config.all_reduce
+    if group.size == 1 or name == "nccl" or config.tp_size > config.ranks_per_node:
+        return COLLECTIVES
+    if backend.place.on_host:
+        if name == "auto":
+            return COLLECTIVES
+        raise ConfigError([f"--all-reduce {name}: {NO_SUMS_ON_A_CPU}"])
+    from mamba_eagle.parallel.sums.choose import choose_sums
+    from mamba_eagle.parallel.sums.stopwatch import Captured
+    from mamba_eagle.parallel.sums.trial import Bench
+
+    ops = backend.layer_ops
+
+    def add_norm(stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> NormedSum:
+        made = ops.add_rms_norm(stream, added, weight, eps)
+        assert isinstance(made.normed, Tensor)
+        return NormedSum(made.normed, made.stream)
+
+    tokens = config.max_running_requests * config.tree_shape.nodes
+    table = choose_sums(
+        Site(group, tokens, size, backend.dtype),
+        methods_of(name),
+        add_norm,
+        Bench(Captured),
+        or_collective=name == "auto",
+    )
+    torch.cuda.empty_cache()  # pools get what is free
+    log.info("sums over ranks by number of tokens: %s", table.text)
+    return table
