@@ -75,7 +75,7 @@ def _product(kind: str) -> Any:
 
             def tile(count: int, row: Any) -> None:
                 for block in range(0, BLOCKS, SHARED[count]):
-                    _Tile(code, kind, count, SHARED[count]).write(
+                    _Tile(code, kind, count, SHARED[count], block == 0).write(
                         (x, weight, y), (inputs, width), row, (panel, block)
                     )
 
@@ -87,8 +87,9 @@ def _product(kind: str) -> Any:
 class _Tile:
     """The products of some rows with some neighbouring blocks of outputs."""
 
-    def __init__(self, code: Code, kind: str, rows: int, blocks: int) -> None:
-        self.code, self.kind = code, kind
+    def __init__(self, code: Code, kind: str, rows: int, blocks: int, asks: bool) -> None:
+        """asks: for what is read later; the first pass over a panel does, for all."""
+        self.code, self.kind, self.asks = code, kind, asks
         self.rows, self.blocks = range(rows), range(blocks)
 
     def write(
@@ -125,7 +126,7 @@ class _Tile:
         """Add the products of input i."""
         code, b = self.code, self.code.builder
         row = code.at(weights, b.mul(i, I64(PANEL)), self.stored)
-        if len(self.blocks) == BLOCKS:
+        if self.asks:
             code.prefetch(row, AHEAD, PANEL * self.bytes)
         wide = [self._widened(row, I64(v * LANES)) for v in self.blocks]
         for r, pointer in enumerate(given):
