@@ -165,7 +165,9 @@ def gguf(folder: Path, name: str, bits: str) -> Path:
 # ── one measurement ──────────────────────────────────────────────────────────────────────────
 
 
-def measure_ours(folder: str, job: Job, prompt_dtype: str) -> dict[str, Any]:
+def measure_ours(
+    folder: str, job: Job, prompt_dtype: str, quantize_lm_head: bool
+) -> dict[str, Any]:
     """In a process of its own."""
     from mamba_eagle.layers.weights import weight_bytes
     from mamba_eagle.runner.make import make_runner
@@ -177,6 +179,7 @@ def measure_ours(folder: str, job: Job, prompt_dtype: str) -> dict[str, Any]:
         tokenizer_path=path,
         device="cpu",
         quantization=BITS[job.bits],
+        quantize_lm_head=quantize_lm_head,
         cpu_prompt_dtype=prompt_dtype,
         cpu_threads=job.threads,
         speculative_algorithm="NONE",
@@ -203,7 +206,7 @@ def measure_ours(folder: str, job: Job, prompt_dtype: str) -> dict[str, Any]:
 
 
 class Player(NamedTuple):
-    engine: str  # ours, ours-bf16 or llama.cpp
+    engine: str  # ours, ours-bf16, ours-head or llama.cpp
     job: Job
     command: list[str]
     made: list[dict[str, Any]]
@@ -240,6 +243,9 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, Round]]:
                 if args.bfloat16_prompts and bits == "16":
                     short = [*own, "--cpu-prompt-dtype", "bfloat16"]
                     players.append(Player("ours-bf16", job, short, []))
+                if args.quantize_lm_head and bits == "4":
+                    whole = [*own, "--quantize-lm-head"]
+                    players.append(Player("ours-head", job, whole, []))
                 if args.llama_python:
                     file, peer = gguf(args.folder, model, bits), PEERS / "llama_cpp_decode.py"
                     sizes = [str(threads), str(args.steps), *given]
@@ -323,6 +329,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bfloat16-prompts", action="store_true", help="ours with --cpu-prompt-dtype bfloat16, too"
     )
+    parser.add_argument(
+        "--quantize-lm-head",
+        action="store_true",
+        help="ours with an lm_head of 4 bits, too, as in llama.cpp's files; else it has 8",
+    )
     parser.add_argument("--cpu-prompt-dtype", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
     parser.add_argument("--result-filename", default=str(RESULTS), help="empty: keep nothing")
@@ -334,7 +345,8 @@ def main() -> None:
     if args.measure:
         *sizes, shapes = json.loads(args.measure)
         job = Job(*sizes, shapes=tuple(Shape(*each) for each in shapes))
-        print(json.dumps(measure_ours(args.folder, job, args.cpu_prompt_dtype)))
+        how = (args.cpu_prompt_dtype, args.quantize_lm_head)
+        print(json.dumps(measure_ours(args.folder, job, *how)))
         return
     field = contestants(args)
     if args.files_only:

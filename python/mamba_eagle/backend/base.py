@@ -260,6 +260,11 @@ class Backend(ABC):
     # ── sampling ──
 
     @abstractmethod
+    def best_of(self, scores: Tensor) -> Tensor:
+        """The lowest token id with the highest score, NO_TOKEN where that score is not finite or
+        some score is NaN: [..., V] -> [...] int64."""
+
+    @abstractmethod
     def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
         """Keys of a rank's best tokens, m for each row: scores [n, own V] float32 of the tokens
         from ``first`` on -> [n, m] int64. width: the largest own V of any rank. noise: added to the

@@ -58,6 +58,16 @@ _BIAS, _SHIFT = np.int32(127), np.int32(23)
 _LINEAR_ABOVE = np.float32(20.0)  # as torch's softplus
 
 
+# Bits of a float32 but the sign, and those of infinity: NaN is above it.
+SIZE, INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+
+
+@exactly
+def ordered(bits):  # noqa: ANN001, ANN201
+    """Bits of a float32 as an integer that rises with it, which vectorises; its own inverse."""
+    return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & SIZE))
+
+
 @exactly
 def exp(x):  # noqa: ANN001, ANN201
     """exp of a float32 within 2 ulp (Cephes' expf); libm's would be a call per element. exp(-inf)

@@ -1,4 +1,5 @@
-"""Addresses as words, for Numba's code: what is there, who computes it, and who waits for it."""
+"""Addresses as words, for Numba's code: what is there, who computes it, who waits for it, and who
+will need it."""
 
 from __future__ import annotations
 
@@ -91,6 +92,32 @@ def _atomics() -> Any:
     return load, exchange, add, swap
 
 
+def ask_for(builder: Any, pointer: Any) -> None:
+    """Writes an instruction that asks for a cache line (64 bytes) which is read soon. The pointer
+    may lead anywhere: what does not exist is not asked for."""
+    line, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [line, number, number, number])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    how = (number(i) for i in (0, 3, 1))  # to read it, into all caches, as data
+    builder.call(prefetch, [builder.bitcast(pointer, line), *how])
+
+
+def _asking() -> Any:
+    """``f(address)``: ``ask_for``."""
+    if intrinsic is None:
+        return None
+
+    @intrinsic
+    def ask(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            ask_for(builder, builder.inttoptr(given[0], ir.IntType(8).as_pointer()))
+            return context.get_dummy_value()
+
+        return types.void(types.int64), generate
+
+    return ask
+
+
 def _waiting() -> Any:
     """pause, within a loop that looks at a word, and calls of futex."""
     if intrinsic is None:
@@ -125,3 +152,4 @@ pointer_to = _memory()
 call_function = _caller()
 load, exchange, add, swap = _atomics()
 pause, futex = _waiting()
+prefetch = _asking()

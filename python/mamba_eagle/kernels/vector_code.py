@@ -18,7 +18,7 @@ from typing import Any
 
 from mamba_eagle.kernels import numba_team as team
 from mamba_eagle.kernels.numba_math import numba, prange
-from mamba_eagle.kernels.numba_words import call_function
+from mamba_eagle.kernels.numba_words import ask_for, call_function
 from mamba_eagle.kernels.threads import num_threads, threaded
 
 try:
@@ -29,6 +29,7 @@ except ImportError:  # without Numba nothing here is called
     binding = ir = cgutils = types = intrinsic = None
 
 LANES = 16  # outputs per block
+CACHE_LINE = 64  # bytes
 ROW_TILES = (8, 4, 2, 1)  # rows that share a pass over a block
 # Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
 # where it sleeps on a virtual machine.
@@ -91,6 +92,18 @@ class Code:
         b = self.builder
         kind = ir.FunctionType(result, [value.type for value in values])
         return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+    def prefetch(self, pointer: Any, ahead: int, count: int) -> None:
+        """Ask for ``count`` bytes that lie ``ahead`` of a pointer; they need not exist."""
+        for first in range(ahead, ahead + count, CACHE_LINE):
+            ask_for(self.builder, self.at(pointer, I64(first), I8))
+
+    def sum(self, *parts: Any) -> Any:
+        """The sum of integers."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.builder.add(total, part)
+        return total
 
     def times(self, *factors: Any) -> Any:
         """The product of integers."""

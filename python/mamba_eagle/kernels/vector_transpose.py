@@ -1,4 +1,4 @@
-"""Weights into the order in which products on a CPU read them: blocks of 16 outputs, transposed.
+"""Weights into the order in which products on a CPU read them: panels of outputs, transposed.
 
 Loading is mostly this. torch copies one number after the other; here 16 vectors of 16 numbers
 become their transpose in four rounds, each of which interleaves vector i with vector i + 8.
@@ -27,26 +27,30 @@ BYTES_PER_NS = 4  # that a core transposes
 
 
 def _blocks(bits: int) -> Any:
-    """Blocks of 16 rows [16, in] -> [in, 16]; in: a multiple of 16.
+    """Panels of rows [width, in] -> [in, width]; in, width: multiples of 16.
 
-    Arguments: source [blocks, 16, in], target [blocks, in, 16], numbers of 16 or 32 bits; in.
+    Units are blocks of 16 rows. Arguments: source [panels, width, in], target [panels, in, width],
+    numbers of 16 or 32 bits; in, width.
     """
 
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
         b, kind = code.builder, I16 if bits == 16 else I32
-        source, target, inputs = (code.load(arguments, I64(i), I64) for i in range(3))
+        source, target, inputs, width = (code.load(arguments, I64(i), I64) for i in range(4))
         source, target = (b.inttoptr(address, I8.as_pointer()) for address in (source, target))
         with code.loop(b.sub(last, first)) as index:
-            begin = code.times(b.add(first, index), inputs, I64(LANES))
+            block, per_panel = b.add(first, index), b.udiv(width, I64(LANES))
+            begin = code.times(block, inputs, I64(LANES))
+            within = b.mul(b.urem(block, per_panel), I64(LANES))
+            place = b.add(code.times(b.udiv(block, per_panel), inputs, width), within)
             rows = [
                 code.at(source, b.add(begin, b.mul(inputs, I64(row))), kind) for row in range(LANES)
             ]
             with code.loop(b.udiv(inputs, I64(LANES))) as tile:
                 at = b.mul(tile, I64(LANES))
                 columns = _transposed(b, [code.vector(row, at, kind) for row in rows])
-                out = code.at(target, b.add(begin, b.mul(at, I64(LANES))), kind)
+                out = code.at(target, b.add(place, b.mul(at, width)), kind)
                 for i, column in enumerate(columns):
-                    code.store(column, out, I64(i * LANES))
+                    code.store(column, out, b.mul(width, I64(i)))
 
     return vector_code(write)
 
@@ -81,11 +85,12 @@ def _transpose_words(arguments, first, last):  # noqa: ANN001, ANN202
 _KERNELS = {2: SpanKernel(_transpose_shorts), 4: SpanKernel(_transpose_words)}
 
 
-def transpose(rows: Tensor, blocks: Tensor) -> None:
-    """rows [16 * n, in] -> blocks [n, in, 16], which is contiguous; of 16 or 32 bits."""
-    inputs = rows.shape[1]
+def transpose(rows: Tensor, panels: Tensor) -> None:
+    """rows [width * n, in] -> panels [n, in, width], which is contiguous. Numbers have 16 or 32
+    bits; width is a multiple of 16."""
+    inputs, width = rows.shape[1], panels.shape[2]
     if inputs % LANES or not rows.is_contiguous():
-        blocks.copy_(rows.unflatten(0, (-1, LANES)).transpose(1, 2))
+        panels.copy_(rows.unflatten(0, (-1, width)).transpose(1, 2))
         return
-    kernel = _KERNELS[rows.dtype.itemsize]
-    kernel(len(blocks), rows.nbytes // BYTES_PER_NS, rows.data_ptr(), blocks.data_ptr(), inputs)
+    kernel, places = _KERNELS[rows.dtype.itemsize], (rows.data_ptr(), panels.data_ptr())
+    kernel(len(rows) // LANES, rows.nbytes // BYTES_PER_NS, *places, inputs, width)

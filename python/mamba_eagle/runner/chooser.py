@@ -22,7 +22,6 @@ from mamba_eagle.runner.sampler import (
     SamplingState,
     TokenLogprobs,
     sample,
-    sample_greedy,
     token_logprobs,
 )
 from mamba_eagle.tree.tree import Tree
@@ -56,7 +55,7 @@ class Chooser:
     def greedy(self, logits: Tensor) -> Tensor:
         """As ``sample``, for requests that take nothing but the best token: [b, T, …] -> [b, T].
         Nothing is decided on the host."""
-        return sample_greedy(logits)
+        return self.state.backend.best_of(logits)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
         """``sampler.token_logprobs`` of logits [n, V], or of a rank's columns of these."""

@@ -319,7 +319,7 @@ def sample(
     """
     needs = state.needs(slots)
     if all(need == _GREEDY for need in needs):
-        return _best(_constrained(state, logits, allowed))
+        return state.backend.best_of(_constrained(state, logits, allowed))
 
     device_slots = state.backend.place.to_device(slots)
     if state.tables is not None:
@@ -344,7 +344,7 @@ def sample(
         logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
     logits = _constrained(state, logits, allowed)
     if not any(need.noise for need in needs):
-        return _best(logits)
+        return state.backend.best_of(logits)
 
     kept = logits
     ordered = [i for i, need in enumerate(needs) if need.order]
@@ -366,7 +366,7 @@ def sample(
     seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
     noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
     # two roundings on every device, as in the kernels
-    return _best(noise.view_as(kept).mul_(temperature).add_(kept))
+    return state.backend.best_of(noise.view_as(kept).mul_(temperature).add_(kept))
 
 
 def sample_in_kernels(
@@ -379,11 +379,6 @@ def sample_in_kernels(
     return state.backend.sample_nodes(logits, nodes, state.tables)
 
 
-def sample_greedy(logits: Tensor) -> Tensor:
-    """As ``sample``, for requests that need nothing but the best token: [b, T, V] -> [b, T]."""
-    return _best(logits)
-
-
 def _constrained(state: SamplingState, logits: Tensor, allowed: TokenMasks | None) -> Tensor:
     """-inf for tokens that a grammar forbids, after all that could raise them: [b, T, V]. Never in
     place, since logprobs are of the raw logits."""
@@ -391,14 +386,6 @@ def _constrained(state: SamplingState, logits: Tensor, allowed: TokenMasks | Non
         return logits
     flat = logits.float().flatten(0, 1)
     return state.backend.mask_logits(flat, *allowed).view(logits.shape)
-
-
-def _best(scores: Tensor) -> Tensor:
-    """[..., V] -> [...] int64: the lowest token id with the highest score; NO_TOKEN where that
-    score is not finite."""
-    best, tokens = scores.max(dim=-1)
-    # 0 times a NaN or an infinity is NaN, which differs from 0; isfinite would take five kernels
-    return tokens.masked_fill_(best.mul_(0) != 0, NO_TOKEN)
 
 
 def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:

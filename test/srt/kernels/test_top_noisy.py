@@ -146,6 +146,19 @@ def test_ranks_with_parts_of_the_tokens_find_the_best_one(form: str, sampled: bo
     assert found[1:5] == [-1, -1, -1, -1]
 
 
+@every_form
+def test_one_rank_finds_the_best_one(form: str) -> None:
+    """The same where the scores are on one rank; zeros of both signs are equal."""
+    scores = (4 * torch.randn(7, 2100, generator=torch.Generator().manual_seed(4))).round()
+    scores[1, 2080], scores[2, 3], scores[3] = torch.nan, torch.inf, -torch.inf
+    scores[4, 70] = -torch.tensor(torch.nan).abs()
+    scores[5] = -1.0
+    scores[5, 2], scores[5, 2090] = -0.0, 0.0
+    found = backend_of(form).best_of(scores.to(device_of(form)).view(7, 1, -1))
+    assert found[:, 0].tolist() == [best_token(row) for row in scores.tolist()]
+    assert found[:6, 0].tolist()[1:] == [-1, -1, -1, -1, 2]
+
+
 @runs_kernels
 def test_what_fills_the_device_is_not_split_into_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program then takes a block for all lanes of a request."""

@@ -37,6 +37,7 @@ from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
+from mamba_eagle.kernels.best_token import cpu as best_token
 from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs import cpu as cpu_top
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -126,6 +127,13 @@ class CpuBackend(TorchBackend):
 
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         return _top(cpu_top.best, log_probs, k)
+
+    def best_of(self, scores: Tensor) -> Tensor:
+        if scores.dtype != torch.float32 or scores.shape[-1] == 0:
+            return super().best_of(scores)
+        tokens = torch.empty(scores.shape[:-1], dtype=torch.int64)
+        best_token.best_of(scores.reshape(-1, scores.shape[-1]).numpy(), tokens.view(-1).numpy())
+        return tokens
 
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int

@@ -32,7 +32,7 @@ from mamba_eagle.backend.torch.attention import (
 from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
 from mamba_eagle.backend.torch.prefill import TorchPrefillContext
 from mamba_eagle.backend.torch.state import TORCH_SCHEMES
-from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_tokens
+from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens
 from mamba_eagle.kernels.sampling.torch import count_tokens
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
 from mamba_eagle.kernels.token_mask.torch import mask_logits
@@ -177,6 +177,9 @@ class TorchBackend(Backend):
 
     def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
         return best_keys(scores, first, noise, self.gumbel)
+
+    def best_of(self, scores: Tensor) -> Tensor:
+        return best_of(scores)
 
     def best_tokens(self, keys: Tensor) -> Tensor:
         return best_tokens(keys)

@@ -28,6 +28,13 @@ class RowNoise(NamedTuple):
     vocab_size: int  # V, of all ranks
 
 
+def best_of(scores: Tensor) -> Tensor:
+    """The best token where all scores are on one rank: [..., V] -> [...] int64."""
+    best, tokens = scores.max(dim=-1)
+    # 0 times a NaN or an infinity is NaN, which differs from 0; isfinite would take five kernels
+    return tokens.masked_fill_(best.mul_(0) != 0, NO_TOKEN)
+
+
 def best_keys(
     scores: Tensor,
     first: int,

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.numba_math import exactly
-
-_SIZE = np.int32(0x7FFFFFFF)  # all bits but the sign
+from mamba_eagle.kernels.numba_math import SIZE, exactly, ordered
 
 
 @exactly
@@ -22,14 +20,8 @@ def _largest(values, group, out):  # noqa: ANN001, ANN202
         for g in range(found.shape[1]):
             row, largest = bits[r, g * group : (g + 1) * group], np.int32(0)
             for i in range(group):
-                largest = max(largest, np.int32(row[i] & _SIZE))
+                largest = max(largest, np.int32(row[i] & SIZE))
             found[r, g] = largest
-
-
-@exactly
-def _ordered(bits):  # noqa: ANN001, ANN202
-    """Bits of a float32 as an integer that rises with it; its own inverse."""
-    return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & _SIZE))
 
 
 @exactly
@@ -39,11 +31,11 @@ def _range(values, group, lowest, highest):  # noqa: ANN001, ANN202
     for r in range(low.shape[0]):
         for g in range(low.shape[1]):
             row = bits[r, g * group : (g + 1) * group]
-            least = most = _ordered(row[0])
+            least = most = ordered(row[0])
             for i in range(1, group):
-                number = _ordered(row[i])
+                number = ordered(row[i])
                 least, most = min(least, number), max(most, number)
-            low[r, g], high[r, g] = _ordered(least), _ordered(most)
+            low[r, g], high[r, g] = ordered(least), ordered(most)
 
 
 @exactly

@@ -1,8 +1,9 @@
 """Matrix products on a CPU in float32, with weights of 16 or 32 bits in panels.
 
-A panel is the weight of 64 outputs, [4, in, 16]: a vector is one input of 16 outputs. Checkpoints
-are published in bfloat16, so keeping their 16 bits and widening them in registers changes no value
-and halves what few rows read. Many rows share what is widened; measurements are in
+A panel is the weight of 64 outputs, [in, 64]: a vector is one input of 16 outputs, and few rows
+read a weight from its first byte to its last, as fast as the memory gives it. Checkpoints are
+published in bfloat16, so keeping their 16 bits and widening them in registers changes no value and
+halves what few rows read. Many rows share what is widened; measurements are in
 docs/design/kernels.md.
 """
 
@@ -35,27 +36,26 @@ PANEL = BLOCKS * LANES
 # long rows as small as those of short ones.
 SPAN = 512
 SHARED = {8: 2, 4: 4, 2: 4, 1: 4}  # blocks that share a pass over the inputs, by rows
+AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
 BYTES_PER_NS, PRODUCTS_PER_NS = 12, 70  # what a core reads, and multiplies, at best
 
 
 def panels(weight: Tensor) -> Tensor:
-    """[out, in] -> [panels, 4, in, 16], of the same dtype; outputs that are not there are zero."""
+    """[out, in] -> [panels, in, 64], of the same dtype; outputs that are not there are zero."""
     outputs, inputs = weight.shape
-    count = -(-outputs // PANEL)
-    made = torch.empty(count, BLOCKS, inputs, LANES, dtype=weight.dtype)
-    blocks, whole = made.flatten(0, 1), outputs // LANES
-    transpose(weight[: whole * LANES], blocks[:whole])
-    if whole < len(blocks):
-        rest = weight.new_zeros((len(blocks) - whole) * LANES, inputs)
-        rest[: outputs - whole * LANES] = weight[whole * LANES :]
-        transpose(rest, blocks[whole:])
+    count, whole = -(-outputs // PANEL), outputs // PANEL
+    made = torch.empty(count, inputs, PANEL, dtype=weight.dtype)
+    transpose(weight[: whole * PANEL], made[:whole])
+    if whole < count:
+        rest = weight.new_zeros(PANEL, inputs)
+        rest[: outputs - whole * PANEL] = weight[whole * PANEL :]
+        transpose(rest, made[whole:])
     return made
 
 
 def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
     """Outputs ``ids`` [n] of panels: [n, in]."""
-    flat = weight.flatten(0, 1)  # blocks
-    return flat[ids // LANES, :, ids % LANES]
+    return weight[ids // PANEL, :, ids % PANEL]
 
 
 def _product(kind: str) -> Any:
@@ -75,9 +75,8 @@ def _product(kind: str) -> Any:
 
             def tile(count: int, row: Any) -> None:
                 for block in range(0, BLOCKS, SHARED[count]):
-                    at = b.add(b.mul(panel, I64(BLOCKS)), I64(block))
-                    _Tile(code, kind, count, SHARED[count]).write(
-                        (x, weight, y), (inputs, width), row, at
+                    _Tile(code, kind, count, SHARED[count], block == 0).write(
+                        (x, weight, y), (inputs, width), row, (panel, block)
                     )
 
             code.row_tiles(rows, tile)
@@ -88,26 +87,26 @@ def _product(kind: str) -> Any:
 class _Tile:
     """The products of some rows with some neighbouring blocks of outputs."""
 
-    def __init__(self, code: Code, kind: str, rows: int, blocks: int) -> None:
-        self.code, self.kind = code, kind
+    def __init__(self, code: Code, kind: str, rows: int, blocks: int, asks: bool) -> None:
+        """asks: for what is read later; the first pass over a panel does, for all."""
+        self.code, self.kind, self.asks = code, kind, asks
         self.rows, self.blocks = range(rows), range(blocks)
 
     def write(
-        self, pointers: tuple[Any, ...], sizes: tuple[Any, ...], row: Any, block: Any
+        self, pointers: tuple[Any, ...], sizes: tuple[Any, ...], row: Any, place: tuple[Any, int]
     ) -> None:
-        """row, block: the first ones."""
+        """row: the first one; place: the panel, and its first block."""
         code, b = self.code, self.code.builder
-        (x, weight, y), (inputs, width) = pointers, sizes
+        (x, weight, y), (inputs, width), (panel, block) = pointers, sizes, place
         count = len(self.rows) * len(self.blocks)
         whole, part = code.variables(count), code.variables(count)
         zero = FLOATS([0.0] * LANES)
         for sums in whole:
             b.store(zero, sums)
         given = [code.at(x, b.mul(b.add(row, I64(r)), inputs), F32) for r in self.rows]
-        step = b.mul(inputs, I64(LANES))
-        weights = [
-            code.at(weight, b.mul(b.add(block, I64(v)), step), self.stored) for v in self.blocks
-        ]
+        output = b.add(b.mul(panel, I64(PANEL)), I64(block * LANES))
+        begin_weights = b.add(code.times(panel, inputs, I64(PANEL)), I64(block * LANES))
+        weights = code.at(weight, begin_weights, self.stored)
         with code.loop(b.udiv(b.add(inputs, I64(SPAN - 1)), I64(SPAN))) as span:
             begin = b.mul(span, I64(SPAN))
             left = b.sub(inputs, begin)
@@ -121,12 +120,15 @@ class _Tile:
         for i, sums in enumerate(whole):
             r, v = divmod(i, len(self.blocks))
             at = b.mul(b.add(row, I64(r)), width)
-            code.store(b.load(sums), y, b.add(at, b.mul(b.add(block, I64(v)), I64(LANES))))
+            code.store(b.load(sums), y, code.sum(at, output, I64(v * LANES)))
 
-    def _multiply(self, given: list[Any], weights: list[Any], i: Any, sums: list[Any]) -> None:
+    def _multiply(self, given: list[Any], weights: Any, i: Any, sums: list[Any]) -> None:
         """Add the products of input i."""
         code, b = self.code, self.code.builder
-        wide = [self._widened(pointer, b.mul(i, I64(LANES))) for pointer in weights]
+        row = code.at(weights, b.mul(i, I64(PANEL)), self.stored)
+        if self.asks:
+            code.prefetch(row, AHEAD, PANEL * self.bytes)
+        wide = [self._widened(row, I64(v * LANES)) for v in self.blocks]
         for r, pointer in enumerate(given):
             factor = code.splat(code.load(pointer, i, F32))
             for v, numbers in enumerate(wide):
@@ -137,6 +139,10 @@ class _Tile:
     def stored(self) -> Any:
         """The type of a weight."""
         return {"bfloat": I16, "half": HALF, "float": F32}[self.kind]
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.kind == "float" else 2
 
     def _widened(self, pointer: Any, index: Any) -> Any:
         """16 weights as float32. A bfloat16 is the upper half of one."""
@@ -176,7 +182,7 @@ class Product:
 
     def __init__(self, weight: Tensor, outputs: int) -> None:
         self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
-        self.inputs, self.width = weight.shape[2], weight.shape[0] * PANEL
+        self.inputs, self.width = weight.shape[1], weight.shape[0] * PANEL
         self.read_ns = weight.nbytes // BYTES_PER_NS
         sizes = (0, self.inputs, self.width)
         self.call = Call(PRODUCTS[weight.dtype], 0, weight.data_ptr(), 0, *sizes)
