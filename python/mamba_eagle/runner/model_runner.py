@@ -22,10 +22,11 @@ from mamba_eagle.message import (
     RunnerReady,
     StepResult,
 )
-from mamba_eagle.model_config import UnsupportedModel
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError
 from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.parallel.shard import local
 from mamba_eagle.parallel.shard import problems as split_problems
@@ -103,12 +104,7 @@ class ModelRunner:
         self.shape = config.tree_shape
 
         self.load = Loader(config, self.backend)
-        make = model_class(whole)
-        ops = self.backend.layer_ops.over(group, stages)
-        self.model: CausalLM = self.load(
-            lambda: make(self.model_config), config.model_path, split, ops
-        )
-        group.sums = sums_for(config, group, self.backend, self.model_config.hidden_size)
+        self.model = self._load_target(whole, split)
         if source is not None:
             self.model.tap(source.tap_layers)
         if not self.model_config.is_last_stage:
@@ -139,6 +135,14 @@ class ModelRunner:
         self.compilations = Compilations()
         self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
+
+    def _load_target(self, whole: ModelConfig, split: Split | None) -> CausalLM:
+        """This rank's part of it, and how its parts of layers are added up."""
+        config, group, make = self.config, self.group, model_class(whole)
+        ops = self.backend.layer_ops.over(group, self.stages)
+        model = self.load(lambda: make(self.model_config), config.model_path, split, ops)
+        group.sums = sums_for(config, group, self.backend, self.model_config.hidden_size)
+        return model
 
     def _plan_memory(self, source: DraftSource | None) -> MemoryPlan:
         """With as many slots as fit on every rank of every stage."""
