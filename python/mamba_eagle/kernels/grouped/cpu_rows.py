@@ -1,4 +1,4 @@
-"""Rows of integer groups as float32, for programs: an embedding whose rows lm_head's product has."""
+"""Rows of integer groups as float32, for programs: the embedding is in lm_head's product."""
 
 from __future__ import annotations
 
