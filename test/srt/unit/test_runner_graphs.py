@@ -102,6 +102,7 @@ def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(
         is_available=lambda: False,
         is_initialized=lambda: False,
+        empty_cache=lambda: None,
         graph_pool_handle=lambda: None,
         Stream=lambda device: None,
         mem_get_info=lambda device: (0, 0),
