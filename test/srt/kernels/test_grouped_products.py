@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.embeddings import GroupedRows
 from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, multiplies
 from mamba_eagle.kernels import threads, vector_code
 from mamba_eagle.kernels.grouped import cpu, naive
+from mamba_eagle.kernels.grouped.cpu_rows import Words
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.kernels.vector_code import SpanKernel, has
@@ -77,6 +79,22 @@ def test_a_product_holds_its_weight(form: str) -> None:
     assert torch.equal(product.matrix.narrow(-2, 5, 9).dequantize(), matrix.dequantize()[5:14])
     repeated = matrix.group // naive.GROUP  # scales are stored for groups of 32
     assert product.nbytes <= matrix.nbytes * 48 / 33 + repeated * 48 * 3 * 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_programs_read_the_same_rows(form: str, factor: float) -> None:
+    """Bit by bit; into the beginning of longer rows."""
+    weight = normal(33, 96, seed=1)
+    weight[5, :32] *= 1e-7  # scales below the normal ones of float16
+    product = GroupedProduct(FORMS[form](weight))
+    ids, out = torch.tensor([32, 0, 5, 17]), torch.zeros(4, 100)
+    call = GroupedRows(product.weight).call(96, 100, factor)
+    call.words[Words.TOKENS], call.words[Words.OUT] = ids.data_ptr(), out.data_ptr()
+    call.kernel.run(4, 0, call.words.ctypes.data)
+    rows = product.rows(ids)
+    assert torch.equal(out[:, :96], rows * factor if factor != 1.0 else rows)
+    assert not out[:, 96:].any()
 
 
 def products() -> dict[str, PackedProduct]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.embeddings import StoredRows, stored_rows
+from mamba_eagle.backend.cpu.embeddings import GroupedRows, StoredRows, stored_rows
 from mamba_eagle.backend.cpu.fused import (
     Builder,
     Call,
@@ -66,7 +66,7 @@ class DraftProgram:
         self,
         head: HeadParts,
         steps: Sequence[Residual],
-        rows: StoredRows,
+        rows: StoredRows | GroupedRows,
         pools: DraftPools,
         scheme: Any,
     ) -> None:

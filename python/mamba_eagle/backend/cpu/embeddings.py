@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.fused import Call
-from mamba_eagle.backend.cpu.products import PanelProduct
+from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct
 from mamba_eagle.kernels import numba_steps as spans
+from mamba_eagle.kernels.grouped.cpu import Blocks, offset_of
+from mamba_eagle.kernels.grouped.cpu_rows import ROWS, Words
 from mamba_eagle.layers.embedding import Embedding
 
 
@@ -33,9 +35,31 @@ class StoredRows:
         return made
 
 
-def stored_rows(embedding: Embedding) -> StoredRows | None:
+class GroupedRows:
+    """The same of rows that are integers in groups."""
+
+    def __init__(self, weight: Blocks) -> None:
+        self.weight = weight
+
+    def call(self, size: int, columns: int, scale: float) -> Call:
+        weight, words = self.weight, [0] * Words.COUNT
+        assert size == weight.inputs
+        words[Words.COLUMNS], words[Words.SIZE] = columns, size
+        words[Words.CODES], words[Words.SCALE] = weight.codes.data_ptr(), weight.scale.data_ptr()
+        words[Words.MINIMUM] = 0 if weight.minimum is None else weight.minimum.data_ptr()
+        words[Words.BITS], words[Words.OFFSET] = weight.bits, offset_of(weight)
+        words[Words.WIDE] = int(weight.scale.dtype == torch.float32)
+        made = Call(ROWS, words, units_per_row=1, work_per_row=size)
+        made.keep(Words.FACTOR, np.array([scale], np.float32))
+        made.kept.append(weight)
+        return made
+
+
+def stored_rows(embedding: Embedding) -> StoredRows | GroupedRows | None:
     """None: no kernel reads them."""
     weight, holder = embedding.weight, embedding.holder
+    if isinstance(holder, GroupedProduct):
+        return GroupedRows(holder.weight)
     returned = embedding.dtype or weight.dtype
     if isinstance(holder, PanelProduct):
         weight, beside = holder.weight, holder.weight.shape[-1]  # outputs, for each input

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.embeddings import StoredRows, stored_rows
+from mamba_eagle.backend.cpu.embeddings import GroupedRows, StoredRows, stored_rows
 from mamba_eagle.backend.cpu.fused import (
     Builder,
     Call,
@@ -71,7 +71,7 @@ class TargetProgram:
         self,
         parts: ModelParts,
         steps: Sequence[Residual],
-        rows: StoredRows,
+        rows: StoredRows | GroupedRows,
         kv: KVPool,
         table: RequestTable,
         scheme: CpuDeferred,

@@ -70,6 +70,11 @@ class Blocks(NamedTuple):
         return sum(part.nbytes for part in self if part is not None)
 
 
+def offset_of(weight: Blocks) -> int:
+    """What zero is stored as."""
+    return 0 if weight.minimum is not None and weight.bits == 4 else OFFSET[weight.bits]
+
+
 def blocks(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> Blocks:
     """codes [out, in] int8 or [out, in / 2] uint8, of which the low bits are the even columns;
     scale, minimum [out, in / group], group a multiple of 32."""
@@ -108,8 +113,7 @@ def rows_of(weight: Blocks, ids: Tensor) -> Tensor:
     quads = weight.codes.view(len(weight.codes), -1, LANES, QUAD)[block, :, lane]
     if weight.bits == 4:
         quads = torch.stack([quads & 15, quads >> 4], dim=-2)
-    offset = 0 if weight.minimum is not None and weight.bits == 4 else OFFSET[weight.bits]
-    numbers = quads.reshape(len(ids), -1, GROUP).float() - offset
+    numbers = quads.reshape(len(ids), -1, GROUP).float() - offset_of(weight)
     rows = numbers * weight.scale[block, :, lane].float()[..., None]
     if weight.minimum is not None:
         rows += weight.minimum[block, :, lane].float()[..., None]
