@@ -55,6 +55,12 @@ class KeyedNoise(Protocol):
     def of(self, requests: Sequence[int]) -> KeyedNoise:
         """The same for some requests of the batch, by index."""
 
+    def forced(self, requests: int, k: int, levels: int) -> TopTokens | None:
+        """The only children of the lanes that were followed last, where the text of all lanes is
+        told for most of the next ``levels``, as [requests, lanes, k] with other children behind
+        them that score -inf; None: the drafter is needed. levels 0: in any case, then a lane whose
+        text is not told has no children."""
+
     def follow(self, frontier: Frontier) -> None:
         """The next call has these lanes, made of the last call's results. Drafters without lanes
         need not call it: what depends on the tokens of lanes is then left out."""

@@ -26,6 +26,7 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
+from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
 
 MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
@@ -225,19 +226,26 @@ class ModelDrafter(Drafter):
 
     def grow(self, slots: Tensor, shape: TreeShape, longest: int, noise: KeyedNoise | None) -> Tree:
         """As ``GreedyDrafts.trees``, for all requests."""
+        told = () if noise is None else noise.told(shape.depth)
+        if len(told) == len(slots) and longest + self.max_accepted <= self.max_pending:
+            return self._roots(slots, shape)  # whoever needs the network processes the entries
         # entries of a request that has ended stay pending until it is released
         roots = self._run_pending(slots, None, longest)[:, None]  # [b, 1, O]
-        told = () if noise is None else noise.told(shape.depth)
         if noise is None or not told:
             return self._grow(slots, roots, shape, noise)
-        trees = empty_trees(len(slots), shape.nodes, roots.device)
-        trees.tokens[:, 0] = self.table.last_token[slots]
+        trees = self._roots(slots, shape)
         asked = [i for i in range(len(slots)) if i not in told]
         if asked:
             index = self.place.to_device(asked)
             own = self._grow(slots[index], roots[index], shape, noise.of(asked))
             for all_trees, drafted in zip(trees, own):
                 all_trees[index] = drafted
+        return trees
+
+    def _roots(self, slots: Tensor, shape: TreeShape) -> Tree:
+        """Trees of which only the roots are known."""
+        trees = empty_trees(len(slots), shape.nodes, slots.device)
+        trees.tokens[:, 0] = self.table.last_token[slots]
         return trees
 
     def _grow(
@@ -253,6 +261,10 @@ class ModelDrafter(Drafter):
         if shape.depth > 1:
             lanes = self._lanes(slots, root + 1, shape.depth)
         for depth in range(1, shape.depth):
+            left = shape.depth - depth
+            if noise is not None and (told := noise.forced(len(slots), shape.topk, left)):
+                self._add_told(grown, told, noise, left)
+                break
             index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
             above = network.lanes(
                 depth,
@@ -264,6 +276,18 @@ class ModelDrafter(Drafter):
             if noise is not None:
                 noise.follow(frontier)
         return grown.select(shape.nodes)
+
+    def _add_told(
+        self, grown: Candidates, children: TopTokens, noise: KeyedNoise, levels: int
+    ) -> None:
+        """The last levels of a tree, without the network: ``children`` and what follows them."""
+        b, _, k = children.tokens.shape
+        for left in reversed(range(levels)):
+            noise.follow(grown.expand(children))
+            if left:
+                told = noise.forced(b, k, 0)
+                assert told is not None, "levels 0"
+                children = told
 
     def _best(
         self, depth: int, outputs: Tensor, positions: Tensor, noise: KeyedNoise | None, k: int

@@ -14,7 +14,7 @@ import numpy as np
 
 from mamba_eagle.kernels.draft_tree.cpu import expand, select
 from mamba_eagle.kernels.numba_math import kernel, numba
-from mamba_eagle.kernels.numba_spans import _floats, _integers, _round, _words
+from mamba_eagle.kernels.numba_spans import Frame, _floats, _integers, _round, _words, places
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.top_log_probs.cpu import top_log_probs
@@ -49,6 +49,9 @@ class Drafts:
     COUNT = 45
 
 
+FRAME, AT = places(Frame), places(Drafts)
+
+
 @kernel
 def _ints(address, count):
     return numba.carray(pointer_to(address), count, np.int64)
@@ -57,56 +60,80 @@ def _ints(address, count):
 @kernel
 def _attend(frame, w, rows, family):
     """What the layers' attention reads: ``family`` nodes of each request."""
-    frame[1] = rows
-    frame[13], frame[14], frame[15] = w[7], w[8], w[9]
-    frame[16], frame[17] = w[0], w[23]
-    frame[18], frame[19], frame[20], frame[21] = w[21], w[22], family, w[1]
+    frame[FRAME.ROWS] = rows
+    frame[FRAME.TABLE], frame[FRAME.TABLE_ROWS] = w[AT.KV_SLOTS], w[AT.R]
+    frame[FRAME.POSITIONS] = w[AT.POSITIONS]
+    frame[FRAME.ATTENDED], frame[FRAME.PREFIX] = w[AT.SLOTS], w[AT.PREFIX]
+    frame[FRAME.OWN], frame[FRAME.ABOVE], frame[FRAME.FAMILY], frame[FRAME.TREES] = (
+        w[AT.OWN],
+        w[AT.PARENTS],
+        family,
+        w[AT.REQUESTS],
+    )
 
 
 def _take(arguments, first, last):
     """``PendingEntries.take`` of all that wait, a chain per request; and the candidates' root."""
     given = _words(arguments, 2)
-    frame, w = _words(given[0], 24), _words(given[1], 45)
-    b, E, R, size = w[1], w[2], w[8], w[16]
-    slots, table = _ints(w[0], b), _integers(w[7], R, w[9])
-    last_token, remaining = _ints(w[11], R), _ints(w[12], R)
-    tokens, pending, done = _integers(w[13], R, w[14]), _ints(w[17], R), _ints(w[18], R)
-    own, parents, prefix = _integers(w[21], b, E), _integers(w[22], b, E), _ints(w[23], b)
-    row_tokens, row_features = _ints(w[25], b * E), _ints(w[26], b * E)
-    wanted = _ints(w[27], b)
-    all_tokens, all_parents = _integers(w[32], b, w[31]), _integers(w[33], b, w[31])
-    all_scores, numbers = _floats(w[34], b, w[31]), _ints(w[35], b)
-    scores = _floats(w[36], b, 1)
+    frame, w = _words(given[0], FRAME.COUNT), _words(given[1], AT.COUNT)
+    b, E, R, size = w[AT.REQUESTS], w[AT.LONGEST], w[AT.R], w[AT.SIZE]
+    slots, table = _ints(w[AT.SLOTS], b), _integers(w[AT.KV_SLOTS], R, w[AT.POSITIONS])
+    last_token, remaining = _ints(w[AT.LAST_TOKEN], R), _ints(w[AT.REMAINING], R)
+    tokens, pending, done = (
+        _integers(w[AT.TOKENS], R, w[AT.WIDTH]),
+        _ints(w[AT.PENDING], R),
+        _ints(w[AT.DONE], R),
+    )
+    own, parents, prefix = (
+        _integers(w[AT.OWN], b, E),
+        _integers(w[AT.PARENTS], b, E),
+        _ints(w[AT.PREFIX], b),
+    )
+    row_tokens, row_features = _ints(w[AT.ROW_TOKENS], b * E), _ints(w[AT.ROW_FEATURES], b * E)
+    wanted = _ints(w[AT.WANTED], b)
+    all_tokens, all_parents = (
+        _integers(w[AT.ALL_TOKENS], b, w[AT.CANDIDATES]),
+        _integers(w[AT.ALL_PARENTS], b, w[AT.CANDIDATES]),
+    )
+    all_scores, numbers = _floats(w[AT.ALL_SCORES], b, w[AT.CANDIDATES]), _ints(w[AT.NUMBERS], b)
+    scores = _floats(w[AT.SCORES], b, 1)
     for r in range(b):
         slot = slots[r]
         taken = max(pending[slot], 0) if remaining[slot] > 0 else 0
         pending[slot] -= taken
         prefix[r] = done[slot]
         for e in range(E):
-            own[r, e] = table[slot, done[slot] + e] if e < taken else w[19]
+            own[r, e] = table[slot, done[slot] + e] if e < taken else w[AT.PADDING]
             parents[r, e] = max(e - 1, 0)
             row_tokens[r * E + e] = tokens[slot, e]
-            row_features[r * E + e] = w[15] + (slot * w[14] + e) * size * 4
+            row_features[r * E + e] = w[AT.FEATURES] + (slot * w[AT.WIDTH] + e) * size * 4
         done[slot] += taken
         wanted[r] = r * E + max(taken - 1, 0)
         all_tokens[r, 0], all_parents[r, 0], all_scores[r, 0] = last_token[slot], 0, 0
         numbers[r], scores[r, 0] = 0, 0
-    w[5], w[6] = 0, 1
+    w[AT.DEPTH], w[AT.SEEN] = 0, 1
     _attend(frame, w, b * E, E)
 
 
 def _lanes(arguments, first, last):
     """The next lanes follow the request's tokens, its root and the lanes above."""
     given = _words(arguments, 2)
-    frame, w = _words(given[0], 24), _words(given[1], 45)
-    b, k, R, size, depth, most = w[1], w[3], w[8], w[16], w[5], w[20]
-    slots, processed = _ints(w[0], b), _ints(w[10], R)
+    frame, w = _words(given[0], FRAME.COUNT), _words(given[1], AT.COUNT)
+    b, k, R, size, depth, most = (
+        w[AT.REQUESTS],
+        w[AT.TOPK],
+        w[AT.R],
+        w[AT.SIZE],
+        w[AT.DEPTH],
+        w[AT.MAX_LANES],
+    )
+    slots, processed = _ints(w[AT.SLOTS], b), _ints(w[AT.PROCESSED], R)
     family = depth * k
-    own, parents = _integers(w[21], b, family), _integers(w[22], b, family)
-    prefix, kept = _ints(w[23], b), _integers(w[24], b, most)
-    row_tokens, row_features = _ints(w[25], b * k), _ints(w[26], b * k)
-    wanted = _ints(w[27], b * k)
-    above, lane_tokens = _integers(w[37], b, k), _integers(w[38], b, k)
+    own, parents = _integers(w[AT.OWN], b, family), _integers(w[AT.PARENTS], b, family)
+    prefix, kept = _ints(w[AT.PREFIX], b), _integers(w[AT.LANE_PARENTS], b, most)
+    row_tokens, row_features = _ints(w[AT.ROW_TOKENS], b * k), _ints(w[AT.ROW_FEATURES], b * k)
+    wanted = _ints(w[AT.WANTED], b * k)
+    above, lane_tokens = _integers(w[AT.ABOVE], b, k), _integers(w[AT.LANE_TOKENS], b, k)
     before = 1 if depth == 1 else k  # lanes of a request in the pass before
     for r in range(b):
         prefix[r] = processed[slots[r]] + 1
@@ -116,9 +143,9 @@ def _lanes(arguments, first, last):
             kept[r, family - k + lane] = parent
             i = r * k + lane
             row_tokens[i], wanted[i] = lane_tokens[r, lane], i
-            row_features[i] = w[28] + (r * before + above[r, lane]) * size * 4
+            row_features[i] = w[AT.OUTPUTS] + (r * before + above[r, lane]) * size * 4
         for i in range(family):
-            own[r, i], parents[r, i] = w[19] + 1 + r * most + i, kept[r, i]
+            own[r, i], parents[r, i] = w[AT.PADDING] + 1 + r * most + i, kept[r, i]
     _attend(frame, w, b * k, family)
 
 
@@ -126,8 +153,8 @@ def _join(arguments, first, last):
     """The second halves of entries' inputs, their features; the first halves are embeddings. Words:
     frame, drafts, x, its columns, rounded (three)."""
     given = _words(arguments, 7)
-    w, columns = _words(given[1], 45), given[3]
-    x, at = _floats(given[2], last, columns), _ints(w[26], last)
+    w, columns = _words(given[1], AT.COUNT), given[3]
+    x, at = _floats(given[2], last, columns), _ints(w[AT.ROW_FEATURES], last)
     size = columns // 2
     for r in range(first, last):
         feature, row = _floats(at[r], 1, size)[0], x[r, size:]
@@ -152,10 +179,10 @@ def _outputs(arguments, first, last):
     """Norms of the wanted rows. Words: frame, drafts, weight, eps (of a float64), size, out, and
     where it is rounded to (three)."""
     given = _words(arguments, 9)
-    stream, w, size = _words(given[0], 1)[0], _words(given[1], 45), given[4]
+    stream, w, size = _words(given[0], 1)[0], _words(given[1], AT.COUNT), given[4]
     weight = _floats(given[2], 1, size)[0]
     eps = numba.carray(pointer_to(given[3]), 1, np.float64)[0]
-    wanted, out = _ints(w[27], last), _floats(given[5], last, size)
+    wanted, out = _ints(w[AT.WANTED], last), _floats(given[5], last, size)
     for r in range(first, last):
         row = _floats(stream + wanted[r] * size * 4, 1, size)
         rms_norm(row, weight, eps, out[r : r + 1])
@@ -166,9 +193,9 @@ def _best(arguments, first, last):
     """The k best tokens of each row, in the order of ``top_log_probs``. Words: frame, drafts,
     logits, their columns, and those of tokens."""
     given = _words(arguments, 5)
-    w = _words(given[1], 45)
-    k = w[3]
-    tokens, log_probs = _integers(w[29], last, k), _floats(w[30], last, k)
+    w = _words(given[1], AT.COUNT)
+    k = w[AT.TOPK]
+    tokens, log_probs = _integers(w[AT.BEST], last, k), _floats(w[AT.LOG_PROBS], last, k)
     for r in range(first, last):
         logits = _floats(given[2] + 4 * r * given[3], 1, given[4])
         top_log_probs(logits, log_probs[r : r + 1], tokens[r : r + 1])
@@ -177,20 +204,24 @@ def _best(arguments, first, last):
 def _expand(arguments, first, last):
     """``Candidates.expand``: the best tokens of each lane join the candidates, and the best of
     these are the next lanes."""
-    w = _words(_words(arguments, 2)[1], 45)
-    b, k, seen, C = w[1], w[3], w[6], w[31]
-    n = 1 if w[5] == 0 else k
+    w = _words(_words(arguments, 2)[1], AT.COUNT)
+    b, k, seen, C = w[AT.REQUESTS], w[AT.TOPK], w[AT.SEEN], w[AT.CANDIDATES]
+    n = 1 if w[AT.DEPTH] == 0 else k
     new = n * k
-    log_probs = numba.carray(pointer_to(w[30]), (b, n, k), np.float32)
-    tokens = _integers(w[29], b, new)
-    all_tokens, all_parents = _integers(w[32], b, C), _integers(w[33], b, C)
-    all_scores = _floats(w[34], b, C)
-    above, order = _integers(w[37], b, k), _integers(w[39], b, k)
+    log_probs = numba.carray(pointer_to(w[AT.LOG_PROBS]), (b, n, k), np.float32)
+    tokens = _integers(w[AT.BEST], b, new)
+    all_tokens, all_parents = _integers(w[AT.ALL_TOKENS], b, C), _integers(w[AT.ALL_PARENTS], b, C)
+    all_scores = _floats(w[AT.ALL_SCORES], b, C)
+    above, order = _integers(w[AT.ABOVE], b, k), _integers(w[AT.ORDER], b, k)
     expand(
-        log_probs, _floats(w[36], b, n), _integers(w[35], b, n),
+        log_probs, _floats(w[AT.SCORES], b, n), _integers(w[AT.NUMBERS], b, n),
         all_parents[:, seen : seen + new], all_scores[:, seen : seen + new], above, order,
     )  # fmt: skip
-    numbers, scores, lane_tokens = _integers(w[35], b, k), _floats(w[36], b, k), w[38]
+    numbers, scores, lane_tokens = (
+        _integers(w[AT.NUMBERS], b, k),
+        _floats(w[AT.SCORES], b, k),
+        w[AT.LANE_TOKENS],
+    )
     chosen = _integers(lane_tokens, b, k)
     for r in range(b):
         for i in range(new):
@@ -199,18 +230,22 @@ def _expand(arguments, first, last):
             at = order[r, lane]
             numbers[r, lane], scores[r, lane] = seen + at, all_scores[r, seen + at]
             chosen[r, lane] = tokens[r, at]
-    w[5], w[6] = w[5] + 1, seen + new
+    w[AT.DEPTH], w[AT.SEEN] = w[AT.DEPTH] + 1, seen + new
 
 
 def _select(arguments, first, last):
     """``Candidates.select``: the best nodes of all candidates."""
-    w = _words(_words(arguments, 2)[1], 45)
-    b, C, T = w[1], w[31], w[4]
+    w = _words(_words(arguments, 2)[1], AT.COUNT)
+    b, C, T = w[AT.REQUESTS], w[AT.CANDIDATES], w[AT.NODES]
     select(
-        _integers(w[32], b, C)[:, : w[6]], _integers(w[33], b, C)[:, : w[6]],
-        _floats(w[34], b, C)[:, : w[6]], w[3],
-        _integers(w[40], b, T), _integers(w[41], b, T), _integers(w[42], b, T),
-        numba.carray(pointer_to(w[43]), (b, T, T), np.bool_), _floats(w[44], b, T),
+        _integers(w[AT.ALL_TOKENS], b, C)[:, : w[AT.SEEN]],
+        _integers(w[AT.ALL_PARENTS], b, C)[:, : w[AT.SEEN]],
+        _floats(w[AT.ALL_SCORES], b, C)[:, : w[AT.SEEN]], w[AT.TOPK],
+        _integers(w[AT.TREE_TOKENS], b, T),
+        _integers(w[AT.TREE_PARENTS], b, T),
+        _integers(w[AT.TREE_DEPTHS], b, T),
+        numba.carray(pointer_to(w[AT.TREE_ANCESTORS]), (b, T, T), np.bool_),
+        _floats(w[AT.TREE_SCORES], b, T),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mamba_eagle.kernels.accept.cpu import accept_and_truncate, append_pending, commit
 from mamba_eagle.kernels.numba_math import kernel, numba
-from mamba_eagle.kernels.numba_spans import _floats, _integers, _recurrence, _words
+from mamba_eagle.kernels.numba_spans import Frame, _floats, _integers, _recurrence, _words, places
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.tree_verify.cpu import _fold_head, begin, extend_journals, move_history
 from mamba_eagle.kernels.vector_code import SpanKernel
@@ -41,6 +41,9 @@ class Step:
     TARGET, D, PATH_NODES, PATH_TOKENS, NUMBER, FINISHED, FOLDED_AT = range(38, 45)
     PREFIX = 45  # [b]: as ``processed`` was before the step
     COUNT = 46
+
+
+FRAME, AT = places(Frame), places(Step)
 
 
 @kernel
@@ -89,23 +92,27 @@ def _embed_32(arguments, first, last):
 
 def _crowded(arguments, first, last):
     """Which journals are folded: those that leave no room for the trees."""
-    w = _words(_words(arguments, 2)[1], 46)
-    b, R = w[1], w[10]
-    slots, lengths = _ints(w[0], b), _ints(w[13], R)
-    own, folded = _ints(w[19], b), _ints(w[25], b)
+    w = _words(_words(arguments, 2)[1], AT.COUNT)
+    b, R = w[AT.B], w[AT.R]
+    slots, lengths = _ints(w[AT.SLOTS], b), _ints(w[AT.JOURNAL_LEN], R)
+    own, folded = _ints(w[AT.ITS_SLOTS], b), _ints(w[AT.FOLDED], b)
     for r in range(b):
         own[r] = slots[r]
         length = lengths[slots[r]]
-        folded[r] = length if length > w[18] else 0
+        folded[r] = length if length > w[AT.MAX_JOURNAL] else 0
 
 
 def _fold(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``fold``. Words: those of a recurrence, which
     begin with the frame, and the step's address behind them."""
-    w = _words(_words(arguments, 27)[26], 46)
-    b, R, history = w[1], w[10], w[16]
-    slots, folded, state_slot = _ints(w[19], b), _ints(w[25], b), _ints(w[12], R)
-    path = _integers(w[14], R, w[15])
+    w = _words(_words(arguments, 27)[26], AT.COUNT)
+    b, R, history = w[AT.B], w[AT.R], w[AT.HISTORY]
+    slots, folded, state_slot = (
+        _ints(w[AT.ITS_SLOTS], b),
+        _ints(w[AT.FOLDED], b),
+        _ints(w[AT.STATE_SLOT], R),
+    )
+    path = _integers(w[AT.PATH], R, w[AT.PLACES])
     _, _, _, buffers, _, _ = _recurrence(arguments)
     H = buffers.state.shape[1]
     for task in range(first, last):
@@ -120,62 +127,109 @@ def _fold(arguments, first, last):
 def _open(arguments, first, last):
     """What follows folds, the layout of the step's trees, and what attention reads."""
     given = _words(arguments, 2)
-    frame, w = _words(given[0], 24), _words(given[1], 46)
-    b, T, R, history, W, F = w[1], w[2], w[10], w[16], w[17], w[9]
-    slots, folded, processed = _ints(w[19], b), _ints(w[25], b), _ints(w[11], R)
-    state_slot, lengths, path = _ints(w[12], R), _ints(w[13], R), _integers(w[14], R, w[15])
-    conv_in = numba.carray(pointer_to(w[29]), (w[30], R, history + W, w[31]), np.float32)
+    frame, w = _words(given[0], FRAME.COUNT), _words(given[1], AT.COUNT)
+    b, T, R, history, W, F = w[AT.B], w[AT.T], w[AT.R], w[AT.HISTORY], w[AT.W], w[AT.SIZE]
+    slots, folded, processed = (
+        _ints(w[AT.ITS_SLOTS], b),
+        _ints(w[AT.FOLDED], b),
+        _ints(w[AT.PROCESSED], R),
+    )
+    state_slot, lengths, path = (
+        _ints(w[AT.STATE_SLOT], R),
+        _ints(w[AT.JOURNAL_LEN], R),
+        _integers(w[AT.PATH], R, w[AT.PLACES]),
+    )
+    conv_in = numba.carray(
+        pointer_to(w[AT.CONV_IN]), (w[AT.LAYERS], R, history + W, w[AT.CHANNELS]), np.float32
+    )
     for r in range(b):
         length = folded[r]
         if length > 0:
             slot = slots[r]
             row = path[slot, history + length - 1] - history
-            kept = _floats(w[27] + state_slot[slot] * F * 4, 1, F)[0]
-            feature = _floats(w[26] + (slot * W + row) * F * 4, 1, F)[0]
+            kept = _floats(w[AT.POOL_FEATURES] + state_slot[slot] * F * 4, 1, F)[0]
+            feature = _floats(w[AT.ROW_FEATURES] + (slot * W + row) * F * 4, 1, F)[0]
             for c in range(F):
                 kept[c] = feature[c]
             move_history(slots[r : r + 1], folded[r : r + 1], path, history, conv_in)
             lengths[slot] = 0
     begin(
-        slots, state_slot, path, lengths, _ints(w[20], b), _integers(w[21], b, W),
-        _ints(w[22], b), _integers(w[23], b, T), _integers(w[24], b, history),
+        slots,
+        state_slot,
+        path,
+        lengths,
+        _ints(w[AT.STATE_SLOTS], b),
+        _integers(w[AT.JOURNAL], b, W),
+        _ints(w[AT.LENGTHS], b), _integers(w[AT.ROWS], b, T), _integers(w[AT.TAIL], b, history),
     )  # fmt: skip
-    positions, depths, prefix = _integers(w[7], b, T), _integers(w[6], b, T), _ints(w[45], b)
+    positions, depths, prefix = (
+        _integers(w[AT.POSITIONS], b, T),
+        _integers(w[AT.DEPTHS], b, T),
+        _ints(w[AT.PREFIX], b),
+    )
     for r in range(b):
         prefix[r] = processed[slots[r]]
         for i in range(T):
             positions[r, i] = prefix[r] + depths[r, i]
-    frame[1] = b * T
-    frame[2], frame[3], frame[4], frame[5] = w[19], w[20], w[21], w[22]
-    frame[6], frame[7], frame[8] = w[23], w[5], w[24]
-    frame[9], frame[10], frame[11], frame[12] = b, T, W, history
-    frame[13], frame[14], frame[15] = w[32], R, w[33]
-    frame[16], frame[17] = w[19], w[45]
-    frame[18], frame[19], frame[20], frame[21] = w[3], w[5], T, b
+    frame[FRAME.ROWS] = b * T
+    frame[FRAME.SLOTS], frame[FRAME.STATE_SLOTS], frame[FRAME.JOURNAL], frame[FRAME.JOURNAL_LEN] = (
+        w[AT.ITS_SLOTS],
+        w[AT.STATE_SLOTS],
+        w[AT.JOURNAL],
+        w[AT.LENGTHS],
+    )
+    frame[FRAME.NODE_ROWS], frame[FRAME.PARENTS] = w[AT.ROWS], w[AT.PARENTS]
+    frame[FRAME.TAIL] = w[AT.TAIL]
+    frame[FRAME.REQUESTS], frame[FRAME.NODES], frame[FRAME.MAX_JOURNAL] = b, T, W
+    frame[FRAME.HISTORY] = history
+    frame[FRAME.TABLE], frame[FRAME.TABLE_ROWS] = w[AT.TABLE], R
+    frame[FRAME.POSITIONS] = w[AT.TABLE_COLUMNS]
+    frame[FRAME.ATTENDED], frame[FRAME.PREFIX] = w[AT.ITS_SLOTS], w[AT.PREFIX]
+    frame[FRAME.OWN], frame[FRAME.ABOVE], frame[FRAME.FAMILY], frame[FRAME.TREES] = (
+        w[AT.KV_SLOTS],
+        w[AT.PARENTS],
+        T,
+        b,
+    )
 
 
 def _commit(arguments, first, last):
     """``accept_and_truncate``, ``extend_journals`` and ``commit``."""
-    w = _words(_words(arguments, 2)[1], 46)
-    b, T, R, D, history, F = w[1], w[2], w[10], w[39], w[16], w[9]
-    slots, lengths, processed = _ints(w[0], b), _ints(w[13], R), _ints(w[11], R)
-    parents, remaining = _integers(w[5], b, T), _ints(w[35], R)
-    nodes, tokens = _integers(w[40], b, D), _integers(w[41], b, D)
-    count, finished = _ints(w[42], b), numba.carray(pointer_to(w[43]), b, np.bool_)
+    w = _words(_words(arguments, 2)[1], AT.COUNT)
+    b, T, R, D, history, F = w[AT.B], w[AT.T], w[AT.R], w[AT.D], w[AT.HISTORY], w[AT.SIZE]
+    slots, lengths, processed = (
+        _ints(w[AT.SLOTS], b),
+        _ints(w[AT.JOURNAL_LEN], R),
+        _ints(w[AT.PROCESSED], R),
+    )
+    parents, remaining = _integers(w[AT.PARENTS], b, T), _ints(w[AT.REMAINING], R)
+    nodes, tokens = _integers(w[AT.PATH_NODES], b, D), _integers(w[AT.PATH_TOKENS], b, D)
+    count, finished = _ints(w[AT.NUMBER], b), numba.carray(pointer_to(w[AT.FINISHED]), b, np.bool_)
     accept_and_truncate(
-        _integers(w[4], b, T), parents, _integers(w[38], b, T), _integers(w[36], R, w[37]),
+        _integers(w[AT.TOKENS], b, T),
+        parents,
+        _integers(w[AT.TARGET], b, T),
+        _integers(w[AT.STOPS], R, w[AT.NUM_STOPS]),
         remaining, slots, nodes, tokens, count, finished,
     )  # fmt: skip
     extend_journals(
-        slots, _integers(w[23], b, T), nodes, count, _floats(w[8], b * T, F), history,
-        _integers(w[14], R, w[15]), lengths,
-        numba.carray(pointer_to(w[26]), (R, w[17], F), np.float32),
+        slots,
+        _integers(w[AT.ROWS], b, T),
+        nodes,
+        count,
+        _floats(w[AT.FEATURES], b * T, F),
+        history,
+        _integers(w[AT.PATH], R, w[AT.PLACES]), lengths,
+        numba.carray(pointer_to(w[AT.ROW_FEATURES]), (R, w[AT.W], F), np.float32),
     )  # fmt: skip
     commit(
-        slots, _integers(w[3], b, T), nodes, tokens, count, finished,
-        _integers(w[32], R, w[33]), processed, _ints(w[34], R), remaining,
+        slots, _integers(w[AT.KV_SLOTS], b, T), nodes, tokens, count, finished,
+        _integers(w[AT.TABLE], R, w[AT.TABLE_COLUMNS]),
+        processed,
+        _ints(w[AT.LAST_TOKEN], R),
+        remaining,
     )  # fmt: skip
-    folded = _ints(w[44], b)
+    folded = _ints(w[AT.FOLDED_AT], b)
     for r in range(b):
         folded[r] = processed[slots[r]] - lengths[slots[r]]
 
@@ -183,13 +237,13 @@ def _commit(arguments, first, last):
 def _append(arguments, first, last):
     """``append_pending``. Words: slots, nodes, tokens, count, entries, b, T, D, F, then by request
     slot: tokens, entries, number of those that wait, R, their places."""
-    w = _words(arguments, 14)
-    b, T, D, F, R, places = w[5], w[6], w[7], w[8], w[12], w[13]
+    given = _words(arguments, 14)
+    b, T, D, size, R, most = given[5], given[6], given[7], given[8], given[12], given[13]
+    entries = numba.carray(pointer_to(given[4]), (b, T, size), np.float32)
+    waiting = numba.carray(pointer_to(given[10]), (R, most, size), np.float32)
     append_pending(
-        _ints(w[0], b), _integers(w[1], b, D), _integers(w[2], b, D), _ints(w[3], b),
-        numba.carray(pointer_to(w[4]), (b, T, F), np.float32),
-        _integers(w[9], R, places), numba.carray(pointer_to(w[10]), (R, places, F), np.float32),
-        _ints(w[11], R),
+        _ints(given[0], b), _integers(given[1], b, D), _integers(given[2], b, D),
+        _ints(given[3], b), entries, _integers(given[9], R, most), waiting, _ints(given[11], R),
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ Where the grammar forces a token, that token has probability 1. Elsewhere a mask
 if the network's own best token is refused: within free text the network knows how the text goes on,
 and ranking by the grammar would gain nothing. A request whose last step met neither case is within
 free text, and its drafts are left alone until the grammar refuses something again. Where the text
-is forced for most of a tree's levels the network is not asked at all.
+is forced for most of a tree's levels, or of those that are left, the network is not asked at all:
+behind the name of a field there is a choice, and behind the choice the next name.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.runner.constraints import Constraints
 from mamba_eagle.runner.sampler import BatchNoise, SamplingState
 from mamba_eagle.tree.candidates import Frontier
+
+NONE = -1  # no token is forced
 
 
 def is_narrow(mask: Row) -> bool:
@@ -60,7 +63,27 @@ class GrammarGuide(KeyedNoise):
     def told(self, depth: int) -> Sequence[int]:
         """Those whose text is forced for more than half the levels: reshaping their trees
         (constrain/reshape.py) makes a chain of that."""
-        return [i for i, grammar in self.grammars.items() if 2 * forced_run(grammar, depth) > depth]
+        roots = ((i, grammar, grammar.root) for i, grammar in self.grammars.items())
+        return [i for i, grammar, root in roots if is_told(grammar, root, depth)]
+
+    def forced(self, requests: int, k: int, levels: int) -> TopTokens | None:
+        if not self.followed or len(self.lanes) < requests:
+            return None
+        tokens: list[list[int]] = []
+        for i in range(requests):
+            grammar, places = self.grammars[i], self.lanes[i]
+            living = [place for place in places if place is not None]
+            if levels and not all(is_told(grammar, place, levels) for place in living):
+                return None
+            given = [None if place is None else grammar.forced(place) for place in places]
+            tokens.append([NONE if token is None else token for token in given])
+        self.followed = False
+        first = torch.tensor(tokens)
+        children = first.new_zeros(*first.shape, k)
+        log_probs = torch.full(children.shape, -torch.inf)
+        children[..., 0] = first.clamp(min=0)
+        log_probs[..., 0] = torch.where(first == NONE, -torch.inf, 0.0)
+        return TopTokens(log_probs, children)
 
     def of(self, requests: Sequence[int]) -> GrammarGuide:
         own = copy(self)
@@ -123,9 +146,14 @@ class GrammarGuide(KeyedNoise):
             ]
 
 
-def forced_run(grammar: RequestGrammar, depth: int) -> int:
-    """How many of the next ``depth`` tokens are forced; all of them if the text ends there."""
-    place = grammar.root
+def is_told(grammar: RequestGrammar, place: Place, depth: int) -> bool:
+    """Whether the text behind a place is forced for most of the next ``depth`` tokens."""
+    return 2 * forced_run(grammar, place, depth) > depth
+
+
+def forced_run(grammar: RequestGrammar, place: Place, depth: int) -> int:
+    """How many of the ``depth`` tokens behind a place are forced; all of them if the text ends
+    there."""
     for count in range(depth):
         token = grammar.forced(place)
         if token is None:

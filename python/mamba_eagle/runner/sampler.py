@@ -293,6 +293,9 @@ class BatchNoise:
         """Noise tells nothing."""
         return ()
 
+    def forced(self, requests: int, k: int, levels: int) -> None:
+        """Noise forces nothing."""
+
     def of(self, requests: Sequence[int]) -> BatchNoise:
         return BatchNoise(self.state, self.slots[list(requests)])
 

@@ -16,6 +16,8 @@ from mamba_eagle.parallel.sums.site import JoinedSum, Site
 
 log = logging.getLogger("mamba_eagle.runner")
 
+MAX_TOKENS = 1024  # rooms have one place per rank and token; beyond, what is sent counts, not steps
+
 
 def methods_of(name: str) -> Sequence[type[JoinedSum]]:
     """For a value of --all-reduce, in the order in which they are tried."""
@@ -34,8 +36,8 @@ def methods_of(name: str) -> Sequence[type[JoinedSum]]:
 
 
 def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:
-    """How the ranks of ``group`` add up the residual stream's parts, [n, size], in steps of any
-    batch; all of them together. Prompts beyond that size are for the collective.
+    """How the ranks of ``group`` add up the residual stream's parts, [n, size], in steps of up to
+    MAX_TOKENS nodes; all of them together. What is larger is for the collective.
 
     Raises: ConfigError if --all-reduce asks for what is there on GPUs only.
     """
@@ -57,7 +59,7 @@ def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) ->
         assert isinstance(made.normed, Tensor)
         return NormedSum(made.normed, made.stream)
 
-    tokens = config.max_running_requests * config.tree_shape.nodes
+    tokens = min(config.max_running_requests * config.tree_shape.nodes, MAX_TOKENS)
     table = choose_sums(
         Site(group, tokens, size, backend.dtype),
         methods_of(name),

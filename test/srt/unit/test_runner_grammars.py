@@ -523,6 +523,32 @@ def test_a_network_is_not_asked_about_requests_whose_text_is_forced(
     assert [accepted([live]) for live in alone] == [accepted([live]) for live in lives]
 
 
+def test_a_network_rests_behind_a_choice_and_while_all_text_is_forced(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted tokens wait meanwhile, and it goes on from all of them."""
+    engine = constrain(tiny.engine(TREE._replace(steps=5)))
+    called: dict[str, list[int]] = {"_add_told": [], "_run_pending": []}
+
+    def counted(name: str) -> None:
+        method = getattr(ModelDrafter, name)
+
+        def call(self: ModelDrafter, *arguments: Any) -> Any:
+            called[name].append(arguments[-1])  # levels that are left, and entries
+            return method(self, *arguments)
+
+        monkeypatch.setattr(ModelDrafter, name, call)
+
+    counted("_add_told")
+    counted("_run_pending")
+    lives = [engine.generate(random_prompt(8, i), under("schema", seed=i)) for i in range(3)]
+    for live in lives:
+        assert live.output == plain_choices(tiny.plain, live, engine.eos)
+    steps = sum(len(live.steps) for live in lives)
+    assert 0 < len(called["_run_pending"]) < steps
+    assert called["_add_told"] and set(called["_add_told"]) <= {1, 2, 3, 4}
+
+
 def test_reshaped_trees_keep_what_may_be_accepted_and_stay_within_their_shape() -> None:
     """Random trees: as many nodes, none too deep, parents first, no token twice below a parent."""
     luck, matchers = random.Random(7), Matchers(vocabulary, VOCAB, (EOS,))

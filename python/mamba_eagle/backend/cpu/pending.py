@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from torch import Tensor
 
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
@@ -20,12 +19,12 @@ class CpuPendingEntries(PendingEntries):
         requests, places, features = self.features.shape
         waiting = (part.data_ptr() for part in (self.tokens, self.features, self.pending))
         sizes = (0, 0, 0, features)
+        self._counted = (table.remaining.numpy(), self.pending.numpy())
         self._call = Call(APPEND, *[0] * 5, *sizes, *waiting, requests, places)
 
     def waiting(self, slots: list[int]) -> list[int]:
-        remaining, pending = self.table.remaining.numpy()[slots], self.pending.numpy()[slots]
-        counts: list[int] = np.where(remaining > 0, pending, 0).tolist()
-        return counts
+        remaining, pending = self._counted
+        return [pending.item(slot) if remaining.item(slot) > 0 else 0 for slot in slots]
 
     def append(
         self,

@@ -27,12 +27,11 @@ from mamba_eagle.kernels.numba_sums import (
     add_narrow_row,
     add_one_row,
     add_products_of_four,
-    add_products_of_one,
     add_taps,
 )
 from mamba_eagle.kernels.numba_tiles import COLUMNS as TILE_COLUMNS
 from mamba_eagle.kernels.numba_tiles import ROWS as TILE_ROWS
-from mamba_eagle.kernels.numba_tiles import add_tile
+from mamba_eagle.kernels.numba_tiles import add_dots, add_tile
 from mamba_eagle.kernels.threads import threaded
 
 FIRST = np.arange(LANES)
@@ -192,11 +191,8 @@ def _read_state(out, at, width, S, C, C_at, C_row, decay, T):
             )
         i += ROWS
     while i < T:
-        own, of_C = at + i * width, C_at + i * C_row
-        for p in range(0, P, LANES):
-            add_products_of_one(
-                out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
-            )
+        of_C = C_at + i * C_row
+        add_dots(out, at + i * width, S, C[of_C : of_C + N], decay[i], P, N)
         i += 1
 
 
