@@ -102,22 +102,6 @@ def ask_for(builder: Any, pointer: Any) -> None:
     builder.call(prefetch, [builder.bitcast(pointer, line), *how])
 
 
-def _asking() -> Any:
-    """``f(address)``: ``ask_for``."""
-    if intrinsic is None:
-        return None
-
-    @intrinsic
-    def ask(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
-            ask_for(builder, builder.inttoptr(given[0], ir.IntType(8).as_pointer()))
-            return context.get_dummy_value()
-
-        return types.void(types.int64), generate
-
-    return ask
-
-
 def _waiting() -> Any:
     """pause, within a loop that looks at a word, and calls of futex."""
     if intrinsic is None:
@@ -152,4 +136,3 @@ pointer_to = _memory()
 call_function = _caller()
 load, exchange, add, swap = _atomics()
 pause, futex = _waiting()
-prefetch = _asking()
