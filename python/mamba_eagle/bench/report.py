@@ -188,7 +188,7 @@ def result_lines(
         common["quantization"] = few_bits
     if config.num_ranks > 1:
         common["ranks"] = f"tp {config.tp_size}, pp {config.pp_size}"
-    if config.all_reduce != "nccl":
+    if config.tp_size > 1:
         common["all_reduce"] = f"{config.all_reduce}: {ready.details['sums']}"
 
     def line(name: str, value: float, **fields: Any) -> dict[str, Any]:
