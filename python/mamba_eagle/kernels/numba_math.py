@@ -1,7 +1,7 @@
 """What the fused CPU kernels share: compiler options, and float32 functions that vectorise.
 
-Numba compiles the ``cpu.py`` of each folder to machine code and caches it on disk next to the
-source (``cache=True``). Kernels run on one thread, unless they are ``threaded`` (threads.py). They
+Numba compiles the ``cpu.py`` of each folder to machine code and caches it on disk
+(numba_cache.py). Kernels run on one thread, unless they are ``threaded`` (threads.py). They
 take float32 on a CPU; backend/choose.py decides where they are used.
 
 Sums may be reordered so that they run in vector registers. NaN and infinity keep their meaning:
@@ -17,11 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from mamba_eagle.kernels.numba_cache import own_cache_folder
+
 try:
     import numba
     from numba import prange
 except ImportError:  # an optional accelerator: the torch path does the same work
     numba, prange = None, range
+
+if numba is not None and not numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR
+    numba.config.CACHE_DIR = str(own_cache_folder() or "")
 
 _OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
 
