@@ -36,8 +36,10 @@ def cache_folder(sources: Path, places: list[Path]) -> Path | None:
 def own_cache_folder() -> Path | None:
     """That of this package: beside its sources, or else in the user's cache."""
     sources = Path(__file__).parent
-    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return cache_folder(sources, [sources / "__pycache__", Path(users) / "mamba_eagle"])
+    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    # not absolute: there is no home
+    others = [users / "mamba_eagle"] if users.is_absolute() else []
+    return cache_folder(sources, [sources / "__pycache__", *others])
 
 
 def _forget(place: Path, own: Path) -> None:
