@@ -14,8 +14,8 @@ import numpy as np
 
 from mamba_eagle.kernels.draft_tree.cpu import expand, select
 from mamba_eagle.kernels.numba_math import kernel, numba
-from mamba_eagle.kernels.numba_spans import Frame, _floats, _integers, _round, _words, places
-from mamba_eagle.kernels.numba_words import pointer_to
+from mamba_eagle.kernels.numba_spans import Frame, _floats, _integers, _ints, _round, _words
+from mamba_eagle.kernels.numba_words import places, pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.top_log_probs.cpu import top_log_probs
 from mamba_eagle.kernels.vector_code import SpanKernel
@@ -50,11 +50,6 @@ class Drafts:
 
 
 FRAME, AT = places(Frame), places(Drafts)
-
-
-@kernel
-def _ints(address, count):
-    return numba.carray(pointer_to(address), count, np.int64)
 
 
 @kernel

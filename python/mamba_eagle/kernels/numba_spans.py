@@ -7,9 +7,6 @@ are addresses of arrays that stay and sizes.
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
-
 import numpy as np
 
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
@@ -21,12 +18,6 @@ from mamba_eagle.kernels.tree_attention.cpu import _tree_head
 from mamba_eagle.kernels.tree_verify.cpu import Buffers, LayerWeights, Seen, _enter, _head
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.kernels.vector_code import SpanKernel
-
-
-def places(words: type) -> Any:
-    """The constants of a class for Numba's code, which knows named tuples."""
-    own = {name: value for name, value in vars(words).items() if name.isupper()}
-    return namedtuple(words.__name__, own)(**own)
 
 
 class Frame:
@@ -50,6 +41,11 @@ def _words(address, count):
 @kernel
 def _floats(address, rows, columns):
     return numba.carray(pointer_to(address), (rows, columns), np.float32)
+
+
+@kernel
+def _ints(address, count):
+    return numba.carray(pointer_to(address), count, np.int64)
 
 
 @kernel

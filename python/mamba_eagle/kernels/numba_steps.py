@@ -12,8 +12,15 @@ import numpy as np
 
 from mamba_eagle.kernels.accept.cpu import accept_and_truncate, append_pending, commit
 from mamba_eagle.kernels.numba_math import kernel, numba
-from mamba_eagle.kernels.numba_spans import Frame, _floats, _integers, _recurrence, _words, places
-from mamba_eagle.kernels.numba_words import pointer_to
+from mamba_eagle.kernels.numba_spans import (
+    Frame,
+    _floats,
+    _integers,
+    _ints,
+    _recurrence,
+    _words,
+)
+from mamba_eagle.kernels.numba_words import places, pointer_to
 from mamba_eagle.kernels.tree_verify.cpu import _fold_head, begin, extend_journals, move_history
 from mamba_eagle.kernels.vector_code import SpanKernel
 
@@ -47,29 +54,37 @@ FRAME, AT = places(Frame), places(Step)
 
 
 @kernel
-def _ints(address, count):
-    return numba.carray(pointer_to(address), count, np.int64)
-
-
-@kernel
 def _scale(row, scale):
     if scale != np.float32(1.0):
         for c in range(row.shape[0]):
             row[c] *= scale
 
 
+@kernel
+def _embedded(arguments, last):
+    """Words of a call that embeds, the rows [last, size] that it writes, and the scale."""
+    given = _words(arguments, 9)
+    out = _floats(given[1], last, given[2])[:, : given[3]]
+    return given, out, numba.carray(pointer_to(given[4]), 1, np.float32)[0]
+
+
+@kernel
+def _begin_of(given, r):
+    """Where the embedding has the row of token number r: the place of its first number."""
+    token, per_block = numba.carray(pointer_to(given[0]), r + 1, np.int64)[r], given[6]
+    return token // per_block * given[7] + token % per_block
+
+
 def _embed_16(arguments, first, last):
     """Rows of an embedding in bfloat16, times a scale. Words: tokens, out, its columns, size, scale
     (of a float32), the embedding, and how its rows lie there: so many in a block of so many
     numbers, from one number of a row to the next."""
-    given = _words(arguments, 9)
-    tokens, out, size = _ints(given[0], last), _floats(given[1], last, given[2]), given[3]
-    scale = numba.carray(pointer_to(given[4]), 1, np.float32)[0]
-    per_block, block, step = given[6], given[7], given[8]
+    given, out, scale = _embedded(arguments, last)
+    size, step = given[3], given[8]
     for r in range(first, last):
-        at = tokens[r] // per_block * block + tokens[r] % per_block
-        stored = numba.carray(pointer_to(given[5] + 2 * at), size * step, np.uint16)
-        row = out[r, :size]
+        at = given[5] + 2 * _begin_of(given, r)
+        stored = numba.carray(pointer_to(at), size * step, np.uint16)
+        row = out[r]
         for c in range(size):
             row[c] = np.uint32(np.uint32(stored[c * step]) << np.uint32(16)).view(np.float32)
         _scale(row, scale)
@@ -77,14 +92,12 @@ def _embed_16(arguments, first, last):
 
 def _embed_32(arguments, first, last):
     """The same in float32."""
-    given = _words(arguments, 9)
-    tokens, out, size = _ints(given[0], last), _floats(given[1], last, given[2]), given[3]
-    scale = numba.carray(pointer_to(given[4]), 1, np.float32)[0]
-    per_block, block, step = given[6], given[7], given[8]
+    given, out, scale = _embedded(arguments, last)
+    size, step = given[3], given[8]
     for r in range(first, last):
-        at = tokens[r] // per_block * block + tokens[r] % per_block
-        stored = numba.carray(pointer_to(given[5] + 4 * at), size * step, np.float32)
-        row = out[r, :size]
+        at = given[5] + 4 * _begin_of(given, r)
+        stored = numba.carray(pointer_to(at), size * step, np.float32)
+        row = out[r]
         for c in range(size):
             row[c] = stored[c * step]
         _scale(row, scale)
@@ -124,21 +137,13 @@ def _fold(arguments, first, last):
             _fold_head(slot, rows, length, buffers.state[state_slot[slot], h], h, buffers)
 
 
-def _open(arguments, first, last):
-    """What follows folds, the layout of the step's trees, and what attention reads."""
-    given = _words(arguments, 2)
-    frame, w = _words(given[0], FRAME.COUNT), _words(given[1], AT.COUNT)
-    b, T, R, history, W, F = w[AT.B], w[AT.T], w[AT.R], w[AT.HISTORY], w[AT.W], w[AT.SIZE]
-    slots, folded, processed = (
-        _ints(w[AT.ITS_SLOTS], b),
-        _ints(w[AT.FOLDED], b),
-        _ints(w[AT.PROCESSED], R),
-    )
-    state_slot, lengths, path = (
-        _ints(w[AT.STATE_SLOT], R),
-        _ints(w[AT.JOURNAL_LEN], R),
-        _integers(w[AT.PATH], R, w[AT.PLACES]),
-    )
+@kernel
+def _follow_folds(w):
+    """Features and convolution inputs of journals that were folded; these are empty now."""
+    b, R, history, W, F = w[AT.B], w[AT.R], w[AT.HISTORY], w[AT.W], w[AT.SIZE]
+    slots, folded = _ints(w[AT.ITS_SLOTS], b), _ints(w[AT.FOLDED], b)
+    state_slot, lengths = _ints(w[AT.STATE_SLOT], R), _ints(w[AT.JOURNAL_LEN], R)
+    path = _integers(w[AT.PATH], R, w[AT.PLACES])
     conv_in = numba.carray(
         pointer_to(w[AT.CONV_IN]), (w[AT.LAYERS], R, history + W, w[AT.CHANNELS]), np.float32
     )
@@ -153,11 +158,20 @@ def _open(arguments, first, last):
                 kept[c] = feature[c]
             move_history(slots[r : r + 1], folded[r : r + 1], path, history, conv_in)
             lengths[slot] = 0
+
+
+def _open(arguments, first, last):
+    """What follows folds, the layout of the step's trees, and what attention reads."""
+    given = _words(arguments, 2)
+    frame, w = _words(given[0], FRAME.COUNT), _words(given[1], AT.COUNT)
+    b, T, R, history, W = w[AT.B], w[AT.T], w[AT.R], w[AT.HISTORY], w[AT.W]
+    slots, processed = _ints(w[AT.ITS_SLOTS], b), _ints(w[AT.PROCESSED], R)
+    _follow_folds(w)
     begin(
         slots,
-        state_slot,
-        path,
-        lengths,
+        _ints(w[AT.STATE_SLOT], R),
+        _integers(w[AT.PATH], R, w[AT.PLACES]),
+        _ints(w[AT.JOURNAL_LEN], R),
         _ints(w[AT.STATE_SLOTS], b),
         _integers(w[AT.JOURNAL], b, W),
         _ints(w[AT.LENGTHS], b), _integers(w[AT.ROWS], b, T), _integers(w[AT.TAIL], b, history),

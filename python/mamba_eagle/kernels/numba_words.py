@@ -4,6 +4,7 @@ will need it."""
 from __future__ import annotations
 
 import platform
+from collections import namedtuple
 from typing import Any
 
 try:
@@ -14,6 +15,12 @@ except ImportError:  # without Numba nothing here is called
     ir = cgutils = types = intrinsic = None
 
 I64 = None if ir is None else ir.IntType(64)
+
+
+def places(words: type) -> Any:
+    """The constants of a class for Numba's code, which knows named tuples."""
+    own = {name: value for name, value in vars(words).items() if name.isupper()}
+    return namedtuple(words.__name__, own)(**own)
 
 
 def _memory() -> Any:

@@ -373,12 +373,7 @@ class FusedLayers:
         def fuses(step: Residual) -> bool:
             return has_program(step, pool is not None)
 
-        steps: list[Residual] = []
-        for layer in layers:
-            own = layer.residuals() if hasattr(layer, "residuals") else ()
-            if not own:
-                return None
-            steps += own
+        steps = all_residuals(layers)
         if not any(map(fuses, steps)):
             return None
         made: list[Any] = []
@@ -397,14 +392,20 @@ def table_of(calls: Sequence[Call]) -> np.ndarray:
     return np.array([call.row() for call in calls], np.int64)
 
 
-def residuals_of(layers: Sequence[nn.Module]) -> list[Residual] | None:
-    """What the layers consist of, if programs can compute all of it."""
+def all_residuals(layers: Sequence[nn.Module]) -> list[Residual]:
+    """What the layers consist of; nothing, if one of them does not say."""
     steps: list[Residual] = []
     for layer in layers:
         own = layer.residuals() if hasattr(layer, "residuals") else ()
         if not own:
-            return None
+            return []
         steps += own
+    return steps
+
+
+def residuals_of(layers: Sequence[nn.Module]) -> list[Residual] | None:
+    """What the layers consist of, if programs can compute all of it."""
+    steps = all_residuals(layers)
     return steps if steps and all(has_program(step, True) for step in steps) else None
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import numba
-from mamba_eagle.kernels.numba_words import pointer_to
+from mamba_eagle.kernels.numba_words import places, pointer_to
 from mamba_eagle.kernels.vector_code import LANES, SpanKernel
-
-GROUP, QUAD = 32, 4  # as in cpu.py
 
 
 class Words:
@@ -20,6 +18,9 @@ class Words:
     # whether scales are float32
     CODES, SCALE, MINIMUM, BITS, OFFSET, WIDE = range(5, 11)
     COUNT = 11
+
+
+AT = places(Words)
 
 
 def _inline(function):  # noqa: ANN001, ANN202
@@ -50,34 +51,34 @@ def _scale_at(address, index, wide):  # noqa: ANN001, ANN202
 
 def _rows(arguments, first, last):  # noqa: ANN001, ANN202
     """Rows [first, last) of the result."""
-    w = numba.carray(pointer_to(arguments), 11, np.int64)
-    tokens = numba.carray(pointer_to(w[0]), last, np.int64)
-    out = numba.carray(pointer_to(w[1]), (last, w[2]), np.float32)
-    factor = numba.carray(pointer_to(w[4]), 1, np.float32)[0]
-    groups, size = w[3] // 32, 64 * w[8]  # size: bytes of a group of 16 rows
-    offset = np.float32(w[9])
+    w = numba.carray(pointer_to(arguments), AT.COUNT, np.int64)
+    tokens = numba.carray(pointer_to(w[AT.TOKENS]), last, np.int64)
+    out = numba.carray(pointer_to(w[AT.OUT]), (last, w[AT.COLUMNS]), np.float32)
+    factor = numba.carray(pointer_to(w[AT.FACTOR]), 1, np.float32)[0]
+    groups, size = w[AT.SIZE] // 32, 64 * w[AT.BITS]  # size: bytes of a group of 16 rows
+    offset = np.float32(w[AT.OFFSET])
     for r in range(first, last):
         block, lane = tokens[r] // 16, tokens[r] % 16
         row = out[r]
         for g in range(groups):
             at = block * groups + g
-            codes = numba.carray(pointer_to(w[5] + at * size), size, np.uint8)
-            scale = _scale_at(w[6], at * 16 + lane, w[10])
+            codes = numba.carray(pointer_to(w[AT.CODES] + at * size), size, np.uint8)
+            scale = _scale_at(w[AT.SCALE], at * 16 + lane, w[AT.WIDE])
             minimum = np.float32(0.0)
-            if w[7] != 0:
-                minimum = _scale_at(w[7], at * 16 + lane, w[10])
+            if w[AT.MINIMUM] != 0:
+                minimum = _scale_at(w[AT.MINIMUM], at * 16 + lane, w[AT.WIDE])
             for c in range(32):
-                if w[8] == 8:
+                if w[AT.BITS] == 8:
                     code = codes[c // 4 * 64 + lane * 4 + c % 4]
                 else:  # a byte has inputs k and 4 + k of eight
                     both = codes[c // 8 * 64 + lane * 4 + c % 4]
                     code = both >> 4 if c % 8 >= 4 else both & 15
                 number = (np.float32(code) - offset) * scale
-                if w[7] != 0:
+                if w[AT.MINIMUM] != 0:
                     number += minimum
                 row[g * 32 + c] = number
         if factor != np.float32(1.0):
-            for c in range(w[3]):
+            for c in range(w[AT.SIZE]):
                 row[c] *= factor
 
 
