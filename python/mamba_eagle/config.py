@@ -668,6 +668,13 @@ def engine_part(config: EngineConfig) -> EngineConfig:
     )
 
 
+def own_engine_part(config: ServerConfig) -> EngineConfig:
+    """The same for the engine that this server starts: ``tokenizer_path`` is empty if the server
+    loads no tokenizer, since nobody can ask for a grammar then."""
+    engine = engine_part(config)
+    return dataclasses.replace(engine, tokenizer_path="") if config.skip_tokenizer_init else engine
+
+
 # ── the command line ──
 
 
