@@ -36,6 +36,7 @@ class DraftPools(NamedTuple):
     kv: KVPool
     max_lanes: int  # KV slots for the lanes of a request, behind the pool's padding slot
     shape: TreeShape  # the largest
+    min_probability: float  # below which chains end, as ``Candidates.doubts`` takes it
 
 
 class GreedyDrafts(Protocol):
@@ -43,4 +44,5 @@ class GreedyDrafts(Protocol):
 
     def trees(self, slots: Tensor, shape: TreeShape, longest: int) -> Tree:
         """Processes all pending entries of the requests in ``slots`` [b] int64, ``longest`` per
-        request at most, and returns a tree of ``shape`` for each."""
+        request at most, and returns a tree of ``shape`` for each; chains with fewer nodes where the
+        drafter doubts that more would be accepted."""

@@ -81,11 +81,30 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
         ("port", 65536, "--port 65536: must be between 1 and 65535"),
         ("stream_interval", 0, "--stream-interval 0: must be 1 or more"),
         ("max_queued_requests", -1, "--max-queued-requests -1: must be 0 or more"),
+        (
+            "speculative_draft_p_min",
+            1.5,
+            "--speculative-draft-p-min 1.5: must be between 0 and 1, a probability",
+        ),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: str) -> None:
     config = dataclasses.replace(ServerConfig(speculative_algorithm="NONE"), **{name: value})
     assert config.problems() == [problem]
+
+
+def test_drafts_are_chains_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the embedded model's EAGLE head, unless a part of the tree's shape is set."""
+
+    def shape(**given: object) -> str:
+        return resolve(ServerConfig(**given)).tree_shape.name
+
+    assert shape(device="cpu") == "1x5x6"
+    assert shape(device="cpu", speculative_eagle_topk=4) == "4x5x8"
+    assert shape(device="cpu", speculative_algorithm="MTP") == "2x5x8"
+    for drivers, found in ((["/nowhere"], "1x5x6"), (["/nowhere", __file__], "2x5x8")):
+        monkeypatch.setattr("mamba_eagle.resolve.GPU_DRIVERS", drivers)
+        assert shape() == found
 
 
 def test_defaults_have_no_problems() -> None:
