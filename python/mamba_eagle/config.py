@@ -268,7 +268,7 @@ class EngineConfig:
     speculative_draft_model_quantization: str = setting(
         "same",
         "weights of few bits of the drafter, with the values of --quantization; same: what that "
-        "says",
+        "says, and int8 for EAGLE on a CPU where that says auto",
         ("same", *QUANTIZATIONS),
     )
     speculative_num_steps: int | None = setting(None, "depth of the draft tree; auto: 5")

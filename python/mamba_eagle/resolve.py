@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,10 +38,8 @@ def resolve(config: Config) -> Config:
     if algorithm == "auto":
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
-    if algorithm == "EAGLE" and not config.names_tree and config.num_ranks == 1 and on_cpu(config):
-        values["speculative_eagle_topk"] = CPU_CHAIN.topk
-        values["speculative_num_steps"] = CPU_CHAIN.depth
-        values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
+    if algorithm == "EAGLE" and config.num_ranks == 1 and on_cpu(config):
+        values |= drafts_on_a_cpu(config)
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
         values["served_model_name"] = config.model_path
@@ -49,6 +48,20 @@ def resolve(config: Config) -> Config:
     if problems:
         raise ConfigError(problems + drafter_problems(config))
     return config
+
+
+def drafts_on_a_cpu(config: EngineConfig) -> dict[str, Any]:
+    """What EAGLE does best there, where nothing else is set: chains, from weights of eight bits."""
+    values: dict[str, Any] = {}
+    if not config.names_tree:
+        values["speculative_eagle_topk"] = CPU_CHAIN.topk
+        values["speculative_num_steps"] = CPU_CHAIN.depth
+        values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
+    given = (config.speculative_draft_model_quantization, config.quantization)
+    multiplies = config.dtype in ("auto", "float32") and find_spec("numba") is not None
+    if given == ("same", "auto") and multiplies:
+        values["speculative_draft_model_quantization"] = "int8"
+    return values
 
 
 def on_cpu(config: EngineConfig) -> bool:

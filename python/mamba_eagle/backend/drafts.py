@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from mamba_eagle.backend.pending import PendingEntries
@@ -36,7 +37,7 @@ class DraftPools(NamedTuple):
     kv: KVPool
     max_lanes: int  # KV slots for the lanes of a request, behind the pool's padding slot
     shape: TreeShape  # the largest
-    min_probability: float  # below which chains end, as ``Candidates.doubts`` takes it
+    min_probability: np.ndarray  # [1] float64, below which chains end (``Candidates.doubts``)
 
 
 class GreedyDrafts(Protocol):

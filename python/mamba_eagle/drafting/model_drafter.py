@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,8 +81,8 @@ class ModelDrafter(Drafter):
         self.place = backend.place
         self.max_lanes = max_lanes(config)
         # Who else must know the number of nodes would have to be told: ranks, stages, graphs.
-        ends_early = backend.place.on_host and config.num_ranks == 1 and not config.simulate_acc_len
-        self.min_probability = config.speculative_draft_p_min if ends_early else 0.0
+        ends_early = backend.place.on_host and config.num_ranks == 1
+        self.min_probability = np.array([config.speculative_draft_p_min if ends_early else 0.0])
         room = max_without_rows if net.mamba is None else max_pending
         self.max_pending = room(config)
         requests = parts.table.processed.shape[0]
@@ -224,6 +225,9 @@ class ModelDrafter(Drafter):
                 return found
         return DepthByDepth(self)
 
+    def draft_whole_trees(self) -> None:
+        self.min_probability[0] = 0.0
+
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         if noise is None:
             return self.greedy.trees(slots, part.shape, part.longest)
@@ -266,7 +270,7 @@ class ModelDrafter(Drafter):
         if shape.depth > 1:
             lanes = self._lanes(slots, root + 1, shape.depth)
         # with noise or a grammar each request's tree is as large as was planned
-        least = self.min_probability if noise is None else 0.0
+        least = float(self.min_probability[0]) if noise is None else 0.0
         for depth in range(1, shape.depth):
             if grown.doubts(least):
                 break

@@ -69,6 +69,7 @@ class Settings(NamedTuple):
             "max_running_requests": 5,
             "max_total_tokens": 900,
             "max_mamba_cache_size": 24,
+            "speculative_draft_model_quantization": "auto",
             **others,
         }
         return resolve(

@@ -93,18 +93,26 @@ def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: s
     assert config.problems() == [problem]
 
 
-def test_drafts_are_chains_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the embedded model's EAGLE head, unless a part of the tree's shape is set."""
+def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the embedded model's EAGLE head, unless something else is set."""
+    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: name == "numba")
 
-    def shape(**given: object) -> str:
-        return resolve(ServerConfig(**given)).tree_shape.name
+    def drafts(**given: object) -> tuple[str, str]:
+        config = resolve(ServerConfig(**given))
+        return config.tree_shape.name, config.speculative_draft_model_quantization
 
-    assert shape(device="cpu") == "1x5x6"
-    assert shape(device="cpu", speculative_eagle_topk=4) == "4x5x8"
-    assert shape(device="cpu", speculative_algorithm="MTP") == "2x5x8"
+    assert drafts(device="cpu") == ("1x5x6", "int8")
+    assert drafts(device="cpu", speculative_eagle_topk=4) == ("4x5x8", "int8")
+    assert drafts(device="cpu", speculative_algorithm="MTP") == ("2x5x8", "same")
+    assert drafts(device="cpu", quantization="int4") == ("1x5x6", "same")
+    assert drafts(device="cpu", dtype="bfloat16") == ("1x5x6", "same")
+    own = "speculative_draft_model_quantization"
+    assert drafts(device="cpu", **{own: "auto"}) == ("1x5x6", "auto")
     for drivers, found in ((["/nowhere"], "1x5x6"), (["/nowhere", __file__], "2x5x8")):
         monkeypatch.setattr("mamba_eagle.resolve.GPU_DRIVERS", drivers)
-        assert shape() == found
+        assert drafts()[0] == found
+    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: None)
+    assert drafts(device="cpu") == ("1x5x6", "same")
 
 
 def test_defaults_have_no_problems() -> None:

@@ -10,6 +10,7 @@ import torch
 from runner_harness import PLAIN, TREE, Engine, Settings, greedy
 from tiny_model import VOCAB, write_folder, write_head, write_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from mamba_eagle.backend.cpu.drafts import DraftProgram
 from mamba_eagle.backend.cpu.fused import FusedLayers, FusedRun, SingleLayer
@@ -105,7 +106,9 @@ def test_a_program_computes_what_the_layers_do(
         kinds.append(DOUBTING)  # the last one
     for settings in kinds:
         head = folder.parent / f"{name}-head" if settings is not PLAIN else None
-        engine = Engine(folder, head, settings, quantization=mode)
+        drafts = "int8" if settings is DOUBTING else mode
+        given = {"quantization": mode, "speculative_draft_model_quantization": drafts}
+        engine = Engine(folder, head, settings, **given)
         programs = steps_of(engine, monkeypatch)
         # 8 heads of 20 channels are no whole number of panels
         whole = (name, mode) != ("hybrid", "auto")
@@ -125,6 +128,11 @@ def test_a_program_computes_what_the_layers_do(
         assert len(programs) == len(layers) > 4
         assert all(torch.equal(one, other) for one, other in zip(programs, layers, strict=True))
     if settings is DOUBTING:
+        output = engine.runner.drafter.network.output
+        assert output is not None, "drafts have an lm_head of eight bits"
+        exact, rounded = engine.runner.model.lm_head.matrix, output.matrix.dequantize()
+        assert not exact.few_bits
+        assert_close(rounded, exact.dequantize(), rtol=0, atol=float(rounded.abs().max()) / 127)
         assert {logits.shape[1] for logits in programs[5::6]} > {2}
 
 

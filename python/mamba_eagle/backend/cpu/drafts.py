@@ -144,7 +144,7 @@ class DraftProgram:
             build.scratch.want(name, topk * 8)
         expand = Call(spans.EXPAND, [0, 0, 0], units=1)
         expand.words[:2] = self.frame.ctypes.data, self.words.ctypes.data
-        expand.keep(2, np.array([self.pools.min_probability], np.float64))
+        expand.keep(2, self.pools.min_probability)
         build.calls.append(expand)
         return list(build.calls[before:])
 
