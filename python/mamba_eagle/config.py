@@ -26,6 +26,7 @@ NO_SUMS_ON_A_CPU = (
     "is for GPUs, and processes on a CPU exchange over gloo; leave the flag out, or use "
     "--device cuda"
 )
+DEFAULT_TREE = TreeShape(topk=2, depth=5, nodes=8)
 # Of the runner on any machine: tens of thousands would end it while it starts them.
 MAX_THREADS = 256
 
@@ -267,13 +268,21 @@ class EngineConfig:
     speculative_draft_model_quantization: str = setting(
         "same",
         "weights of few bits of the drafter, with the values of --quantization; same: what that "
-        "says",
+        "says, and int8 for EAGLE on a CPU where that says auto",
         ("same", *QUANTIZATIONS),
     )
-    speculative_num_steps: int = setting(5, "depth of the draft tree")
-    speculative_eagle_topk: int = setting(2, "branching factor of the draft tree; 1: a chain")
-    speculative_num_draft_tokens: int = setting(
-        8, "number of nodes verified per step, including the root"
+    speculative_num_steps: int | None = setting(None, "depth of the draft tree; auto: 5")
+    speculative_eagle_topk: int | None = setting(
+        None, "branching factor of the draft tree; 1: a chain; auto: 2, for EAGLE on a CPU 1"
+    )
+    speculative_num_draft_tokens: int | None = setting(
+        None,
+        "number of nodes verified per step, including the root; auto: 8, for EAGLE on a CPU 6",
+    )
+    speculative_draft_p_min: float = setting(
+        0.5,
+        "on a CPU, greedy requests: a chain of drafts ends where the drafter thinks it less likely "
+        "than so that all of it is accepted; 0: never",
     )
     speculative_adaptive: bool = setting(
         True, "use the fastest draft for each step: this tree, a smaller one, a chain, or none"
@@ -391,6 +400,13 @@ class EngineConfig:
             )
         wrong += self._quantization_problems()
         wrong += self._stage_problems() + self._sum_problems()
+        return wrong + self._drafting_problems() + self.simulation_problems()
+
+    def _drafting_problems(self) -> list[str]:
+        wrong, least = [], self.speculative_draft_p_min
+        if not 0 <= least <= 1:
+            given = f"--speculative-draft-p-min {least:g}"
+            wrong.append(f"{given}: must be between 0 and 1, a probability")
         drafter = DRAFTERS.get(self.speculative_algorithm)
         if drafter is not None:
             wrong += self.tree_shape.problems()
@@ -400,7 +416,7 @@ class EngineConfig:
                     "--speculative-draft-model-path, the folder of a drafter made for "
                     f"{self.model_path}"
                 )
-        return wrong + self.simulation_problems()
+        return wrong
 
     def _quantization_problems(self) -> list[str]:
         wrong = []
@@ -485,11 +501,23 @@ class EngineConfig:
         """The tree of a verify step; a single node without a drafter."""
         if self.speculative_algorithm == "NONE":
             return TreeShape()
-        return TreeShape(
-            topk=self.speculative_eagle_topk,
-            depth=self.speculative_num_steps,
-            nodes=self.speculative_num_draft_tokens,
+        given = (
+            self.speculative_eagle_topk,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
         )
+        usual = (DEFAULT_TREE.topk, DEFAULT_TREE.depth, DEFAULT_TREE.nodes)
+        return TreeShape(*(u if g is None else g for g, u in zip(given, usual)))
+
+    @property
+    def names_tree(self) -> bool:
+        """Whether a part of the tree's shape is set."""
+        given = (
+            self.speculative_eagle_topk,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
+        )
+        return given != (None, None, None)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +14,10 @@ from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.hub import NotFound, checkpoint_folder
 from mamba_eagle.torchless import show_torch
+from mamba_eagle.tree.shapes import CPU_CHAIN
 
 Config = TypeVar("Config", bound=EngineConfig)
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # NVIDIA's on Linux, and Windows' within it
 
 
 def resolve(config: Config) -> Config:
@@ -35,6 +38,8 @@ def resolve(config: Config) -> Config:
     if algorithm == "auto":
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
+    if algorithm == "EAGLE" and config.num_ranks == 1 and on_cpu(config):
+        values |= drafts_on_a_cpu(config)
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
         values["served_model_name"] = config.model_path
@@ -43,6 +48,28 @@ def resolve(config: Config) -> Config:
     if problems:
         raise ConfigError(problems + drafter_problems(config))
     return config
+
+
+def drafts_on_a_cpu(config: EngineConfig) -> dict[str, Any]:
+    """What EAGLE does best there, where nothing else is set: chains, from weights of eight bits."""
+    values: dict[str, Any] = {}
+    if not config.names_tree:
+        values["speculative_eagle_topk"] = CPU_CHAIN.topk
+        values["speculative_num_steps"] = CPU_CHAIN.depth
+        values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
+    given = (config.speculative_draft_model_quantization, config.quantization)
+    multiplies = config.dtype in ("auto", "float32") and find_spec("numba") is not None
+    if given == ("same", "auto") and multiplies:
+        values["speculative_draft_model_quantization"] = "int8"
+    return values
+
+
+def on_cpu(config: EngineConfig) -> bool:
+    """Whether the model will run on a CPU, as far as can be told without torch, which the server
+    process does not load: where there is no driver of a GPU."""
+    if config.device != "auto":
+        return config.device == "cpu"
+    return not any(Path(driver).exists() for driver in GPU_DRIVERS)
 
 
 def drafter_problems(config: EngineConfig) -> list[str]:

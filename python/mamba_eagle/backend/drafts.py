@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from mamba_eagle.backend.pending import PendingEntries
@@ -36,6 +37,7 @@ class DraftPools(NamedTuple):
     kv: KVPool
     max_lanes: int  # KV slots for the lanes of a request, behind the pool's padding slot
     shape: TreeShape  # the largest
+    min_probability: np.ndarray  # [1] float64, below which chains end (``Candidates.doubts``)
 
 
 class GreedyDrafts(Protocol):
@@ -43,4 +45,5 @@ class GreedyDrafts(Protocol):
 
     def trees(self, slots: Tensor, shape: TreeShape, longest: int) -> Tree:
         """Processes all pending entries of the requests in ``slots`` [b] int64, ``longest`` per
-        request at most, and returns a tree of ``shape`` for each."""
+        request at most, and returns a tree of ``shape`` for each; chains with fewer nodes where the
+        drafter doubts that more would be accepted."""

@@ -127,6 +127,9 @@ class Drafter(ABC):
         """The host's part of a step that is about to be launched."""
         return StepPart(shape)
 
+    def draft_whole_trees(self) -> None:  # noqa: B027 others do so anyway
+        """From now on trees have as many nodes as were planned, however unlikely they are."""
+
     def catch_up(self, slots: Tensor) -> None:
         """Process the tokens that plain steps added to the requests in ``slots`` [b]; never waits
         for the host if the drafter is ``on_device``."""

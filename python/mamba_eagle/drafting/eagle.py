@@ -8,7 +8,9 @@ from mamba_eagle.backend.drafts import HeadParts
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
+from mamba_eagle.drafting.rounded_head import rounded_head
 from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.weights import weight_bytes
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
@@ -19,8 +21,9 @@ from mamba_eagle.models.registry import MODELS
 class EagleNetwork(DraftNetwork):
     """The head's output predicts the target's hidden state, and is fed back in its place."""
 
-    def __init__(self, head: EagleHead, target: CausalLM) -> None:
-        self.head, self.target = head, target
+    def __init__(self, head: EagleHead, target: CausalLM, output: Linear | None = None) -> None:
+        """output: what makes logits; None: the target's lm_head."""
+        self.head, self.target, self.output = head, target, output
         self.config = head.config
         self.feature_size = self.output_size = head.config.hidden_size
 
@@ -34,18 +37,20 @@ class EagleNetwork(DraftNetwork):
         return self.head(self.target.embed(tokens), above, ctx)
 
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
-        return self.target.raw_logits(outputs)
+        return self.target.raw_logits(outputs) if self.output is None else self.output(outputs)
 
     def head_parts(self) -> HeadParts | None:
         head, target = self.head, self.target
         if target.logits_scale != 1.0:
             return None
         own = (head.fc, tuple(head.layers), head.norm)
-        return HeadParts(target.parts.embedding, target.embedding_scale, *own, target.lm_head)
+        output = self.output or target.lm_head
+        return HeadParts(target.parts.embedding, target.embedding_scale, *own, output)
 
     @property
     def num_bytes(self) -> int:
-        return weight_bytes(self.head)
+        output = 0 if self.output is None else weight_bytes(self.output)
+        return weight_bytes(self.head) + output
 
 
 class EagleSource(FolderSource):
@@ -65,4 +70,6 @@ class EagleSource(FolderSource):
     def make(self, parts: DraftParts) -> Drafter:
         head = self.load(parts)
         assert isinstance(head, EagleHead)
-        return ModelDrafter(EagleNetwork(head, parts.target), self.columns(parts), parts)
+        # a scale of the logits would have to be copied, too
+        output = rounded_head(parts) if parts.target.logits_scale == 1.0 else None
+        return ModelDrafter(EagleNetwork(head, parts.target, output), self.columns(parts), parts)

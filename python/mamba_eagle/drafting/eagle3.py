@@ -72,7 +72,7 @@ class EagleThreeSource(FolderSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         super().__init__(config, target)
-        self.topk = config.speculative_eagle_topk
+        self.topk = config.tree_shape.topk
         self.tap_layers = tap_layers(self.own, len(target.blocks))
 
     def read(self) -> ModelConfig:

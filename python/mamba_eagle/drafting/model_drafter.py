@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.tree.accept import Truncated
-from mamba_eagle.tree.candidates import Candidates
+from mamba_eagle.tree.candidates import Candidates, kept_nodes
 from mamba_eagle.tree.tree import Tree, chain_prefix, chain_tree, empty_trees
 
 MAX_PENDING = 16  # entries that plain steps may leave pending before they must be processed
@@ -79,6 +80,9 @@ class ModelDrafter(Drafter):
         self.vocabulary = DraftVocabulary(backend, columns, network.target_ids())
         self.place = backend.place
         self.max_lanes = max_lanes(config)
+        # Who else must know the number of nodes would have to be told: ranks, stages, graphs.
+        ends_early = backend.place.on_host and config.num_ranks == 1
+        self.min_probability = np.array([config.speculative_draft_p_min if ends_early else 0.0])
         room = max_without_rows if net.mamba is None else max_pending
         self.max_pending = room(config)
         requests = parts.table.processed.shape[0]
@@ -213,11 +217,16 @@ class ModelDrafter(Drafter):
     def _greedy_drafts(self, largest: TreeShape) -> GreedyDrafts:
         head = self.network.head_parts()
         if head is not None and not self.recurrent and not self.vocabulary.is_split:
-            pools = DraftPools(self.table, self.entries, self.kv, self.max_lanes, largest)
+            pools = DraftPools(
+                self.table, self.entries, self.kv, self.max_lanes, largest, self.min_probability
+            )
             found = self.backend.greedy_drafts(head, pools, self.scheme)
             if found is not None:
                 return found
         return DepthByDepth(self)
+
+    def draft_whole_trees(self) -> None:
+        self.min_probability[0] = 0.0
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         if noise is None:
@@ -260,7 +269,11 @@ class ModelDrafter(Drafter):
             noise.follow(frontier)
         if shape.depth > 1:
             lanes = self._lanes(slots, root + 1, shape.depth)
+        # with noise or a grammar each request's tree is as large as was planned
+        least = float(self.min_probability[0]) if noise is None else 0.0
         for depth in range(1, shape.depth):
+            if grown.doubts(least):
+                break
             left = shape.depth - depth
             if noise is not None and (told := noise.forced(len(slots), shape.topk, left)):
                 self._add_told(grown, told, noise, left)
@@ -275,7 +288,7 @@ class ModelDrafter(Drafter):
             frontier = grown.expand(self._best(depth, above, root + depth + 1, noise, shape.topk))
             if noise is not None:
                 noise.follow(frontier)
-        return grown.select(shape.nodes)
+        return grown.select(kept_nodes(shape, grown.depth, grown.doubts(least)))
 
     def _add_told(
         self, grown: Candidates, children: TopTokens, noise: KeyedNoise, levels: int

@@ -88,7 +88,7 @@ class MtpSource(FolderSource):
 
     def __init__(self, config: EngineConfig, target: ModelConfig) -> None:
         folder = config.speculative_draft_model_path or config.model_path
-        self.steps = config.speculative_num_steps
+        self.steps = config.tree_shape.depth
         super().__init__(replace(config, speculative_draft_model_path=folder), target)
 
     def read(self) -> ModelConfig:

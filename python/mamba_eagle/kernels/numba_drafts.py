@@ -46,7 +46,9 @@ class Drafts:
     NUMBERS, SCORES, ABOVE, LANE_TOKENS, ORDER = range(35, 40)
     # fields of the Tree that is selected
     TREE_TOKENS, TREE_PARENTS, TREE_DEPTHS, TREE_ANCESTORS, TREE_SCORES = range(40, 45)
-    COUNT = 45
+    # whether a chain ends here, before the depth that was added last
+    DOUBTS = 45
+    COUNT = 46
 
 
 FRAME, AT = places(Frame), places(Drafts)
@@ -198,8 +200,10 @@ def _best(arguments, first, last):
 
 def _expand(arguments, first, last):
     """``Candidates.expand``: the best tokens of each lane join the candidates, and the best of
-    these are the next lanes."""
-    w = _words(_words(arguments, 2)[1], AT.COUNT)
+    these are the next lanes. Words: frame, drafts, the probability (of a float64) below which a
+    chain ends."""
+    given = _words(arguments, 3)
+    w = _words(given[1], AT.COUNT)
     b, k, seen, C = w[AT.REQUESTS], w[AT.TOPK], w[AT.SEEN], w[AT.CANDIDATES]
     n = 1 if w[AT.DEPTH] == 0 else k
     new = n * k
@@ -226,6 +230,11 @@ def _expand(arguments, first, last):
             numbers[r, lane], scores[r, lane] = seen + at, all_scores[r, seen + at]
             chosen[r, lane] = tokens[r, at]
     w[AT.DEPTH], w[AT.SEEN] = w[AT.DEPTH] + 1, seen + new
+    likely = 0.0
+    for r in range(b):
+        likely += np.exp(np.float64(scores[r, 0]))
+    least = numba.carray(pointer_to(given[2]), 1, np.float64)[0]
+    w[AT.DOUBTS] = 1 if k == 1 and likely < least * b else 0
 
 
 def _select(arguments, first, last):

@@ -30,7 +30,7 @@ except ImportError:  # without Numba nothing here is called
 
 LANES = 16  # outputs per block
 CACHE_LINE = 64  # bytes
-ROW_TILES = (8, 4, 2, 1)  # rows that share a pass over a block
+MAX_ROWS = 8  # that share a pass over a block
 # Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
 # where it sleeps on a virtual machine.
 MIN_PARALLEL = 100_000
@@ -117,14 +117,16 @@ class Code:
         return _Loop(self.builder, count)
 
     def row_tiles(self, rows: Any, tile: Callable[[int, Any], None]) -> None:
-        """Calls ``tile(how many, first row)`` until all rows are in one: eights, then at most one
-        of four, of two and of one."""
-        b, largest = self.builder, ROW_TILES[0]
-        with self.loop(b.udiv(rows, I64(largest))) as index:
-            tile(largest, b.mul(index, I64(largest)))
-        for size in ROW_TILES[1:]:
-            first = b.and_(rows, I64(-2 * size))
-            with b.if_then(b.icmp_unsigned("!=", b.and_(rows, I64(size)), I64(0))):
+        """Calls ``tile(how many, first row)`` until all rows are in one: eights, then one of what
+        is left, so that a chain's five or six rows read the weights once."""
+        b, largest = self.builder, I64(MAX_ROWS)
+        whole = b.udiv(rows, largest)
+        with self.loop(whole) as index:
+            tile(MAX_ROWS, b.mul(index, largest))
+        first = b.mul(whole, largest)
+        left = b.sub(rows, first)
+        for size in range(1, MAX_ROWS):
+            with b.if_then(b.icmp_unsigned("==", left, I64(size))):
                 tile(size, first)
 
 

@@ -191,6 +191,8 @@ class ModelRunner:
             self._make_choice(),
         )
         step.forced_length = self.config.simulate_acc_len or None
+        if step.forced_length is not None:
+            self.drafter.draft_whole_trees()
         return step
 
     def _make_choice(self) -> MasksFirst:
@@ -351,6 +353,7 @@ class ModelRunner:
         For benchmarks with dummy weights. Call it before the first step.
         """
         self.step.forced_length = length
+        self.drafter.draft_whole_trees()
         if self._capturable():
             self.steps = self._make_steps(GraphedSteps)
         self.step.num_forced.zero_()

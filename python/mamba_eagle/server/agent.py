@@ -275,10 +275,14 @@ class Agent:
         loop.call_later(ANSWER_SECONDS, self._end, 1, text)
 
 
+def in_flags(value: object) -> str:
+    return "auto" if value is None else shown(value)
+
+
 def differences(own: EngineConfig, other: EngineConfig) -> list[str]:
     """The settings in which this node's flags differ from node 0's."""
     return [
-        f"{flag_of(spec.name)} {shown(theirs)} instead of {shown(mine)}"
+        f"{flag_of(spec.name)} {in_flags(theirs)} instead of {in_flags(mine)}"
         for spec in dataclasses.fields(EngineConfig)
         if (mine := getattr(own, spec.name)) != (theirs := getattr(other, spec.name))
     ]

@@ -2,7 +2,7 @@
 
 Shapes: b requests, T tree nodes including the root, k = topk lanes, C candidates.
 
-Nothing here waits for the device.
+Nothing here but ``doubts`` waits for the device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mamba_eagle.core import TreeShape
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
@@ -23,6 +24,14 @@ class Frontier(NamedTuple):
     tokens: Tensor  # [b, k] int64
     lanes: Tensor  # [b, k] int64; the parent's lane in the previous frontier
     scores: Tensor  # [b, k] float32; cumulative log-probability
+
+
+def kept_nodes(shape: TreeShape, depth: int, doubted: bool) -> int:
+    """Nodes of trees that were grown to ``depth``; doubted: the last one is left out, unless it is
+    the only one."""
+    if not doubted:
+        return shape.nodes
+    return min(shape.nodes, max(depth, 2))
 
 
 class Candidates:
@@ -70,6 +79,20 @@ class Candidates:
         self._seen += tokens.shape[1]
         self._depth += 1
         return Frontier(tokens.gather(1, order), order // self.topk, self._frontier_scores)
+
+    @property
+    def depth(self) -> int:
+        """How many depths were added."""
+        return self._depth
+
+    def doubts(self, probability: float) -> bool:
+        """Whether chains should end before the depth that was added last: by the drafter's own
+        scores, fewer than ``probability`` of them would be accepted up to there, on average. Waits
+        for the device."""
+        if self.topk != 1 or probability <= 0:
+            return False
+        likely = self._frontier_scores.double().exp().sum()
+        return bool(likely < probability * len(self.roots))
 
     def select(self, num_nodes: int) -> Tree:
         """The root and the best ``num_nodes - 1`` candidates, by depth, then by score.

@@ -61,6 +61,7 @@ class Settings(NamedTuple):
     nodes: int = 12
     rows: int = 0
     fused: bool = True  # fused CPU kernels, where numba is installed
+    p_min: float = 0.0  # what a random head drafts is never likely
 
     def config(self, model: Path, head: Path | None, **others: Any) -> EngineConfig:
         values: dict[str, Any] = {
@@ -68,6 +69,7 @@ class Settings(NamedTuple):
             "max_running_requests": 5,
             "max_total_tokens": 900,
             "max_mamba_cache_size": 24,
+            "speculative_draft_model_quantization": "auto",
             **others,
         }
         return resolve(
@@ -78,6 +80,7 @@ class Settings(NamedTuple):
                 speculative_num_steps=self.steps,
                 speculative_eagle_topk=self.topk,
                 speculative_num_draft_tokens=self.nodes,
+                speculative_draft_p_min=self.p_min,
                 mamba_verify_mode=self.scheme,
                 mamba_rows=self.rows or None,
                 **values,
@@ -87,6 +90,7 @@ class Settings(NamedTuple):
 
 PLAIN = Settings("NONE")
 TREE = Settings()
+DOUBTING = Settings(topk=1, steps=4, nodes=5, p_min=0.3)
 SETTINGS = {
     "none": PLAIN,
     "none-snapshot": Settings("NONE", "snapshot"),
@@ -97,6 +101,7 @@ SETTINGS = {
     "tree-many-rows": Settings(rows=150),
     "chain": Settings(topk=1, steps=4, nodes=5),
     "chain-snapshot": Settings("EAGLE", "snapshot", topk=1, steps=4, nodes=5),
+    "chain-doubting": DOUBTING,
     "star": Settings(topk=5, steps=1, nodes=6),
     "large-tree": Settings(topk=6, steps=7, nodes=40),
     "none-torch": PLAIN._replace(fused=False),

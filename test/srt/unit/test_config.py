@@ -81,11 +81,38 @@ def test_help_names_every_flag_and_default(capsys: pytest.CaptureFixture[str]) -
         ("port", 65536, "--port 65536: must be between 1 and 65535"),
         ("stream_interval", 0, "--stream-interval 0: must be 1 or more"),
         ("max_queued_requests", -1, "--max-queued-requests -1: must be 0 or more"),
+        (
+            "speculative_draft_p_min",
+            1.5,
+            "--speculative-draft-p-min 1.5: must be between 0 and 1, a probability",
+        ),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: str) -> None:
     config = dataclasses.replace(ServerConfig(speculative_algorithm="NONE"), **{name: value})
     assert config.problems() == [problem]
+
+
+def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the embedded model's EAGLE head, unless something else is set."""
+    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: name == "numba")
+
+    def drafts(**given: object) -> tuple[str, str]:
+        config = resolve(ServerConfig(**given))
+        return config.tree_shape.name, config.speculative_draft_model_quantization
+
+    assert drafts(device="cpu") == ("1x5x6", "int8")
+    assert drafts(device="cpu", speculative_eagle_topk=4) == ("4x5x8", "int8")
+    assert drafts(device="cpu", speculative_algorithm="MTP") == ("2x5x8", "same")
+    assert drafts(device="cpu", quantization="int4") == ("1x5x6", "same")
+    assert drafts(device="cpu", dtype="bfloat16") == ("1x5x6", "same")
+    own = "speculative_draft_model_quantization"
+    assert drafts(device="cpu", **{own: "auto"}) == ("1x5x6", "auto")
+    for drivers, found in ((["/nowhere"], "1x5x6"), (["/nowhere", __file__], "2x5x8")):
+        monkeypatch.setattr("mamba_eagle.resolve.GPU_DRIVERS", drivers)
+        assert drafts()[0] == found
+    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: None)
+    assert drafts(device="cpu") == ("1x5x6", "same")
 
 
 def test_defaults_have_no_problems() -> None:

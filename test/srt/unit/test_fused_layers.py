@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runner_harness import TREE, Engine, Settings, greedy
+from runner_harness import PLAIN, TREE, Engine, Settings, greedy
 from tiny_model import VOCAB, write_folder, write_head, write_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from mamba_eagle.backend.cpu.drafts import DraftProgram
 from mamba_eagle.backend.cpu.fused import FusedLayers, FusedRun, SingleLayer
@@ -23,6 +24,7 @@ from mamba_eagle.runner.steps.decode_step import DecodeStep, PassStep
 
 pytestmark = pytest.mark.skipif(numba is None, reason="numba is not installed")
 
+DOUBTING = Settings(topk=1, steps=4, nodes=5, p_min=0.001)
 GRANITE = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
@@ -97,11 +99,16 @@ def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_a_program_computes_what_the_layers_do(
     name: str, mode: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, trees and plain steps; and the program that drafts them."""
+    """Bit by bit, trees, plain steps, and chains that end early; and the program that drafts."""
     folder = folders[name]
-    for settings in (TREE, Settings("NONE")):
-        head = folder.parent / f"{name}-head" if settings is TREE else None
-        engine = Engine(folder, head, settings, quantization=mode)
+    kinds = [TREE, PLAIN]
+    if (name, mode) == ("granite", "auto"):
+        kinds.append(DOUBTING)  # the last one
+    for settings in kinds:
+        head = folder.parent / f"{name}-head" if settings is not PLAIN else None
+        drafts = "int8" if settings is DOUBTING else mode
+        given = {"quantization": mode, "speculative_draft_model_quantization": drafts}
+        engine = Engine(folder, head, settings, **given)
         programs = steps_of(engine, monkeypatch)
         # 8 heads of 20 channels are no whole number of panels
         whole = (name, mode) != ("hybrid", "auto")
@@ -113,13 +120,20 @@ def test_a_program_computes_what_the_layers_do(
         with monkeypatch.context() as changed:
             changed.setattr(FusedLayers, "run", lambda *arguments: None)
             changed.setattr(step, "__class__", DecodeStep)
-            if settings is TREE:
+            if head is not None:
                 drafter = engine.runner.drafter
                 assert isinstance(drafter.greedy, DraftProgram)
                 changed.setattr(drafter, "greedy", DepthByDepth(drafter))
             layers = steps_of(engine, monkeypatch)
         assert len(programs) == len(layers) > 4
         assert all(torch.equal(one, other) for one, other in zip(programs, layers, strict=True))
+    if settings is DOUBTING:
+        output = engine.runner.drafter.network.output
+        assert output is not None, "drafts have an lm_head of eight bits"
+        exact, rounded = engine.runner.model.lm_head.matrix, output.matrix.dequantize()
+        assert not exact.few_bits
+        assert_close(rounded, exact.dequantize(), rtol=0, atol=float(rounded.abs().max()) / 127)
+        assert {logits.shape[1] for logits in programs[5::6]} > {2}
 
 
 @pytest.mark.skipif(not team.can_sleep(), reason="there are no teams here")

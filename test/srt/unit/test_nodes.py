@@ -157,7 +157,7 @@ def test_an_agent_runs_its_share_with_node_zeros_settings(tmp_path, caplog, capf
         assert all(child.process.returncode is not None for child in other.children)
 
     asyncio.run(test())
-    assert "--speculative-num-steps 5 instead of 3" in caplog.text
+    assert "--speculative-num-steps auto instead of 3" in caplog.text
     assert "--tp-size 4 instead of 1" in caplog.text
     assert "dist-timeout" not in caplog.text
     assert capfd.readouterr().out.startswith("agent process: pid ")

@@ -5,6 +5,7 @@ The text does not depend on drafts, so nothing else would notice a head that rea
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,28 @@ def test_a_head_may_have_mamba2_layers(
     head = write_head(tmp_path, tiny.model, hybrid_override_pattern=pattern, **mamba)
     tiny = tiny._replace(head=head)
     assert_trees_follow_the_head(tiny, tiny.engine(settings), settings)
+
+
+def test_chains_end_where_the_head_doubts(tiny: Tiny) -> None:
+    """At the depth at which it gives less than that to all that was drafted, on average over the
+    batch. One draft is always verified; the text stays what it is."""
+    texts = {}
+    for name in ("none", "chain", "chain-doubting"):
+        engine = tiny.engine(name)
+        lives = [engine.start(random_prompt(n, n), greedy(12)) for n in (19, 26)]
+        engine.finish(lives)
+        texts[name] = [live.output for live in lives]
+        if name == "chain-doubting":
+            drafted = [live.proposals for live in lives]
+    assert texts["none"] == texts["chain"] == texts["chain-doubting"]
+    kept = SETTINGS["chain-doubting"]
+    sizes = set()
+    for together in zip(*drafted):
+        (size,) = {len(proposal.tokens) for proposal in together}
+        sizes.add(size)
+        likely = sum(math.exp(proposal.scores[-1]) for proposal in together)
+        assert size == 2 or likely >= kept.p_min * len(together)
+    assert 2 in sizes and len(sizes) > 1
 
 
 def assert_trees_follow_the_head(tiny: Tiny, engine: Engine, settings: str) -> None:

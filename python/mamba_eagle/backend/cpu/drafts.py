@@ -36,6 +36,7 @@ from mamba_eagle.kernels.numba_drafts import Drafts
 from mamba_eagle.kernels.numba_spans import Frame
 from mamba_eagle.kernels.numba_team import Program
 from mamba_eagle.layers.layer import Residual
+from mamba_eagle.tree.candidates import kept_nodes
 from mamba_eagle.tree.tree import Tree
 
 NS_PER_LOGIT = 1  # that finding the best of them takes
@@ -141,14 +142,17 @@ class DraftProgram:
         best.words[3:5] = width_of(head.logits), tokens
         for name in ("best", "log_probs"):
             build.scratch.want(name, topk * 8)
-        build.calls.append(self._alone(spans.EXPAND))
+        expand = Call(spans.EXPAND, [0, 0, 0], units=1)
+        expand.words[:2] = self.frame.ctypes.data, self.words.ctypes.data
+        expand.keep(2, self.pools.min_probability)
+        build.calls.append(expand)
         return list(build.calls[before:])
 
     # ── the memory ──
 
     def _keep_tables(self) -> None:
         """Addresses that stay, and room for indices."""
-        w, (table, entries, kv, most, shape) = self.words, self.pools
+        w, (table, entries, kv, most, shape, _) = self.words, self.pools
         requests, positions = table.kv_slots.shape
         w[Drafts.R], w[Drafts.POSITIONS] = requests, positions
         w[Drafts.WIDTH], w[Drafts.SIZE] = entries.features.shape[1:]
@@ -203,9 +207,12 @@ class DraftProgram:
         w[Drafts.SLOTS : Drafts.NODES + 1] = slots.data_ptr(), b, longest, topk, shape.nodes
         self.entries.run(b * longest, b, b)
         self.root.run(b, b, b)
-        for _ in range(1, shape.depth):
+        depth = 1
+        while depth < shape.depth and not w[Drafts.DOUBTS]:
             self.lanes.run(b * topk, b, b)
-        tree = room_for_trees(b, shape.nodes)
+            depth += 1
+        w[Drafts.NODES] = nodes = kept_nodes(shape, depth, bool(w[Drafts.DOUBTS]))
+        tree = room_for_trees(b, nodes)
         w[Drafts.TREE_TOKENS : Drafts.TREE_SCORES + 1] = [part.data_ptr() for part in tree]
         self.select.run(1, 1, 1)
         return tree

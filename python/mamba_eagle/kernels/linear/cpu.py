@@ -35,7 +35,9 @@ PANEL = BLOCKS * LANES
 # Inputs that are added up one after the other; then these sums are. That keeps rounding errors of
 # long rows as small as those of short ones.
 SPAN = 512
-SHARED = {8: 2, 4: 4, 2: 4, 1: 4}  # blocks that share a pass over the inputs, by rows
+# Blocks that share a pass over the inputs, by rows: their sums, one vector of weights each and a
+# factor fill up to 32 registers.
+SHARED = dict.fromkeys(range(1, 7), 4) | {7: 2, 8: 2}
 AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
 BYTES_PER_NS, PRODUCTS_PER_NS = 12, 70  # what a core reads, and multiplies, at best
 

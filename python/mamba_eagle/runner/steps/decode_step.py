@@ -249,6 +249,8 @@ class EagerRun:
             )
         else:
             self.tree = self.step.draft(*inputs)
+        if (drafted := self.tree.tokens.shape[1]) < self.kv_slots.shape[1]:
+            self.kv_slots = self.kv_slots[:, :drafted].contiguous()
         return self.tree
 
     def verify(self) -> Verified:
