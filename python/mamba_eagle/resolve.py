@@ -38,8 +38,13 @@ def resolve(config: Config) -> Config:
     if algorithm == "auto":
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
-    if algorithm == "EAGLE" and config.num_ranks == 1 and on_cpu(config):
-        values |= drafts_on_a_cpu(config)
+    eagle_on_cpu = algorithm == "EAGLE" and config.num_ranks == 1 and on_cpu(config)
+    tree = CPU_CHAIN if eagle_on_cpu and not config.names_tree else config.drafted_tree
+    values["speculative_eagle_topk"] = tree.topk
+    values["speculative_num_steps"] = tree.depth
+    values["speculative_num_draft_tokens"] = tree.nodes
+    if eagle_on_cpu and drafts_from_eight_bits(config):
+        values["speculative_draft_model_quantization"] = "int8"
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
         values["served_model_name"] = config.model_path
@@ -50,18 +55,11 @@ def resolve(config: Config) -> Config:
     return config
 
 
-def drafts_on_a_cpu(config: EngineConfig) -> dict[str, Any]:
-    """What EAGLE does best there, where nothing else is set: chains, from weights of eight bits."""
-    values: dict[str, Any] = {}
-    if not config.names_tree:
-        values["speculative_eagle_topk"] = CPU_CHAIN.topk
-        values["speculative_num_steps"] = CPU_CHAIN.depth
-        values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
+def drafts_from_eight_bits(config: EngineConfig) -> bool:
+    """Whether nothing else is asked of a drafter on a CPU, and there are products for it."""
     given = (config.speculative_draft_model_quantization, config.quantization)
     multiplies = config.dtype in ("auto", "float32") and find_spec("numba") is not None
-    if given == ("same", "auto") and multiplies:
-        values["speculative_draft_model_quantization"] = "int8"
-    return values
+    return given == ("same", "auto") and multiplies
 
 
 def on_cpu(config: EngineConfig) -> bool:
