@@ -61,7 +61,8 @@ class Costs:
     stalls: Sequence[tuple[int, float]] = ()  # (step, how much longer the launch of its prompts is)
 
     def decode_step(self, requests: int) -> float:
-        return float(np.interp(requests, *zip(*self.decode)))
+        numbers, seconds = ([corner[i] for corner in self.decode] for i in (0, 1))
+        return float(np.interp(requests, numbers, seconds))
 
     def prompts(self, tokens: int) -> float:
         return self.pass_fixed + max(self.pass_least, tokens * self.per_prompt_token)
