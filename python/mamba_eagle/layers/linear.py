@@ -18,6 +18,7 @@ from mamba_eagle.layers.weights import (
     empty_weight,
     joined_rows,
     weights_come_late,
+    without_memory,
 )
 from mamba_eagle.quantization.matrix import Matrix
 
@@ -78,17 +79,18 @@ class Linear(MatrixLayer):
     @classmethod
     def copied(cls, parts: Sequence[Linear]) -> Linear:
         """One product with the rows of all parts, which stay as they are."""
-        joined = joined_matrix(parts)
+        joined, dtype = joined_matrix(parts), parts[0].weight.dtype
+        shape = sum(part.weight.shape[0] for part in parts), parts[0].weight.shape[1]
         with weights_come_late():
-            whole = Linear(parts[0].weight.shape[1], sum(part.weight.shape[0] for part in parts))
+            whole = Linear(shape[1], shape[0])
         if joined is not None:
+            whole.weight = nn.Parameter(without_memory(shape, dtype), requires_grad=False)
             whole.hold("weight", joined)
         else:
             weights = [
                 part.weight.detach() if part.matrix is None else part.matrix.dequantize()
                 for part in parts
             ]
-            dtype = parts[0].weight.dtype
             weight = torch.cat([part.to(dtype) for part in weights])
             whole.weight = nn.Parameter(weight, requires_grad=False)
         biases = [part.bias.detach() for part in parts if part.bias is not None]

@@ -157,6 +157,14 @@ def test_fused_products_keep_each_parts_scale() -> None:
     assert own <= whole.matrix.nbytes + 64, "parts are views"  # type: ignore[union-attr]
 
 
+def test_a_copied_product_has_the_dtype_of_its_parts() -> None:
+    parts, x = fused_parts(), normal(3, 96).to(DTYPE)
+    whole = Linear.copied(parts)
+    for each in (whole, *parts):
+        each.prepare(TritonOps())
+    torch.testing.assert_close(whole(x), torch.cat([part(x) for part in parts], -1))
+
+
 def test_parts_that_round_inputs_in_other_ways_stay_apart() -> None:
     parts = fused_parts()
     matrix = parts[1].matrix
