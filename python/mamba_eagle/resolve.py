@@ -38,8 +38,8 @@ def resolve(config: Config) -> Config:
     if algorithm == "auto":
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
-    if algorithm == "EAGLE" and config.num_ranks == 1 and on_cpu(config):
-        values |= drafts_on_a_cpu(config)
+    if algorithm in DRAFTERS and config.num_ranks == 1 and on_cpu(config):
+        values |= drafts_on_a_cpu(config, algorithm)
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
         values["served_model_name"] = config.model_path
@@ -50,8 +50,8 @@ def resolve(config: Config) -> Config:
     return config
 
 
-def drafts_on_a_cpu(config: EngineConfig) -> dict[str, Any]:
-    """What EAGLE does best there, where nothing else is set: chains, from weights of eight bits."""
+def drafts_on_a_cpu(config: EngineConfig, algorithm: str) -> dict[str, Any]:
+    """What pays there, where nothing else is set: chains, of EAGLE from weights of eight bits."""
     values: dict[str, Any] = {}
     if not config.names_tree:
         values["speculative_eagle_topk"] = CPU_CHAIN.topk
@@ -59,7 +59,7 @@ def drafts_on_a_cpu(config: EngineConfig) -> dict[str, Any]:
         values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
     given = (config.speculative_draft_model_quantization, config.quantization)
     multiplies = config.dtype in ("auto", "float32") and find_spec("numba") is not None
-    if given == ("same", "auto") and multiplies:
+    if algorithm == "EAGLE" and given == ("same", "auto") and multiplies:
         values["speculative_draft_model_quantization"] = "int8"
     return values
 
