@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mamba_eagle.backend.forecast import multiplies_integers, on_cpu
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, flag_of
 from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
@@ -17,7 +17,6 @@ from mamba_eagle.torchless import show_torch
 from mamba_eagle.tree.shapes import CPU_CHAIN
 
 Config = TypeVar("Config", bound=EngineConfig)
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # NVIDIA's on Linux, and Windows' within it
 
 
 def resolve(config: Config) -> Config:
@@ -58,18 +57,9 @@ def drafts_on_a_cpu(config: EngineConfig, algorithm: str) -> dict[str, Any]:
         values["speculative_num_steps"] = CPU_CHAIN.depth
         values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
     given = (config.speculative_draft_model_quantization, config.quantization)
-    multiplies = config.dtype in ("auto", "float32") and find_spec("numba") is not None
-    if algorithm == "EAGLE" and given == ("same", "auto") and multiplies:
+    if algorithm == "EAGLE" and given == ("same", "auto") and multiplies_integers(config):
         values["speculative_draft_model_quantization"] = "int8"
     return values
-
-
-def on_cpu(config: EngineConfig) -> bool:
-    """Whether the model will run on a CPU, as far as can be told without torch, which the server
-    process does not load: where there is no driver of a GPU."""
-    if config.device != "auto":
-        return config.device == "cpu"
-    return not any(Path(driver).exists() for driver in GPU_DRIVERS)
 
 
 def drafter_problems(config: EngineConfig) -> list[str]:

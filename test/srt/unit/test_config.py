@@ -95,7 +95,7 @@ def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: s
 
 def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight bits for EAGLE, and all unless something else is set."""
-    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: name == "numba")
+    monkeypatch.setattr("mamba_eagle.backend.forecast.find_spec", lambda name: name == "numba")
 
     def drafts(**given: object) -> tuple[str, str]:
         config = resolve(ServerConfig(**given))
@@ -109,9 +109,9 @@ def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPa
     own = "speculative_draft_model_quantization"
     assert drafts(device="cpu", **{own: "auto"}) == ("1x5x6", "auto")
     for drivers, found in ((["/nowhere"], "1x5x6"), (["/nowhere", __file__], "2x5x8")):
-        monkeypatch.setattr("mamba_eagle.resolve.GPU_DRIVERS", drivers)
+        monkeypatch.setattr("mamba_eagle.backend.forecast.GPU_DRIVERS", drivers)
         assert drafts()[0] == found
-    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: None)
+    monkeypatch.setattr("mamba_eagle.backend.forecast.find_spec", lambda name: None)
     assert drafts(device="cpu") == ("1x5x6", "same")
 
 
