@@ -1,6 +1,5 @@
-"""Which backend a runner will choose, as far as can be told without torch: the server process,
-which fills in the settings' open ends, does not load it. A wrong guess costs speed and nothing else.
-"""
+"""Which backend a runner will choose, as far as can be told without torch, which the server process
+does not load: it fills in the settings' open ends. A wrong guess costs speed and nothing else."""
 
 from __future__ import annotations
 
