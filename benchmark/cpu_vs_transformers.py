@@ -36,11 +36,11 @@ from mamba_eagle.runner.make import make_runner
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 PEER = "transformers"
-# What a server falls back to where trees cost more than they bring (--speculative-adaptive).
-CHAIN = {
-    "speculative_eagle_topk": 1,
+# Beside the chains that are drafted on a CPU by default.
+TREE = {
+    "speculative_eagle_topk": 2,
     "speculative_num_steps": 5,
-    "speculative_num_draft_tokens": 6,
+    "speculative_num_draft_tokens": 8,
 }
 REPEATING_LEN = 224  # tokens of a prompt whose answer is in it
 
@@ -55,7 +55,7 @@ class BatchRound(Round):
 
 
 class Player(NamedTuple):
-    mode: str  # transformers, plain, eagle, chain, plain-int8 …, ngram-repeating
+    mode: str  # transformers, plain, eagle, tree, plain-int8 …, ngram-repeating
     plain: str  # the mode that it is compared with
     prompts: Prompts
     answer: Callable[[Prompts], BatchRound]
@@ -128,8 +128,8 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, BatchRound]
         config = settings(args, **own, speculative_algorithm="auto")
         if config.speculative_algorithm != "NONE":  # there is a head
             modes[f"eagle{kind}"] = (f"plain{kind}", ours(config, args.output_len))
-            chain = settings(args, **own, speculative_algorithm="auto", **CHAIN)
-            modes[f"chain{kind}"] = (f"plain{kind}", ours(chain, args.output_len))
+            tree = settings(args, **own, speculative_algorithm="auto", **TREE)
+            modes[f"tree{kind}"] = (f"plain{kind}", ours(tree, args.output_len))
     runs = {PEER: (next(iter(modes)), peer(plain.model_path, args.output_len)), **modes}
     repeating = {}
     if args.ngram:

@@ -273,11 +273,11 @@ class EngineConfig:
     )
     speculative_num_steps: int | None = setting(None, "depth of the draft tree; auto: 5")
     speculative_eagle_topk: int | None = setting(
-        None, "branching factor of the draft tree; 1: a chain; auto: 2, for EAGLE on a CPU 1"
+        None, "branching factor of the draft tree; 1: a chain; auto: 2, on a CPU 1"
     )
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "number of nodes verified per step, including the root; auto: 8, for EAGLE on a CPU 6",
+        "number of nodes verified per step, including the root; auto: 8, on a CPU 6",
     )
     speculative_draft_p_min: float = setting(
         0.5,

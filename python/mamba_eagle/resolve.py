@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mamba_eagle.backend.forecast import multiplies_integers, on_cpu
 from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, flag_of
 from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
@@ -17,7 +17,6 @@ from mamba_eagle.torchless import show_torch
 from mamba_eagle.tree.shapes import CPU_CHAIN
 
 Config = TypeVar("Config", bound=EngineConfig)
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # NVIDIA's on Linux, and Windows' within it
 
 
 def resolve(config: Config) -> Config:
@@ -38,12 +37,12 @@ def resolve(config: Config) -> Config:
     if algorithm == "auto":
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
-    eagle_on_cpu = algorithm == "EAGLE" and config.num_ranks == 1 and on_cpu(config)
-    tree = CPU_CHAIN if eagle_on_cpu and not config.names_tree else config.drafted_tree
+    drafts_on_cpu = algorithm in DRAFTERS and config.num_ranks == 1 and on_cpu(config)
+    tree = CPU_CHAIN if drafts_on_cpu and not config.names_tree else config.drafted_tree
     values["speculative_eagle_topk"] = tree.topk
     values["speculative_num_steps"] = tree.depth
     values["speculative_num_draft_tokens"] = tree.nodes
-    if eagle_on_cpu and drafts_from_eight_bits(config):
+    if drafts_on_cpu and algorithm == "EAGLE" and drafts_from_eight_bits(config):
         values["speculative_draft_model_quantization"] = "int8"
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
@@ -56,18 +55,9 @@ def resolve(config: Config) -> Config:
 
 
 def drafts_from_eight_bits(config: EngineConfig) -> bool:
-    """Whether nothing else is asked of a drafter on a CPU, and there are products for it."""
+    """Whether no other bits are asked for, and there are products for these."""
     given = (config.speculative_draft_model_quantization, config.quantization)
-    multiplies = config.dtype in ("auto", "float32") and find_spec("numba") is not None
-    return given == ("same", "auto") and multiplies
-
-
-def on_cpu(config: EngineConfig) -> bool:
-    """Whether the model will run on a CPU, as far as can be told without torch, which the server
-    process does not load: where there is no driver of a GPU."""
-    if config.device != "auto":
-        return config.device == "cpu"
-    return not any(Path(driver).exists() for driver in GPU_DRIVERS)
+    return given == ("same", "auto") and multiplies_integers(config)
 
 
 def drafter_problems(config: EngineConfig) -> list[str]:

@@ -125,6 +125,9 @@ class Host(Place):
     def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
+    def to_device(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 

@@ -108,7 +108,7 @@ def _take(arguments, first, last):
         wanted[r] = r * E + max(taken - 1, 0)
         all_tokens[r, 0], all_parents[r, 0], all_scores[r, 0] = last_token[slot], 0, 0
         numbers[r], scores[r, 0] = 0, 0
-    w[AT.DEPTH], w[AT.SEEN] = 0, 1
+    w[AT.DEPTH], w[AT.SEEN], w[AT.DOUBTS] = 0, 1, 0
     _attend(frame, w, b * E, E)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from mamba_eagle.kernels.accept.cpu import accept_and_truncate, append_pending, commit
+from mamba_eagle.kernels.best_token.cpu import best_of
 from mamba_eagle.kernels.numba_math import kernel, numba
 from mamba_eagle.kernels.numba_spans import (
     Frame,
@@ -261,6 +262,24 @@ def _append(arguments, first, last):
     )  # fmt: skip
 
 
+def _enter_roots(arguments, first, last):
+    """``Backend.enter_roots``. Words: slots, KV slots of the nodes, T, KV slots of the request
+    table, R, its columns, tokens processed."""
+    given = _words(arguments, 7)
+    b, R = last, given[4]
+    slots, own, processed = _ints(given[0], b), _integers(given[1], b, given[2]), _ints(given[6], R)
+    table = _integers(given[3], R, given[5])
+    for r in range(first, last):
+        table[slots[r], processed[slots[r]]] = own[r, 0]
+
+
+def _best_of(arguments, first, last):
+    """``best_of`` of rows [first, last). Words: scores, V, tokens."""
+    given = _words(arguments, 3)
+    best_of(_floats(given[0], last, given[1])[first:], _ints(given[2], last)[first:])
+
+
 EMBED_16, EMBED_32 = SpanKernel(_embed_16), SpanKernel(_embed_32)
 CROWDED, FOLD, OPEN = SpanKernel(_crowded), SpanKernel(_fold), SpanKernel(_open)
 COMMIT, APPEND = SpanKernel(_commit), SpanKernel(_append)
+ENTER_ROOTS, BEST_OF = SpanKernel(_enter_roots), SpanKernel(_best_of)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.kernels.numba_tiles import LANES
+from mamba_eagle.kernels.numba_tiles import AHEAD, LANES
+from mamba_eagle.kernels.numba_words import ask_for
 
 try:
     from llvmlite import ir
@@ -100,8 +101,9 @@ class _Code:
         return ir.Constant(ir.VectorType(ir.IntType(32), LANES), mask)
 
 
-def _products(rows: int) -> Any:
-    """``add_products_of_…`` in LLVM's language, with so many rows on the left."""
+def _products(rows: int, asks: bool = False) -> Any:
+    """``add_products_of_…`` in LLVM's language, with so many rows on the left. asks: for what lies
+    behind the rows on the right."""
     columns = LANES // rows
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -119,6 +121,9 @@ def _products(rows: int) -> Any:
         with cgutils.for_range(builder, builder.udiv(count, code.index(LANES))) as loop:
             at = code.times(loop.index, LANES)
             own = [code.load(left, builder.add(place, at)) for place in lefts]
+            for place in rights if asks else ():
+                ahead = code.add(builder.add(place, at), AHEAD // 4)
+                ask_for(builder, builder.gep(right, [ahead]))
             others = [code.load(right, builder.add(place, at)) for place in rights]
             for i, place in enumerate(sums):
                 x, y = own[i // columns], others[i % columns]
@@ -174,17 +179,25 @@ def _convolution(context: Any, builder: Any, signature: Any, arguments: Any) -> 
     code = _Code(context, builder, signature, arguments)
     out, taps, right, ids = (code.data(place) for place in (0, 1, 3, 4))
     _, _, size, _, _, count = arguments
-    with cgutils.for_range(builder, builder.udiv(size, code.index(LANES))) as loop:
-        at = code.times(loop.index, LANES)
-        bias = code.load(taps, builder.add(at, builder.mul(count, size)))
-        (total,) = code.variables([bias])
-        with cgutils.for_range(builder, count) as inner:
-            tap = builder.sub(code.add(count, -1), inner.index)
-            weight = code.load(taps, builder.add(at, builder.mul(tap, size)))
-            row = builder.mul(code.element(ids, inner.index), size)
-            value = code.load(right, builder.add(at, row))
-            builder.store(code.multiply_add(weight, value, builder.load(total)), total)
-        code.store(builder.load(total), out, at)
+    begin = code.index(0)
+    for vectors in (4, 1):  # that share a look at which rows there are
+        width = vectors * LANES
+        runs = builder.udiv(builder.sub(size, begin), code.index(width))
+        with cgutils.for_range(builder, runs) as loop:
+            at = builder.add(begin, code.times(loop.index, width))
+            places = [code.add(at, v * LANES) for v in range(vectors)]
+            bias = builder.mul(count, size)
+            totals = code.variables([code.load(taps, builder.add(p, bias)) for p in places])
+            with cgutils.for_range(builder, count) as inner:
+                tap = builder.mul(builder.sub(code.add(count, -1), inner.index), size)
+                row = builder.mul(code.element(ids, inner.index), size)
+                for place, total in zip(places, totals, strict=True):
+                    weight = code.load(taps, builder.add(place, tap))
+                    value = code.load(right, builder.add(place, row))
+                    builder.store(code.multiply_add(weight, value, builder.load(total)), total)
+            for place, total in zip(places, totals, strict=True):
+                code.store(builder.load(total), out, place)
+        begin = builder.add(begin, code.times(runs, width))
     return context.get_dummy_value()
 
 
@@ -218,6 +231,22 @@ def add_products_of_four(  # noqa: PLR0913
     raise NotImplementedError
 
 
+def add_products_of_four_in_order(  # noqa: PLR0913
+    out, out_at, out_row, factors, factor_at, left, left_at, left_row, right, right_at, right_row,
+    ids, first, count,
+):  # fmt: skip
+    """The same where rows on the right are next to each other and come from the memory."""
+    raise NotImplementedError
+
+
+def add_products_of_two(  # noqa: PLR0913
+    out, out_at, out_row, factors, factor_at, left, left_at, left_row, right, right_at, right_row,
+    ids, first, count,
+):  # fmt: skip
+    """The same for r < 2 and c < LANES / 2, bit by bit."""
+    raise NotImplementedError
+
+
 def add_products_of_one(  # noqa: PLR0913
     out, out_at, out_row, factors, factor_at, left, left_at, left_row, right, right_at, right_row,
     ids, first, count,
@@ -235,6 +264,13 @@ def add_four_rows(  # noqa: PLR0913
     out, weights, right: contiguous float32 arrays, read from element ``…_at`` on, with so many
     elements from one row to the next; ids int64. out must not overlap the others.
     """
+    raise NotImplementedError
+
+
+def add_two_rows(  # noqa: PLR0913
+    out, out_at, out_row, weights, weight_at, weight_row, right, right_at, right_row, ids, count
+):
+    """The same for r < 2."""
     raise NotImplementedError
 
 
@@ -276,7 +312,7 @@ def _checked(*arrays: Any) -> None:
 
 if intrinsic is not None:
 
-    def _of_products(rows: int) -> Any:
+    def _of_products(rows: int, asks: bool = False) -> Any:
         def typed(  # noqa: PLR0913
             context, out, out_at, out_row, factors, factor_at, left, left_at, left_row, right,
             right_at, right_row, ids, first, count,
@@ -284,7 +320,7 @@ if intrinsic is not None:
             _checked(out, factors, left, right, ids)
             n = types.int64
             kinds = (out, n, n, factors, n, left, n, n, right, n, n, ids, n, n)
-            return types.void(*kinds), _products(rows)
+            return types.void(*kinds), _products(rows, asks)
 
         return intrinsic(typed)
 
@@ -300,8 +336,11 @@ if intrinsic is not None:
 
         return intrinsic(typed)
 
-    add_products_of_four, add_products_of_one = _of_products(ROWS), _of_products(1)  # noqa: F811
-    add_four_rows, add_one_row = _of_sums(ROWS, 4), _of_sums(1, 4)  # noqa: F811
+    add_products_of_four, add_products_of_two = _of_products(ROWS), _of_products(2)  # noqa: F811
+    add_products_of_one = _of_products(1)  # noqa: F811
+    add_products_of_four_in_order = _of_products(ROWS, True)  # noqa: F811
+    add_four_rows, add_two_rows = _of_sums(ROWS, 4), _of_sums(2, 4)  # noqa: F811
+    add_one_row = _of_sums(1, 4)  # noqa: F811
     add_narrow_row = _of_sums(1, 1)  # noqa: F811
 
     @intrinsic  # type: ignore[no-redef]

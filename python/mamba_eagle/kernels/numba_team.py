@@ -20,6 +20,7 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,8 @@ def _work(control, _first, _last):  # noqa: ANN001, ANN202
                 )  # fmt: skip
 
 
-def _lead(job, _first, _last):  # noqa: ANN001, ANN202
+@_inline
+def _run(job):  # noqa: ANN001, ANN202
     """Run a program: ``job`` is the address of control (0: no team), table, calls, rows, requests,
     threads, nanoseconds of work from which on a call is shared out, trees."""
     given = numba.carray(pointer_to(job), 8, np.int64)
@@ -150,6 +152,19 @@ def _lead(job, _first, _last):  # noqa: ANN001, ANN202
         else:
             chunk = max(units // (threads * SHARES), 1)
             _share(control, call[0], arguments, units, chunk)
+
+
+def _lead(job, _first, _last):  # noqa: ANN001, ANN202
+    _run(job)
+
+
+def _lead_series(series, programs, _last):  # noqa: ANN001, ANN202
+    """Run so many programs, until a word is not 0. series: its address, then those of jobs."""
+    given = numba.carray(pointer_to(series), programs + 1, np.int64)
+    for i in range(programs):
+        _run(given[i + 1])
+        if load(given[0]) != 0:
+            break
 
 
 def _compiled(function: Any) -> Any:
@@ -245,6 +260,20 @@ def share(function: int, arguments: int, units: int) -> bool:
     return True
 
 
+def _leads(programs: tuple[Program, ...]) -> bool:
+    """Whether this thread leads the team from now on, for these programs. A team has one leader;
+    another thread works alone."""
+    team = _team
+    leads = team is not None and _leading.acquire(blocking=False)
+    for program in programs:
+        job = program._job
+        if team is not None and leads:
+            job[0], job[5], job[6] = team.address, team.threads, MIN_SHARED
+        else:
+            job[0], job[5] = 0, 1
+    return leads
+
+
 class Program:
     """Calls of span kernels. Not for two threads at the same time."""
 
@@ -257,29 +286,49 @@ class Program:
 
     def run(self, rows: int, requests: int, trees: int = 0) -> None:
         """rows, requests, trees: in this step."""
-        job, team = self._job, _team
-        job[3], job[4], job[7] = rows, requests, trees
-        # a team has one leader; another thread works alone
-        if team is not None and _leading.acquire(blocking=False):
-            try:
-                job[0], job[5], job[6] = team.address, team.threads, MIN_SHARED
-                self._lead(self._address, 0, 0)
-            finally:
-                _leading.release()
-        else:
-            job[0], job[5] = 0, 1
+        self.prepare(rows, requests, trees)
+        leads = _leads((self,))
+        try:
             self._lead(self._address, 0, 0)
+        finally:
+            if leads:
+                _leading.release()
+
+    def prepare(self, rows: int, requests: int, trees: int) -> None:
+        """What ``run`` is given, for a ``Series``."""
+        job = self._job
+        job[3], job[4], job[7] = rows, requests, trees
 
 
-_leader: Any = None
+class Series:
+    """Programs one after the other, without Python between them. Not for two threads at the same
+    time."""
+
+    def __init__(self, programs: Sequence[Program], stop: int) -> None:
+        """stop: the address of a word; none is begun any more once it is not 0."""
+        self.programs = tuple(dict.fromkeys(programs))
+        self._order = (ctypes.c_int64 * (1 + len(programs)))(stop, *[p._address for p in programs])
+        self._address = ctypes.addressof(self._order)
+        self._lead = leader(_lead_series)
+
+    def run(self, count: int) -> None:
+        """The first ``count`` programs, which are prepared."""
+        leads = _leads(self.programs)
+        try:
+            self._lead(self._address, count, 0)
+        finally:
+            if leads:
+                _leading.release()
 
 
-def leader() -> Any:
-    """``_lead``, compiled at the first call."""
-    global _leader
-    if _leader is None:
-        _leader = _compiled(_lead)
-    return _leader.ctypes
+_leaders: dict[Any, Any] = {}
+
+
+def leader(kind: Any = _lead) -> Any:
+    """``_lead`` or ``_lead_series``, compiled at the first call."""
+    if kind not in _leaders:
+        _leaders[kind] = _compiled(kind)
+    return _leaders[kind].ctypes
 
 
 def call_row(function: int, arguments: int, **columns: int) -> list[int]:

@@ -130,17 +130,21 @@ class ModelRunner:
         # then: whoever sends results can do so first
         self.before_waiting: Callable[[], None] = lambda: None
         self._ended = self.backend.place.timestamp()  # end of the previous step
-        several = stages.size > 1 and self._num_cohorts() > 1
-        self.defers = several and not self.model_config.is_last_stage
-        self.drafts_ahead = several and source is not None
-        self.turns = Turns()
-        self._committed = -1  # the newest step that is, where nothing is deferred
-        self._drafted: dict[int, EagerRun | GraphedRun] = {}  # ahead, by step
+        self._begin_turns(drafts=source is not None)
         self.compilations: Compilations | None = None  # counted from the end of the start on
         self.warm_up()
         self.compilations = Compilations()
         self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
+
+    def _begin_turns(self, drafts: bool) -> None:
+        """drafts: whether this stage does."""
+        several = self.stages.size > 1 and self._num_cohorts() > 1
+        self.defers = several and not self.model_config.is_last_stage
+        self.drafts_ahead = several and drafts
+        self.turns = Turns()
+        self._committed = -1  # the newest step that is, where nothing is deferred
+        self._drafted: dict[int, EagerRun | GraphedRun] = {}  # ahead, by step
 
     def _load_target(self, whole: ModelConfig, split: Split | None) -> CausalLM:
         """This rank's part of it, and how its parts of layers are added up."""

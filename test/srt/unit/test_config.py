@@ -94,8 +94,8 @@ def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: s
 
 
 def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the embedded model's EAGLE head, unless something else is set."""
-    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: name == "numba")
+    """Eight bits for EAGLE, and all unless something else is set."""
+    monkeypatch.setattr("mamba_eagle.backend.forecast.find_spec", lambda name: name == "numba")
 
     def drafts(**given: object) -> tuple[str, str]:
         config = resolve(ServerConfig(**given))
@@ -103,15 +103,15 @@ def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPa
 
     assert drafts(device="cpu") == ("1x5x6", "int8")
     assert drafts(device="cpu", speculative_eagle_topk=4) == ("4x5x8", "int8")
-    assert drafts(device="cpu", speculative_algorithm="MTP") == ("2x5x8", "same")
+    assert drafts(device="cpu", speculative_algorithm="MTP") == ("1x5x6", "same")
     assert drafts(device="cpu", quantization="int4") == ("1x5x6", "same")
     assert drafts(device="cpu", dtype="bfloat16") == ("1x5x6", "same")
     own = "speculative_draft_model_quantization"
     assert drafts(device="cpu", **{own: "auto"}) == ("1x5x6", "auto")
     for drivers, found in ((["/nowhere"], "1x5x6"), (["/nowhere", __file__], "2x5x8")):
-        monkeypatch.setattr("mamba_eagle.resolve.GPU_DRIVERS", drivers)
+        monkeypatch.setattr("mamba_eagle.backend.forecast.GPU_DRIVERS", drivers)
         assert drafts()[0] == found
-    monkeypatch.setattr("mamba_eagle.resolve.find_spec", lambda name: None)
+    monkeypatch.setattr("mamba_eagle.backend.forecast.find_spec", lambda name: None)
     assert drafts(device="cpu") == ("1x5x6", "same")
 
 

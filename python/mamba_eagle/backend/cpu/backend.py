@@ -37,7 +37,7 @@ from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.backend.torch.accept import empty_truncated
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.kernels.accept import cpu as accept
-from mamba_eagle.kernels.best_token import cpu as best_token
+from mamba_eagle.kernels.numba_steps import BEST_OF, ENTER_ROOTS
 from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs import cpu as cpu_top
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -46,6 +46,8 @@ from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
+
+SCORES_PER_NS = 8  # that are looked at for the largest
 
 
 class CpuBackend(TorchBackend):
@@ -131,8 +133,10 @@ class CpuBackend(TorchBackend):
     def best_of(self, scores: Tensor) -> Tensor:
         if scores.dtype != torch.float32 or scores.shape[-1] == 0:
             return super().best_of(scores)
-        tokens = torch.empty(scores.shape[:-1], dtype=torch.int64)
-        best_token.best_of(scores.reshape(-1, scores.shape[-1]).numpy(), tokens.view(-1).numpy())
+        tokens, scores = torch.empty(scores.shape[:-1], dtype=torch.int64), scores.contiguous()
+        rows, size = tokens.numel(), scores.shape[-1]
+        work = rows * size // SCORES_PER_NS
+        BEST_OF(rows, work, scores.data_ptr(), size, tokens.data_ptr())
         return tokens
 
     def accept_tokens(
@@ -160,8 +164,10 @@ class CpuBackend(TorchBackend):
         return draft_program(head, pools, scheme)
 
     def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
-        own, host_slots = table.kv_slots.numpy(), slots.numpy()
-        own[host_slots, table.processed.numpy()[host_slots]] = kv_slots.numpy()[:, 0]
+        requests, columns = table.kv_slots.shape
+        b, nodes = kv_slots.shape
+        kept = (table.kv_slots.data_ptr(), requests, columns, table.processed.data_ptr())
+        ENTER_ROOTS(b, 0, slots.data_ptr(), kv_slots.data_ptr(), nodes, *kept)
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
         out = torch.empty_like(logits) if len(rows) == len(logits) else logits.clone()

@@ -34,7 +34,7 @@ from mamba_eagle.core import TreeShape
 from mamba_eagle.kernels import numba_drafts as spans
 from mamba_eagle.kernels.numba_drafts import Drafts
 from mamba_eagle.kernels.numba_spans import Frame
-from mamba_eagle.kernels.numba_team import Program
+from mamba_eagle.kernels.numba_team import Program, Series
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.tree.candidates import kept_nodes
 from mamba_eagle.tree.tree import Tree
@@ -85,6 +85,9 @@ class DraftProgram:
         self.entries = Program(table_of([take, *entry]))
         self.root = Program(table_of(outputs))
         self.lanes = Program(table_of([lanes, *entry, *outputs]))
+        deeper = [self.lanes] * (pools.shape.depth - 1)
+        doubts = self.words[Drafts.DOUBTS :].ctypes.data
+        self.depths = Series([self.entries, self.root, *deeper], doubts)
 
     # ── the calls ──
 
@@ -205,13 +208,12 @@ class DraftProgram:
             self._place(rows)
         slots, w = slots.contiguous(), self.words
         w[Drafts.SLOTS : Drafts.NODES + 1] = slots.data_ptr(), b, longest, topk, shape.nodes
-        self.entries.run(b * longest, b, b)
-        self.root.run(b, b, b)
-        depth = 1
-        while depth < shape.depth and not w[Drafts.DOUBTS]:
-            self.lanes.run(b * topk, b, b)
-            depth += 1
-        w[Drafts.NODES] = nodes = kept_nodes(shape, depth, bool(w[Drafts.DOUBTS]))
+        self.entries.prepare(b * longest, b, b)
+        self.root.prepare(b, b, b)
+        self.lanes.prepare(b * topk, b, b)
+        self.depths.run(1 + shape.depth)
+        depth, doubts = w[Drafts.DEPTH], w[Drafts.DOUBTS]
+        w[Drafts.NODES] = nodes = kept_nodes(shape, int(depth), bool(doubts))
         tree = room_for_trees(b, nodes)
         w[Drafts.TREE_TOKENS : Drafts.TREE_SCORES + 1] = [part.data_ptr() for part in tree]
         self.select.run(1, 1, 1)

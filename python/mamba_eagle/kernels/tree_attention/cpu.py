@@ -21,6 +21,8 @@ from mamba_eagle.kernels.numba_sums import (
     add_one_row,
     add_products_of_four,
     add_products_of_one,
+    add_products_of_two,
+    add_two_rows,
     largest_of,
 )
 from mamba_eagle.kernels.threads import threaded
@@ -99,6 +101,13 @@ def _all_scores(queries, pool_k, kv_head, table, scale, weights):
                 flat, kv_head * D, kv * D, table, j, D,
             )  # fmt: skip
         m += ROWS
+    if m + 2 <= M:
+        for j in range(0, n, LANES // 2):
+            add_products_of_two(
+                weights, m * n + j, n, scales, 0, queries, m * D, D,
+                flat, kv_head * D, kv * D, table, j, D,
+            )  # fmt: skip
+        m += 2
     while m < M:
         for j in range(0, n, LANES):
             add_products_of_one(
@@ -122,6 +131,11 @@ def _all_values(weights, pool_v, kv_head, table, n, result):
             of_head = kv_head * D + d
             add_four_rows(result, m * D + d, D, weights, m * W, W, flat, of_head, kv * D, table, n)
         m += ROWS
+    if m + 2 <= M:
+        for d in range(0, wide, WIDTH):
+            of_head = kv_head * D + d
+            add_two_rows(result, m * D + d, D, weights, m * W, W, flat, of_head, kv * D, table, n)
+        m += 2
     for rest in range(M):
         if rest >= m:
             for d in range(0, wide, WIDTH):

@@ -26,7 +26,8 @@ from mamba_eagle.kernels.numba_sums import (
     WIDTH,
     add_narrow_row,
     add_one_row,
-    add_products_of_four,
+    add_products_of_four_in_order,
+    add_products_of_two,
     add_taps,
 )
 from mamba_eagle.kernels.numba_tiles import COLUMNS as TILE_COLUMNS
@@ -186,10 +187,17 @@ def _read_state(out, at, width, S, C, C_at, C_row, decay, T):
     while i + ROWS <= T:
         own, of_C = at + i * width, C_at + i * C_row
         for p in range(0, P, COLUMNS):
-            add_products_of_four(
+            add_products_of_four_in_order(
                 out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
             )
         i += ROWS
+    if i + 2 <= T:
+        own, of_C = at + i * width, C_at + i * C_row
+        for p in range(0, P, LANES // 2):
+            add_products_of_two(
+                out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
+            )
+        i += 2
     while i < T:
         of_C = C_at + i * C_row
         add_dots(out, at + i * width, S, C[of_C : of_C + N], decay[i], P, N)

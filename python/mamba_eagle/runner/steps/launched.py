@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,8 +33,11 @@ class PendingDecode:
         self.marks = marks or Marks({}, {})
         accepted, place = outcome.accepted, chooser.place
         self.width = accepted.nodes.shape[1]
-        numbers = [accepted.count[:, None], outcome.folded[:, None]]
-        self.numbers = place.to_host(torch.cat([*numbers, accepted.tokens, accepted.nodes], dim=1))
+        parts = (accepted.count, outcome.folded, accepted.tokens, accepted.nodes)
+        self.parts = parts if place.on_host else None
+        if not place.on_host:  # one copy
+            whole = torch.cat([parts[0][:, None], parts[1][:, None], *parts[2:]], dim=1)
+            self.numbers = place.to_host(whole)
         self.logprobs: dict[int, Logprobs] = {}
         self.tree: Tree | None = None
         self.traced = [table.wants_trace[slot] for slot in batch.slots]
@@ -49,8 +52,7 @@ class PendingDecode:
     def read(self) -> list[DecodeResult]:
         """Results in the batch's order; call it only once the device is done."""
         results = []
-        for i, (n, folded, *path) in enumerate(self.numbers.tolist()):
-            tokens, nodes = path[: self.width], path[self.width :]
+        for i, (n, folded, tokens, nodes) in enumerate(self._numbers()):
             result = DecodeResult(tokens=tokens[:n], nodes=nodes[:n], folded=folded)
             if not n:
                 result.problem = self.marks.problems.get(i, "")
@@ -62,6 +64,13 @@ class PendingDecode:
                 result.trace = step_trace(self.tree, i, result, refused)
             results.append(result)
         return results
+
+    def _numbers(self) -> Iterable[tuple[int, int, list[int], list[int]]]:
+        if self.parts is not None:
+            return zip(*(part.tolist() for part in self.parts))
+        width = self.width
+        rows = self.numbers.tolist()
+        return ((n, folded, path[:width], path[width:]) for n, folded, *path in rows)
 
 
 def step_trace(
