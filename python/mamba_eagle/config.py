@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mamba_eagle.core import POOLINGS, TreeShape
+from mamba_eagle.core import PLAIN, POOLINGS, TreeShape
 from mamba_eagle.drafters import DRAFTERS
 from mamba_eagle.events_config import read_events_config
 from mamba_eagle.limits import MAX_BODY_SIZE
@@ -499,25 +499,26 @@ class EngineConfig:
     @property
     def tree_shape(self) -> TreeShape:
         """The tree of a verify step; a single node without a drafter."""
-        if self.speculative_algorithm == "NONE":
-            return TreeShape()
-        given = (
-            self.speculative_eagle_topk,
-            self.speculative_num_steps,
-            self.speculative_num_draft_tokens,
-        )
+        return PLAIN if self.speculative_algorithm == "NONE" else self.drafted_tree
+
+    @property
+    def drafted_tree(self) -> TreeShape:
+        """The tree that a drafter makes, by the settings and what is usual."""
         usual = (DEFAULT_TREE.topk, DEFAULT_TREE.depth, DEFAULT_TREE.nodes)
-        return TreeShape(*(u if g is None else g for g, u in zip(given, usual)))
+        return TreeShape(*(u if given is None else given for given, u in zip(self._tree, usual)))
 
     @property
     def names_tree(self) -> bool:
         """Whether a part of the tree's shape is set."""
-        given = (
+        return self._tree != (None, None, None)
+
+    @property
+    def _tree(self) -> tuple[int | None, int | None, int | None]:
+        return (
             self.speculative_eagle_topk,
             self.speculative_num_steps,
             self.speculative_num_draft_tokens,
         )
-        return given != (None, None, None)
 
 
 @dataclass(frozen=True)
@@ -694,6 +695,13 @@ def engine_part(config: EngineConfig) -> EngineConfig:
     return EngineConfig(
         **{spec.name: getattr(config, spec.name) for spec in dataclasses.fields(EngineConfig)}
     )
+
+
+def own_engine_part(config: ServerConfig) -> EngineConfig:
+    """The same for the engine that this server starts: ``tokenizer_path`` is empty if the server
+    loads no tokenizer, since nobody can ask for a grammar then."""
+    engine = engine_part(config)
+    return dataclasses.replace(engine, tokenizer_path="") if config.skip_tokenizer_init else engine
 
 
 # ── the command line ──

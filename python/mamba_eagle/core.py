@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -76,6 +76,10 @@ class Problem(NamedTuple):
         return f"sampling_params.{self.name} = {shown(self.value)}: {self.remedy}"
 
 
+# notes a problem unless the named field fits: field, whether its value does, what it must be
+Need: TypeAlias = Callable[[str, Callable[[Any], bool], str], None]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when a request ends; names and defaults are those of SGLang.
 
@@ -116,9 +120,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 return
             wrong.append(Problem(name, value, remedy))
 
-        def bias_fits(bias: dict[int, float]) -> bool:  # which NaN does not
-            return all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values())
+        self._check_numbers(need)
+        self._check_tokens(need, vocab_size)
+        if not wrong and self._bans_all(vocab_size, eos_token_ids):
+            remedy = (
+                "these and the model's own end every token of the vocabulary, so no output can "
+                "have min_new_tokens: leave some out, or set min_new_tokens to 0"
+            )
+            wrong.append(Problem("stop_token_ids", self.stop_token_ids, remedy))
+        return wrong
 
+    def _check_numbers(self, need: Need) -> None:
         need("max_new_tokens", lambda value: value >= 0, "must be 0 or more")
         need(
             "min_new_tokens",
@@ -148,6 +160,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             lambda value: MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
             f"must be between {MIN_REPETITION_PENALTY} and {MAX_REPETITION_PENALTY:.0f}",
         )
+        need("seed", lambda value: 0 <= value < 2**63, "must be between 0 and 2**63 - 1")
+
+    def _check_tokens(self, need: Need, vocab_size: int) -> None:
+        def bias_fits(bias: dict[int, float]) -> bool:  # which NaN does not
+            return all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values())
+
         need(
             "stop_token_ids",
             lambda ids: all(0 <= token < vocab_size for token in ids),
@@ -164,14 +182,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             f"each bias must be between -{MAX_LOGIT_BIAS:.0f} and {MAX_LOGIT_BIAS:.0f}",
         )
         need("stop", all, "stop strings must not be empty")
-        need("seed", lambda value: 0 <= value < 2**63, "must be between 0 and 2**63 - 1")
-        if not wrong and self._bans_all(vocab_size, eos_token_ids):
-            remedy = (
-                "these and the model's own end every token of the vocabulary, so no output can "
-                "have min_new_tokens: leave some out, or set min_new_tokens to 0"
-            )
-            wrong.append(Problem("stop_token_ids", self.stop_token_ids, remedy))
-        return wrong
 
     def _bans_all(self, vocab_size: int, eos_token_ids: Sequence[int]) -> bool:
         """Until min_new_tokens no stop token may be sampled: some other token must be left.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.types import ASGIApp
 
-from mamba_eagle.config import ConfigError, ServerConfig, engine_part
+from mamba_eagle.config import ConfigError, ServerConfig, own_engine_part
 from mamba_eagle.in_process import EngineThread
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
@@ -291,7 +291,7 @@ class _ThreadLaunch(_EngineLaunch):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self.fail, reason)
 
-        self.engine = EngineThread(engine_part(self.config), self.socket_dir, failed)
+        self.engine = EngineThread(own_engine_part(self.config), self.socket_dir, failed)
 
     def end_engine(self) -> None:
         if self.engine is not None:

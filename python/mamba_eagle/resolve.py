@@ -37,8 +37,13 @@ def resolve(config: Config) -> Config:
     if algorithm == "auto":
         algorithm = draft_algorithm(folder) if folder else "NONE"
     values["speculative_algorithm"] = algorithm
-    if algorithm in DRAFTERS and config.num_ranks == 1 and on_cpu(config):
-        values |= drafts_on_a_cpu(config, algorithm)
+    drafts_on_cpu = algorithm in DRAFTERS and config.num_ranks == 1 and on_cpu(config)
+    tree = CPU_CHAIN if drafts_on_cpu and not config.names_tree else config.drafted_tree
+    values["speculative_eagle_topk"] = tree.topk
+    values["speculative_num_steps"] = tree.depth
+    values["speculative_num_draft_tokens"] = tree.nodes
+    if drafts_on_cpu and algorithm == "EAGLE" and drafts_from_eight_bits(config):
+        values["speculative_draft_model_quantization"] = "int8"
     if isinstance(config, ServerConfig) and config.model_path and not config.served_model_name:
         # clients know the Hugging Face name, not the folder of the cache
         values["served_model_name"] = config.model_path
@@ -49,17 +54,10 @@ def resolve(config: Config) -> Config:
     return config
 
 
-def drafts_on_a_cpu(config: EngineConfig, algorithm: str) -> dict[str, Any]:
-    """What pays there, where nothing else is set: chains, of EAGLE from weights of eight bits."""
-    values: dict[str, Any] = {}
-    if not config.names_tree:
-        values["speculative_eagle_topk"] = CPU_CHAIN.topk
-        values["speculative_num_steps"] = CPU_CHAIN.depth
-        values["speculative_num_draft_tokens"] = CPU_CHAIN.nodes
+def drafts_from_eight_bits(config: EngineConfig) -> bool:
+    """Whether no other bits are asked for, and there are products for these."""
     given = (config.speculative_draft_model_quantization, config.quantization)
-    if algorithm == "EAGLE" and given == ("same", "auto") and multiplies_integers(config):
-        values["speculative_draft_model_quantization"] = "int8"
-    return values
+    return given == ("same", "auto") and multiplies_integers(config)
 
 
 def drafter_problems(config: EngineConfig) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,31 @@ class Timing(NamedTuple):
     output: list[int]
     cached: int  # prompt tokens that the prefix cache had
     prompt: int
+
+
+class Stream:
+    """What a client has seen of an answer so far."""
+
+    def __init__(self, began: float) -> None:
+        """began: when the request was sent, in seconds."""
+        self.began = self.last = began
+        self.first = 0.0
+        self.gaps: list[float] = []
+        self.output: list[int] = []
+
+    def hear(self, now: float, tokens: Sequence[int]) -> None:
+        """An event brings ``tokens``."""
+        if not tokens:
+            return
+        if self.output:
+            self.gaps += [(now - self.last) / len(tokens)] * len(tokens)
+        else:
+            self.first = now - self.began
+        self.output += tokens
+        self.last = now
+
+    def timing(self, cached: int, prompt: int) -> Timing:
+        return Timing(self.first, self.gaps, self.output, cached, prompt)
 
 
 @dataclass
@@ -52,8 +77,9 @@ class Scenario:
         }
         return {"input_ids": prompt, "sampling_params": sampling, "incremental": True}
 
-    async def client(self, number: int) -> AsyncIterator[tuple[Body, list[list[int]]]]:
-        """Bodies to send, each with a list into which the caller puts the output."""
+    def client(self, number: int) -> Iterator[tuple[Body, list[list[int]]]]:
+        """Bodies to send, each with a list into which the caller puts the output before it asks for
+        the next one."""
         rng = random.Random(f"{self.name} {number}")
         prefix = self._tokens(rng, self.shared)
         for turn in range(self.requests):
@@ -103,23 +129,34 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 async def timed(client: Client, body: Body) -> Timing:
     """Raises: ServerError"""
-    began = last = time.perf_counter()
-    first = 0.0
-    gaps: list[float] = []
-    output: list[int] = []
+    stream = Stream(time.perf_counter())
     meta: dict[str, Any] = {}
     async with client.stream(body) as pieces:
         async for piece in pieces:
-            now, new, meta = time.perf_counter(), piece["output_ids"], piece["meta_info"]
-            if not new:
-                continue
-            if not output:
-                first = now - began
-            else:
-                gaps += [(now - last) / len(new)] * len(new)
-            output += new
-            last = now
-    return Timing(first, gaps, output, meta.get("cached_tokens", 0), meta.get("prompt_tokens", 0))
+            meta = piece["meta_info"]
+            stream.hear(time.perf_counter(), piece["output_ids"])
+    return stream.timing(meta.get("cached_tokens", 0), meta.get("prompt_tokens", 0))
+
+
+def summarize(
+    timings: Sequence[Timing], failed: int, seconds: float, busy: float, compiled: int
+) -> Summary:
+    """seconds: from the first request to the last answer. busy: those of them in which the device
+    executed steps."""
+    firsts = [timing.first_token for timing in timings]
+    gaps = [gap for timing in timings for gap in timing.gaps]
+    return Summary(
+        requests=len(timings),
+        failed=failed,
+        tokens_per_second=sum(len(timing.output) for timing in timings) / seconds,
+        first_token_p50=1e3 * percentile(firsts, 0.5),
+        first_token_p99=1e3 * percentile(firsts, 0.99),
+        inter_token_p50=1e3 * percentile(gaps, 0.5),
+        inter_token_p99=1e3 * percentile(gaps, 0.99),
+        cached_share=sum(t.cached for t in timings) / max(sum(t.prompt for t in timings), 1),
+        busy_share=busy / seconds,
+        compiled=compiled,
+    )
 
 
 async def run(scenario: Scenario, client: Client) -> Summary:
@@ -131,7 +168,7 @@ async def run(scenario: Scenario, client: Client) -> Summary:
     failures: list[str] = []
 
     async def one(number: int) -> None:
-        async for body, answer in scenario.client(number):
+        for body, answer in scenario.client(number):
             try:
                 timing = await timed(client, body)
             except RuntimeError as error:  # a ServerError, or whatever broke a stream
@@ -146,20 +183,9 @@ async def run(scenario: Scenario, client: Client) -> Summary:
     seconds, after = time.perf_counter() - began, await _state(client)
     for failure in failures[:3]:
         print(f"{scenario.name}: {failure}")
-    firsts = [timing.first_token for timing in timings]
-    gaps = [gap for timing in timings for gap in timing.gaps]
-    return Summary(
-        requests=len(timings),
-        failed=len(failures),
-        tokens_per_second=sum(len(timing.output) for timing in timings) / seconds,
-        first_token_p50=1e3 * percentile(firsts, 0.5),
-        first_token_p99=1e3 * percentile(firsts, 0.99),
-        inter_token_p50=1e3 * percentile(gaps, 0.5),
-        inter_token_p99=1e3 * percentile(gaps, 0.99),
-        cached_share=sum(t.cached for t in timings) / max(sum(t.prompt for t in timings), 1),
-        busy_share=(after.get("step_seconds", 0.0) - before.get("step_seconds", 0.0)) / seconds,
-        compiled=int(after.get("num_compiled_kernels", 0) - before.get("num_compiled_kernels", 0)),
-    )
+    busy = after.get("step_seconds", 0.0) - before.get("step_seconds", 0.0)
+    compiled = after.get("num_compiled_kernels", 0) - before.get("num_compiled_kernels", 0)
+    return summarize(timings, len(failures), seconds, busy, int(compiled))
 
 
 async def _state(client: Client) -> dict[str, float]:

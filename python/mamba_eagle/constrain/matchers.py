@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 from llguidance import LLMatcher
@@ -42,6 +42,16 @@ class Matchers:
         if self._vocabulary is None:
             self._vocabulary = self._threads.submit(self._load)
         return self._vocabulary
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether it is loaded, so that nothing else is needed to compile a grammar."""
+        return self._vocabulary is not None and self._vocabulary.done()
+
+    def wait(self) -> None:
+        """Until the vocabulary is loaded, or cannot be, if it was begun."""
+        if self._vocabulary is not None:
+            wait([self._vocabulary])
 
     def start(self, params: SamplingParams) -> RequestGrammar:
         """At the start of ``params.grammar``, which is compiled meanwhile."""

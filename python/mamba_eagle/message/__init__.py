@@ -439,7 +439,7 @@ class StepResult(Message):
     prefill: list[PrefillResult] = []
     decode: list[DecodeResult] = []
     seconds: float = 0.0  # the runner's time for the whole step
-    decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting
+    decode_seconds: float = 0.0  # the part of it for drafting, verifying and accepting; 0: none was
     idle_seconds: float = 0.0  # between the end of the previous step and the start of this one
     num_compiled: int = 0  # kernels and graphs that the runner made since it was ready: none
 

@@ -21,13 +21,26 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.place import Place, Timestamp
+from mamba_eagle.config import EngineConfig
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.constrain.reshape import DraftTree, reshape
+from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.constrain.walk import fill_masks
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
+
+
+def matchers_for(config: EngineConfig, model: ModelConfig) -> Matchers:
+    """Of the tokenizer that ``config`` names."""
+
+    def load() -> Vocabulary:
+        text = read_tokenizer(config.tokenizer_path)
+        return Vocabulary(text, model.vocab_size, model.eos_token_ids)
+
+    return Matchers(load, model.vocab_size, model.eos_token_ids)
 
 
 class TokenMasks(NamedTuple):
@@ -79,10 +92,6 @@ class Constraints:
         if slot in self._of:
             output = tokens[max(self._output_start[slot] - start, 0) :]
             self._of[slot].advance([int(token) for token in output])
-
-    def prepare(self) -> None:
-        """Load the vocabulary in a thread, so that the first grammar need not wait for it."""
-        self.matchers.prepare()
 
     def compile(self, text: str) -> Future[Any]:
         """Compile a grammar in a thread, so that no step waits for it."""

@@ -37,7 +37,8 @@ class LocalRunner:
         self._compiling = Compiling(runner.constraints)
         self._profiler = StepProfiler(self._finish)
         runner.before_waiting = self._finish
-        runner.constraints.prepare()
+        if config.tokenizer_path:
+            runner.constraints.matchers.prepare()
 
     @property
     def overlaps(self) -> bool:

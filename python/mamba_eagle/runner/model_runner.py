@@ -10,7 +10,6 @@ import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.constrain.vocabulary import Vocabulary, read_tokenizer
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.kernels.threads import num_threads, parallel_forms
@@ -34,7 +33,7 @@ from mamba_eagle.parallel.stages import size_problems, staged
 from mamba_eagle.runner.agreement import check_agreement
 from mamba_eagle.runner.chooser import make_chooser
 from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
-from mamba_eagle.runner.constraints import Constraints, TreeView
+from mamba_eagle.runner.constraints import Constraints, TreeView, matchers_for
 from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
 from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
 from mamba_eagle.runner.memory import (
@@ -79,13 +78,20 @@ class ModelRunner:
     accept. Results are Python lists.
     """
 
-    def __init__(self, config: EngineConfig, group: Group = ALONE, stages: Group = ALONE) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group = ALONE,
+        stages: Group = ALONE,
+        matchers: Matchers | None = None,
+    ) -> None:
         """group: the ranks that each layer is split over; stages: those that the layers are split
         over, one after the other. Each rank has a runner of its own and executes the same plans.
+        matchers: of grammars, where they have begun to load the vocabulary.
 
         Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
         """
-        self.config, self.group, self.stages = config, group, stages
+        self.config, self.group, self.stages, self._matchers = config, group, stages, matchers
         whole = read_model_config(config.model_path)
         if wrong := split_problems(whole, group.size) + size_problems(whole, stages.size):
             raise ConfigError(wrong)
@@ -124,17 +130,21 @@ class ModelRunner:
         # then: whoever sends results can do so first
         self.before_waiting: Callable[[], None] = lambda: None
         self._ended = self.backend.place.timestamp()  # end of the previous step
-        several = stages.size > 1 and self._num_cohorts() > 1
-        self.defers = several and not self.model_config.is_last_stage
-        self.drafts_ahead = several and source is not None
-        self.turns = Turns()
-        self._committed = -1  # the newest step that is, where nothing is deferred
-        self._drafted: dict[int, EagerRun | GraphedRun] = {}  # ahead, by step
+        self._begin_turns(drafts=source is not None)
         self.compilations: Compilations | None = None  # counted from the end of the start on
         self.warm_up()
         self.compilations = Compilations()
         self.graphs_at_start = self.steps.num_graphs
         self.ready = self._describe()
+
+    def _begin_turns(self, drafts: bool) -> None:
+        """drafts: whether this stage does."""
+        several = self.stages.size > 1 and self._num_cohorts() > 1
+        self.defers = several and not self.model_config.is_last_stage
+        self.drafts_ahead = several and drafts
+        self.turns = Turns()
+        self._committed = -1  # the newest step that is, where nothing is deferred
+        self._drafted: dict[int, EagerRun | GraphedRun] = {}  # ahead, by step
 
     def _load_target(self, whole: ModelConfig, split: Split | None) -> CausalLM:
         """This rank's part of it, and how its parts of layers are added up."""
@@ -440,7 +450,7 @@ class ModelRunner:
             kind = ConstraintsElsewhere
         elif self.stages.size > 1:
             self.chooser = LastStageChooser(self.chooser, self.stages)
-        self.constraints = kind(self._matchers(), backend.place)
+        self.constraints = kind(self._matchers or matchers_for(config, model), backend.place)
 
     def _num_cohorts(self) -> int:
         """Groups of requests whose steps different stages execute at the same time. On a GPU a
@@ -449,14 +459,6 @@ class ModelRunner:
         the steps before."""
         can = self.backend.place.on_host and not self.drafter.learns_from_all
         return self.stages.size if can else 1
-
-    def _matchers(self) -> Matchers:
-        path, model = self.config.tokenizer_path, self.model_config
-
-        def load() -> Vocabulary:
-            return Vocabulary(read_tokenizer(path), model.vocab_size, model.eos_token_ids)
-
-        return Matchers(load, model.vocab_size, model.eos_token_ids)
 
     def _describe(self) -> RunnerReady:
         memory = self.memory

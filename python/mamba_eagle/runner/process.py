@@ -31,6 +31,8 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     """Loads the model, reports what fits, then executes plans until told to stop."""
     # after the signals are set: torch takes a second
     from mamba_eagle.kernels.threads import set_threads
+    from mamba_eagle.models.registry import read_model_config
+    from mamba_eagle.runner.constraints import matchers_for
     from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.ranks import join_ranks
     from mamba_eagle.runner.worker import Worker
@@ -41,15 +43,17 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
     try:
         ranks = join_ranks(config, rank, socket_dir)
-        runner = ModelRunner(config, *ranks)
+        matchers = matchers_for(config, read_model_config(config.model_path))
+        if ranks.samples and config.tokenizer_path:
+            matchers.prepare()  # a second of Python, which would hold up the first steps
+        runner = ModelRunner(config, *ranks, matchers)
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
+    matchers.wait()
     results.send(runner.ready)
     pulse = Pulse(socket_dir, computes_on_cpu=runner.backend.place.on_host, rank=rank)
     pulse.start()
-    worker = Worker(runner, plans, results, pulse, rank)
-    runner.constraints.prepare()
-    worker.serve()
+    Worker(runner, plans, results, pulse, rank).serve()
     ignore_end_signal()  # before pools and sockets are destroyed, as this returns
     runner.close()
     ranks.close()

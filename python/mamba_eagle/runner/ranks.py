@@ -19,6 +19,11 @@ class Ranks(NamedTuple):
     group: Group = ALONE  # that hold parts of the same layers
     stages: Group = ALONE  # that hold the same part of other layers, one per pipeline stage
 
+    @property
+    def samples(self) -> bool:
+        """Whether this rank chooses tokens, beside others of the last stage."""
+        return self.stages.rank == self.stages.size - 1
+
     def close(self) -> None:
         """Leave them; nothing may follow."""
         (self.group if self.group.size > 1 else self.stages).close()

@@ -330,21 +330,9 @@ def sample(
         masked = _constrained(state, logits, allowed)
         return sample_in_kernels(state, device_slots, masked, positions, tree)
     numbers = state.numbers[device_slots].unsqueeze(2)  # [b, 6, 1]
-    temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
-    seed, top_k, ban_until = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
-    logits = logits.float()
-
-    if any(need.history for need in needs):
-        counts = _output_counts(state.output_counts[device_slots], tree, logits.shape[1])
-        seen = (counts > 0) | state.prompt_seen[device_slots].unsqueeze(1)
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen, repeated, logits)
-        logits = logits - frequency * counts - presence * (counts > 0)
-    if any(need.bias for need in needs):
-        logits = logits + state.bias[device_slots].unsqueeze(1)
-    if any(need.ban for need in needs):
-        early = positions.unsqueeze(2) < ban_until
-        logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
+    temperature, top_p, min_p = numbers.split(1, dim=1)[:3]  # [b, 1, 1]
+    seed, top_k, _ = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
+    logits = _penalized(state, needs, device_slots, logits.float(), positions, tree)
     logits = _constrained(state, logits, allowed)
     if not any(need.noise for need in needs):
         return state.backend.best_of(logits)
@@ -370,6 +358,32 @@ def sample(
     noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
     # two roundings on every device, as in the kernels
     return state.backend.best_of(noise.view_as(kept).mul_(temperature).add_(kept))
+
+
+def _penalized(
+    state: SamplingState,
+    needs: Sequence[_Needs],
+    slots: Tensor,
+    logits: Tensor,
+    positions: Tensor,
+    tree: Tree | None,
+) -> Tensor:
+    """Logits [b, T, V] float32 after penalties, bias and banned tokens. slots: [b] int64."""
+    if any(need.history for need in needs):
+        penalties = state.numbers[slots].unsqueeze(2).split(1, dim=1)[3:]
+        repetition, frequency, presence = penalties  # [b, 1, 1]
+        counts = _output_counts(state.output_counts[slots], tree, logits.shape[1])
+        seen = (counts > 0) | state.prompt_seen[slots].unsqueeze(1)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - frequency * counts - presence * (counts > 0)
+    if any(need.bias for need in needs):
+        logits = logits + state.bias[slots].unsqueeze(1)
+    if any(need.ban for need in needs):
+        ban_until = state.integers[slots, 2][:, None, None]
+        early = positions.unsqueeze(2) < ban_until
+        logits = logits.masked_fill(early & state.stops[slots].unsqueeze(1), -torch.inf)
+    return logits
 
 
 def sample_in_kernels(

@@ -132,8 +132,6 @@ class ConstraintsElsewhere(Constraints):
 
     def admit(self, slot: int, params: SamplingParams, output_start: int) -> None: ...
 
-    def prepare(self) -> None: ...
-
     def compile(self, text: str) -> Future[Any]:
         """Nothing is."""
         done: Future[Any] = Future()

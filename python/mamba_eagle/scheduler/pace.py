@@ -1,29 +1,42 @@
 """How many prompt tokens are run per step beside decoding requests, so that streams flow evenly.
 
 A step lasts as long as its decoding and its prompts together, and every stream waits for it. What a
-client notices are the steps that last longer than most. So beside decoding requests prompts get no
-more time than makes a step twice as long as the median of recent steps, and never more than
-``MAX_SHARE`` times what decoding takes: where prompts wait in every step, the median grows with
-them. Tokens that do not fit are the next step's.
+client notices are the steps that last longer than most. If all prompts were spread evenly, every
+step would run the mean number of prompt tokens. So beside decoding requests a step may last
+``MAX_RATIO`` times as long as such an even step. If it could last twice as long, prompts would need
+few of the steps: most would run none, and these few would last several times as long as most.
+With d a step without prompts, m an even step and c the ratio, waiting prompts fill the share
+``(m - d) / (c m - d)`` of steps. Either that is more than half, and the median step is a long one,
+or ``c m / d`` is the ratio of long steps to the median. For no load that exceeds 2 if c is 4/3.
+
+What is even is not known when many prompts come at once: these are spread over the steps in which a
+stream makes ``BURST_TOKENS``.
 
 A pass over prompts costs something however short they are: all weights are read, all kernels
-launched. So a step is never cut so short that this fixed part exceeds ``MAX_FIXED`` of it: prompts
-would take several times as long in all, and with them the requests that wait behind.
+launched. So no step is cut so short that its pass takes much longer per token than others.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice, pairwise
 from statistics import median
+from typing import NamedTuple
 
-WINDOW = 64  # steps that are remembered
-MIN_STEPS = 8  # measured before anything is limited
-MAX_RATIO = 1.8  # of a step's time to the median; 2 is the goal, for the slowest of a hundred
-MAX_SHARE = 1.75  # of a step's prompts to its decoding, in time
-MIN_TOKENS = 256  # fewer are not worth a pass
-MAX_FIXED = 0.25  # share of a pass that does not depend on its tokens
-MAX_KNOWN = 0.9  # share of the shortest pass that the fixed part can be
-MIN_SPREAD = 1.5  # ratio of long passes' tokens to short ones' that tells the fixed part apart
+# Of a stream: in the steps that make so many, prompts could be spread evenly. It is about how many
+# a request makes: the prompts that follow those of a burst come as a burst themselves.
+EVEN_TOKENS = 160
+BURST_TOKENS = 108  # over whose steps the prompts that wait are spread
+WINDOW = 160  # steps that are remembered
+RECENT = 5  # decode steps whose median is taken for the next one
+MAX_RATIO = 1.3  # of a step's time to an even step's; 4/3 would leave nothing for noise
+MIN_SHARE = 0.8  # of a step's prompts to its decoding, in time, that disturbs nobody
+MAX_SHARE = 6.0  # of the same, whatever waits
+MAX_COST = 1.35  # of a token, by what it costs in the passes that suit it best
+MIN_TOKENS = 128  # fewer are not worth a pass
+REST = 0.5
+FIRST_TOKENS = 512  # while nothing is known
+SAMPLES = 9  # passes of each class of sizes that are remembered
 
 
 class PromptPace:
@@ -32,44 +45,107 @@ class PromptPace:
     def __init__(self, most: int, paced: bool) -> None:
         """most: prompt tokens of any step. paced: otherwise a step always takes that many."""
         self.most, self.paced = most, paced
-        self._steps: deque[float] = deque(maxlen=WINDOW)  # seconds, of those with decoding
-        self._decoding: deque[float] = deque(maxlen=WINDOW)  # seconds, the decoding in them
-        self._passes: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # prompt tokens, seconds
-        self._fixed = 0.0  # seconds of a pass that do not depend on its tokens
+        self._passes = PassTimes()
+        self._decoding: deque[float] = deque(maxlen=RECENT)  # seconds
+        self._made: deque[float] = deque(maxlen=RECENT)  # output tokens of a request per step
+        # prompt tokens of steps in which requests decoded; none before the start
+        self._beside: deque[int] = deque([0] * WINDOW, maxlen=WINDOW)
+        self._waiting = 0  # the most tokens since there were none
 
-    def observe(self, seconds: float, decode_seconds: float, tokens: int) -> None:
-        """A step has ended; tokens: of its prompts. Times of 0 were not measured."""
+    def observe(self, seconds: float, decode_seconds: float, tokens: int, made: float) -> None:
+        """A step has ended; decode_seconds: 0 if no request decoded; tokens: of its prompts; made:
+        output tokens of a decoding request, on average. Times of 0 were not measured."""
         if decode_seconds > 0:
-            self._steps.append(seconds)
             self._decoding.append(decode_seconds)
-        if tokens >= MIN_TOKENS // 2 and seconds > decode_seconds:
-            self._passes.append((tokens, seconds - decode_seconds))
-            self._fixed = fixed_seconds(sorted(self._passes), self._fixed)
+            self._made.append(max(made, 1.0))
+            self._beside.append(tokens)
+        if tokens and seconds > decode_seconds:
+            self._passes.observe(tokens, seconds - decode_seconds)
 
-    def tokens(self, decodes: bool) -> int:
-        """Most prompt tokens of the next step. decodes: whether requests decode in it."""
-        known = len(self._steps) >= MIN_STEPS and self._passes
-        if not (self.paced and decodes and known):
+    def tokens(self, decodes: bool, waiting: int) -> int:
+        """Most prompt tokens of the next step. decodes: whether requests decode in it. waiting:
+        tokens of the prompts that could be run."""
+        self._waiting = max(self._waiting, waiting) if waiting else 0
+        if not (self.paced and decodes):
             return self.most
-        decoding = median(self._decoding)
-        spare = min(MAX_RATIO * median(self._steps) - decoding, MAX_SHARE * decoding)
-        per_token = median((seconds - self._fixed) / tokens for tokens, seconds in self._passes)
-        worthwhile = self._fixed / per_token * (1 - MAX_FIXED) / MAX_FIXED
-        least = max(MIN_TOKENS, int(worthwhile))
-        return min(self.most, max(least, int((spare - self._fixed) / per_token)))
+        made = median(self._made) if self._made else 1.0
+        burst = self._waiting * made / BURST_TOKENS
+        if not (self._decoding and self._passes):
+            return min(self.most, max(FIRST_TOKENS, int(burst)))
+        passes, decoding = self._passes, median(self._decoding)
+        even = decoding + passes.seconds(self._even(round(EVEN_TOKENS / made)))
+        spare = max(MIN_SHARE * decoding, MAX_RATIO * even - decoding, passes.seconds(burst))
+        least = max(MIN_TOKENS, passes.worthwhile())
+        tokens = max(least, passes.tokens(min(spare, MAX_SHARE * decoding)))
+        rest = waiting - tokens
+        return min(self.most, waiting if 0 < rest < REST * least else tokens)
+
+    def _even(self, steps: int) -> float:
+        """Prompt tokens per step, of the last ``steps``."""
+        steps = min(max(steps, 1), WINDOW)
+        return sum(islice(reversed(self._beside), steps)) / steps
 
 
-def fixed_seconds(passes: list[tuple[int, float]], known: float) -> float:
-    """Where the line through the medians of the short and of the long passes begins: no single slow
-    step moves it. ``known`` where all are about as long, but never all of the shortest pass.
+class Point(NamedTuple):
+    """A pass over prompts."""
 
-    passes: (tokens, seconds), sorted
+    tokens: float
+    seconds: float
+
+    def towards(self, other: Point, share: float) -> Point:
+        """The point at ``share`` of the way to another one."""
+        tokens = self.tokens + share * (other.tokens - self.tokens)
+        return Point(tokens, self.seconds + share * (other.seconds - self.seconds))
+
+
+class PassTimes:
+    """What passes over prompts take, by their size.
+
+    Sizes between two powers of two are one class. The medians of the last passes of each class are
+    the corners of a line that begins at no tokens and no time and goes on like its last corner,
+    as if the passes that are shorter or longer than all known ones cost the same per token: so
+    they are tried, and known then. A pass takes no longer than a longer one.
     """
-    half = len(passes) // 2
-    (n, x), (m, y) = _middle(passes[: half or 1]), _middle(passes[half:])
-    fixed = (x * m - y * n) / (m - n) if m >= MIN_SPREAD * n else known
-    return min(max(fixed, 0.0), MAX_KNOWN * min(seconds for _, seconds in passes))
 
+    def __init__(self) -> None:
+        self._known: dict[int, deque[Point]] = {}  # by the bits of the number of tokens
+        self._line = [Point(0, 0.0)]
 
-def _middle(passes: list[tuple[int, float]]) -> tuple[float, float]:
-    return median(tokens for tokens, _ in passes), median(seconds for _, seconds in passes)
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        passes = self._known.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
+        passes.append(Point(tokens, seconds))
+        corners, limit = [], float("inf")
+        for bits in sorted(self._known, reverse=True):
+            sizes, times = zip(*self._known[bits])
+            limit = min(limit, median(times))
+            corners.append(Point(median(sizes), limit))
+        self._line = [Point(0, 0.0), *reversed(corners)]
+
+    def seconds(self, tokens: float) -> float:
+        """Of a pass over so many; something must be known."""
+        for a, b in pairwise(self._line):
+            if tokens <= b.tokens:
+                return a.towards(b, (tokens - a.tokens) / (b.tokens - a.tokens)).seconds
+        last = self._line[-1]
+        return last.seconds * tokens / last.tokens
+
+    def tokens(self, seconds: float) -> int:
+        """The most that take no longer."""
+        for a, b in pairwise(self._line):
+            if seconds < b.seconds:
+                return int(a.towards(b, (seconds - a.seconds) / (b.seconds - a.seconds)).tokens)
+        last = self._line[-1]
+        return int(last.tokens * seconds / last.seconds)
+
+    def worthwhile(self) -> int:
+        """The fewest that take ``MAX_COST`` times as long per token as those that take least."""
+        limit = MAX_COST * min(b.seconds / b.tokens for b in self._line[1:])
+        for a, b in pairwise(self._line):
+            # where the line from the origin with the slope ``limit`` crosses that from a to b
+            above, below = a.seconds - limit * a.tokens, limit * b.tokens - b.seconds
+            if below >= 0:
+                return int(a.towards(b, above / (above + below)).tokens) if above > 0 else 0
+        return 0

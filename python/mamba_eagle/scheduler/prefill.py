@@ -13,11 +13,12 @@ from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import DraftStart, JournalPart, PrefillItem, RunnerReady, StateSave
 from mamba_eagle.scheduler.catch_up import CatchUp, Start
 from mamba_eagle.scheduler.grammars import GrammarQueue
-from mamba_eagle.scheduler.pace import MIN_TOKENS, PromptPace
+from mamba_eagle.scheduler.pace import PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
 from mamba_eagle.scheduler.speculation import ShapePolicy
 
+MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at work
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
 MIN_SHARED_TOKENS = 32  # shorter shared prefixes are processed twice
 MAX_SHARED_SAVES = 4  # states saved per prompt for waiting requests that share its prefix
@@ -34,7 +35,7 @@ class PrefillManager:
         self.policy, self.slots = policy, slots
         self.catch_up = CatchUp(policy, slots.cache, runner)
         # most prompt tokens in one step; stages that work at the same time get a part each
-        share = max(MIN_TOKENS, runner.chunked_prefill_size // runner.cohorts)
+        share = max(MIN_CHUNK, runner.chunked_prefill_size // runner.cohorts)
         most = config.chunked_prefill_size or share
         paced = config.chunked_prefill_size is None
         self.pace = PromptPace(most, paced)
@@ -77,7 +78,7 @@ class PrefillManager:
         holding: all requests that hold slots. decodes: whether any decode beside these prompts.
         Returns those that it admitted in addition.
         """
-        budget = self.pace.tokens(decodes)
+        budget = self.pace.tokens(decodes, self._runnable_tokens())
         self.is_full = False
         for request in list(self.chunked):
             if budget > 0:
@@ -106,6 +107,13 @@ class PrefillManager:
             self.chunked.append(request)
             budget -= self._cut(request, budget, plan)
         return admitted
+
+    def _runnable_tokens(self) -> int:
+        """Prompt tokens of all requests that run or for which there are request slots, before any
+        hit is known."""
+        begun = sum(len(r.to_prefill) - r.held.inserted for r in self.chunked if r.held is not None)
+        first = self.waiting[: self.slots.requests.num_free]
+        return begun + sum(len(request.to_prefill) for request in first)
 
     def _in_order(self) -> list[Request]:
         if not self.longest_match_first or len(self.waiting) > MAX_SORTED:

@@ -286,7 +286,8 @@ class Scheduler:
         self.stats.num_compiled = result.num_compiled
         self.stats.step_seconds += result.seconds
         prompt_tokens = sum(len(chunk.item.token_ids) for chunk in plan.chunks)
-        self.prefill.pace.observe(result.seconds, result.decode_seconds, prompt_tokens)
+        made = sum(len(walk.tokens) for walk in result.decode) / max(len(result.decode), 1)
+        self.prefill.pace.observe(result.seconds, result.decode_seconds, prompt_tokens, made)
         outputs = []
         for chunk, prefilled in zip(plan.chunks, result.prefill):
             outputs += self._take_prefill(chunk, prefilled)

@@ -26,7 +26,7 @@ from mamba_eagle.constrain.grammar import (
     regex_grammar,
 )
 from mamba_eagle.constrain.structural_tag import structural_tag_grammar
-from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary, tokenizer_json
+from mamba_eagle.constrain.vocabulary import NoVocabulary, Vocabulary
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
 from mamba_eagle.server.errors import RequestError
@@ -67,7 +67,7 @@ class Grammars:
         if self._tokenizer is None:
             return NoVocabulary("the server was started with --skip-tokenizer-init")
         try:
-            return Vocabulary(tokenizer_json(self._tokenizer.hf), self._size, self._eos)
+            return Vocabulary(self._tokenizer.json(), self._size, self._eos)
         except NoVocabulary as error:
             return error
 

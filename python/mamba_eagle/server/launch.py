@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import zmq
 
-from mamba_eagle.config import EngineConfig, ServerConfig, engine_part
+from mamba_eagle.config import EngineConfig, ServerConfig, engine_part, own_engine_part
 from mamba_eagle.core import Failure
 from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
 from mamba_eagle.message.channel import Receiver
@@ -115,9 +115,9 @@ class Launch(ABC):
             if await self._until_ready():
                 share_interpreter()
                 state = ServerState(self.config, self.manager, recorder, lifetime=self.lifetime)
-                # so that the first grammar need not wait for the vocabulary
-                asyncio.get_running_loop().run_in_executor(None, state.grammars.special)
-                await self.serve(state)
+                # half a second in which no other thread runs: not beside requests
+                if not await self._ended_before(_in_thread(state.grammars.special)):
+                    await self.serve(state)
             return await self.ending
         finally:
             self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
@@ -169,7 +169,7 @@ class Launch(ABC):
             self.end(Ending(1, str(error.strerror)))
             return
         config_file = Path(self.socket_dir, "config.json")
-        config_file.write_text(json.dumps(dataclasses.asdict(engine_part(self.config))))
+        config_file.write_text(json.dumps(dataclasses.asdict(own_engine_part(self.config))))
         self.say(f"server process: pid {os.getpid()}")
         ranks = range(self.config.ranks_per_node)
         for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
@@ -204,7 +204,7 @@ class Launch(ABC):
     async def _until_ready(self) -> bool:
         """Loads the tokenizer while the engine loads the model. False if there was an Ending."""
         if not self.config.skip_tokenizer_init:
-            load = _in_thread(lambda: TextTokenizer.load(self.config.tokenizer_path))
+            load = _in_thread(self._load_tokenizer)
             if await self._ended_before(load):
                 return False
             if (error := load.exception()) is not None:
@@ -216,6 +216,12 @@ class Launch(ABC):
                 return False
             self.manager.tokenizer = load.result()
         return not await self._ended_before(self.manager.ready)
+
+    def _load_tokenizer(self) -> TextTokenizer:
+        """Raises: OSError, ValueError"""
+        tokenizer = TextTokenizer.load(self.config.tokenizer_path)
+        tokenizer.json()  # grammars take it from there
+        return tokenizer
 
     async def _ended_before(self, awaited: asyncio.Future[Any]) -> bool:
         futures: set[asyncio.Future[Any]] = {awaited, self.ending}

@@ -194,8 +194,6 @@ class HttpLaunch(Launch):
         except OSError as error:
             self.end(_port_taken(self.config, error))
             return
-        # the first grammar need not wait for the vocabulary
-        asyncio.get_running_loop().run_in_executor(None, state.grammars.special)
         watching = asyncio.get_running_loop().create_task(self.watch())
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         if (warning := exposure_warning(self.config)) is not None:

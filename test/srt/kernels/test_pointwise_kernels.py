@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import CPU, TORCH, TRITON, device_of, every_form, in_the_interpreter
+from forms import TORCH, TRITON, device_of, every_form, in_the_interpreter
 from torch import Tensor
 
 from mamba_eagle.kernels.gated_norm import cpu as gated_cpu
@@ -62,18 +62,52 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("form", [TORCH, CPU])
+def rms_norm(form: str, x: Tensor, weight: Tensor) -> Tensor:
+    if form == "torch":
+        return rms_torch.rms_norm(x, weight, EPS)
+    if form == "cpu":
+        found = torch.empty_like(x)
+        rms_cpu.rms_norm(x.contiguous().numpy(), weight.numpy(), EPS, found.numpy())
+        return found
+    from mamba_eagle.kernels.rms_norm import triton
+
+    device = device_of(form)
+    return triton.rms_norm(x.to(device), weight.to(device), EPS).cpu()
+
+
+@every_form
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
 def test_rms_norm(form: str, case: NormCase) -> None:
     x, weight = 3 * normal(case.rows, case.size), normal(case.size, seed=1)
     x[0] = 0.0
-    if form == "torch":
-        found = rms_torch.rms_norm(x, weight, EPS)
-    else:
-        found = torch.empty_like(x)
-        rms_cpu.rms_norm(x.numpy(), weight.numpy(), EPS, found.numpy())
+    found = rms_norm(form, x, weight)
     assert_rounded(found, rms_naive.rms_norm(x, weight, EPS))
     assert not found[0].any(), "a row of zeros stays one"
+
+
+@torch_or_triton
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("size", [24, 1500])
+def test_rms_norm_of_16_bits(form: str, dtype: torch.dtype, size: int) -> None:
+    """Of rows of a wider tensor; many short ones, which share programs, or long ones."""
+    x, weight = normal(90, size + 8, dtype=dtype)[:, 8:], normal(size, dtype=dtype, seed=1)
+    found = rms_norm(form, x, weight)
+    assert found.dtype == dtype and found.is_contiguous()
+    assert_rounded(found, rms_naive.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_and_its_norm(form: str, dtype: torch.dtype) -> None:
+    """Each is rounded once, in the place of an input."""
+    from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_
+
+    stream, added = normal(7, 88, dtype=dtype), normal(7, 88, dtype=dtype, seed=1)
+    weight, total = normal(88, dtype=dtype, seed=2), stream.double() + added.double()
+    found = [part.to(device_of(form)) for part in (stream, added, weight)]
+    add_rms_norm_(*found, EPS)
+    assert_rounded(found[0], total)
+    assert_rounded(found[1], rms_naive.rms_norm(total, weight, EPS))
 
 
 def gated_norm(form: str, y: Tensor, gate: Tensor, weight: Tensor, group: int) -> Tensor:
@@ -143,6 +177,19 @@ def test_relu_squared(form: str, size: int, dtype: torch.dtype) -> None:
     assert found.dtype == dtype and found.shape == x.shape
     assert_rounded(found, exact)
     assert not found.signbit().any()
+
+
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 1500])
+def test_silu_and_mul(form: str, dtype: torch.dtype, size: int) -> None:
+    from mamba_eagle.kernels.silu_gate import naive
+    from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
+
+    both = 4 * normal(3, 2 * size + 8, dtype=dtype)[:, 8:]
+    found = silu_and_mul(both.to(device_of(form)))
+    assert found.dtype == dtype
+    assert_rounded(found, naive.silu_and_mul(both))
 
 
 # ── rotary encoding ──

@@ -198,8 +198,10 @@ def test_prompts_and_trees_of_one_plan_do_not_mix(tiny: Tiny) -> None:
         for part in (1, 2):
             items = [engine.chunk(live, len(live.tokens) * part // 2) for live in new]
             decode = [live for live in lives if not engine.ended(live)]
-            results = engine.execute(prefill=items, decode=decode).prefill
-            for live, item, result in zip(new, items, results):
+            step = engine.execute(prefill=items, decode=decode)
+            assert step.seconds > step.decode_seconds
+            assert (step.decode_seconds > 0) == bool(decode), "prompts alone are no decoding"
+            for live, item, result in zip(new, items, step.prefill):
                 engine.after_chunk(live, item, result)
         lives += new
     engine.finish(lives)

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.message import (
     FromRunner,
     Plan,
@@ -43,16 +44,20 @@ def terminate(*_):
 
 class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
-    constraints = types.SimpleNamespace(prepare=lambda: None)
+    constraints = None
     drafts_ahead, turns = False, ()
     close = lambda self: None
     look_ahead = lambda self, plans: None
 
-    def __init__(self, config, group, stages):
-        self.config = config
-        self.ready = RunnerReady(
+    def __init__(self, config, group, stages, matchers):
+        self.config, self.matchers = config, matchers
+
+    @property
+    def ready(self):
+        return RunnerReady(
             max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
-            vocab_size=1, eos_token_ids=[], pid=os.getpid(), details={},
+            vocab_size=1, eos_token_ids=[], pid=os.getpid(),
+            details={"has_vocabulary": int(self.matchers.has_vocabulary)},
         )
     MOMENT
 
@@ -70,6 +75,7 @@ STEP = """def launch(self, plan):
 
 
 class Child(NamedTuple):
+    ready: RunnerReady
     process: subprocess.Popen[str]
     plans: Sender[ToRunner]
     results: Receiver[FromRunner]
@@ -79,23 +85,32 @@ class Child(NamedTuple):
 
 
 @contextlib.contextmanager
-def running(code: str, tmp_path: Path) -> Iterator[Child]:
+def running(code: str, tmp_path: Path, tokenizer_path: str = "") -> Iterator[Child]:
     """A runner that is ready."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(dataclasses.asdict(EngineConfig(cpu_threads=1))))
+    folder = str(EMBEDDED_MODEL)
+    config = EngineConfig(model_path=folder, tokenizer_path=tokenizer_path, cpu_threads=1)
+    file.write_text(json.dumps(dataclasses.asdict(config)))
     context = zmq.Context()
     plans: Sender[ToRunner] = Sender(context, str(tmp_path), "to_runner")
     results: Receiver[FromRunner] = Receiver(context, str(tmp_path), "from_runner")
     command = [sys.executable, "-c", code]
     command += ["--socket-dir", str(tmp_path), "--config-file", str(file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    child = Child(process, plans, results)
     try:
-        assert isinstance(child.next(), RunnerReady)
-        yield child
+        ready = results.receive(timeout_ms=WAIT_SECONDS * 1000)
+        assert isinstance(ready, RunnerReady)
+        yield Child(ready, process, plans, results)
     finally:
         process.kill()
         context.destroy(linger=0)
+
+
+def test_a_runner_that_is_ready_has_the_vocabulary_of_grammars(tmp_path: Path) -> None:
+    """If the server has a tokenizer at all: reading it would hold up the first steps."""
+    for path in (str(EMBEDDED_MODEL), ""):
+        with running(CHILD.replace("MOMENT", STEP), tmp_path, path) as child:
+            assert child.ready.details["has_vocabulary"] == bool(path)
 
 
 @pytest.mark.parametrize(

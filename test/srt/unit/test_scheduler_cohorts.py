@@ -66,9 +66,9 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
 def test_stages_share_the_prompt_tokens_of_a_step(cohorts: int, most: int) -> None:
     """Else one would wait for the pass of another; but very short passes are not worth it."""
     config, runner = EngineConfig(), FakeRunner(*SIZES, cohorts=cohorts)
-    assert Server(config, runner).scheduler.prefill.pace.tokens(decodes=False) == most
+    assert Server(config, runner).scheduler.prefill.pace.tokens(decodes=False, waiting=0) == most
     config = EngineConfig(chunked_prefill_size=700)
-    assert Server(config, runner).scheduler.prefill.pace.tokens(decodes=False) == 700
+    assert Server(config, runner).scheduler.prefill.pace.tokens(decodes=False, waiting=0) == 700
 
 
 def test_groups_stay_equal_when_requests_leave() -> None:

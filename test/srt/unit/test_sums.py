@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum, SumMethod, SumTable
 from mamba_eagle.parallel.sums.choose import Choice, choose_sums, sizes_up_to
 from mamba_eagle.parallel.sums.deadline import ends_within
+from mamba_eagle.parallel.sums.shared_memory import KnownGroups
 from mamba_eagle.parallel.sums.site import JoinedSum, Site
 from mamba_eagle.parallel.sums.stopwatch import Called
 from mamba_eagle.parallel.sums.trial import Bench
@@ -327,3 +329,13 @@ def test_the_default_and_what_fits_are_not() -> None:
         {"all_reduce": "symmetric", "tp_size": 2, "pp_size": 2, "nnodes": 2},
     ):
         assert not any("--all-reduce" in problem for problem in EngineConfig(**settings).problems())
+
+
+def test_a_second_meeting_of_ranks_shares_no_memory() -> None:
+    """torch would wait for ranks of the first one: it keeps them by a name that comes again."""
+    first, again, other = (SimpleNamespace(group_name=name) for name in ("1", "1", "2"))
+    known = KnownGroups()
+    assert not known.problem(first)
+    known.add(first)
+    assert not known.problem(first) and not known.problem(other)
+    assert "before" in known.problem(again)

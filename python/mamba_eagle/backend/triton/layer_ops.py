@@ -17,8 +17,9 @@ from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
 from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_squared
-from mamba_eagle.kernels.rms_norm.triton import rounded_rms_norm
+from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
+from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
 from mamba_eagle.layers.ops import Normed
 from mamba_eagle.layers.products import GroupedProduct, MatrixProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
@@ -27,6 +28,16 @@ from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 class TritonOps(CudaOps):
     name = "triton"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
+        add_rms_norm_(stream, added, weight, eps)
+        return Normed(added, stream)
+
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        return silu_and_mul(both)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         return relu_squared_(x.contiguous())

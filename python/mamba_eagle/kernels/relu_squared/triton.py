@@ -19,7 +19,9 @@ def _relu_squared_kernel(
     x,  # [size], changed
     size,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    previous_done(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     positive = tl.maximum(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), 0.0)
@@ -31,8 +33,10 @@ def relu_squared_(x: Tensor) -> Tensor:
 
     Rounded once, as torch.py's is.
     """
-    size = x.numel()
-    _relu_squared_kernel[(triton.cdiv(size, BLOCK),)](x, size, BLOCK=BLOCK, num_warps=4)
+    size, overlap = x.numel(), launches_overlap(x.device)
+    _relu_squared_kernel[(triton.cdiv(size, BLOCK),)](
+        x, size, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+    )
     return x
 
 

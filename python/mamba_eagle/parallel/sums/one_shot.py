@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.parallel.sum_table import FusedSum, NormedSum
-from mamba_eagle.parallel.sums.shared_memory import SharedMemory, members, peers_problem, share
+from mamba_eagle.parallel.sums.shared_memory import SharedMemory, members, share, share_problem
 from mamba_eagle.parallel.sums.site import JoinedSum, Site
 
 MAX_PROGRAMS = 128  # of a launch, each on a processor of its own
@@ -35,7 +35,7 @@ class PushedSum(FusedSum, JoinedSum):
 
     @classmethod
     def why_not(cls, site: Site) -> str:
-        return peers_problem(site) if find_spec("triton") else "triton is not installed"
+        return share_problem(site) if find_spec("triton") else "triton is not installed"
 
     @classmethod
     def join(cls, site: Site) -> PushedSum:

@@ -16,6 +16,27 @@ from mamba_eagle.parallel.distributed import ProcessGroup
 from mamba_eagle.parallel.sums.site import Site
 
 
+class KnownGroups:
+    """Process groups whose members torch's symmetric memory knows: by name, until the process ends.
+    Names begin anew when ranks meet again, so a later group of the same name would be taken for
+    the first one, and wait for ranks that are gone."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, object] = {}
+
+    def add(self, group: torch.distributed.ProcessGroup) -> None:
+        self._by_name[group.group_name] = group
+
+    def problem(self, group: torch.distributed.ProcessGroup) -> str:
+        """Why this group cannot share memory; "" if it can."""
+        if self._by_name.get(group.group_name, group) is group:
+            return ""
+        return "ranks of this process have shared memory before, and torch remembers those"
+
+
+KNOWN_GROUPS = KnownGroups()
+
+
 class SharedMemory(NamedTuple):
     own: Tensor  # [size], this rank's
     addresses: Tensor  # [ranks] int64, on the device: of each rank's, as this one sees it
@@ -28,6 +49,11 @@ def members(site: Site) -> ProcessGroup:
     if not isinstance(group, ProcessGroup) or group.device.type != "cuda":
         raise TypeError("ranks must be processes, each with a GPU")
     return group
+
+
+def share_problem(site: Site) -> str:
+    """Why this rank cannot share memory; "" if it can."""
+    return KNOWN_GROUPS.problem(members(site).torchs) or peers_problem(site)
 
 
 def peers_problem(site: Site) -> str:
@@ -46,6 +72,7 @@ def share(site: Site, size: int, dtype: torch.dtype) -> SharedMemory:
     """
     group = members(site)
     own = symmetric_memory.empty(size, dtype=dtype, device=group.device)
+    KNOWN_GROUPS.add(group.torchs)
     handle = symmetric_memory.rendezvous(own, group.torchs.group_name)
     if handle.multicast_ptr:
         raise RuntimeError("NVLink multicast is on, which TORCH_SYMM_MEM_DISABLE_MULTICAST=1 ends")

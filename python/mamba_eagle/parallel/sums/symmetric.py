@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mamba_eagle.parallel.sums.shared_memory import SharedMemory, members, peers_problem, share
+from mamba_eagle.parallel.sums.shared_memory import SharedMemory, members, share, share_problem
 from mamba_eagle.parallel.sums.site import JoinedSum, Site
 
 # numbers of ranks for which torch's kernels add in the order of the ranks; with others each rank
@@ -31,7 +31,7 @@ class OneShot(JoinedSum):
             return f"torch adds in the order of the ranks for {RANKS} of them only"
         if site.dtype not in DTYPES:
             return f"torch has no kernel for {site.dtype}"
-        return peers_problem(site)
+        return share_problem(site)
 
     @classmethod
     def join(cls, site: Site) -> OneShot:

@@ -125,7 +125,7 @@ class Launched:
             prefill=self.prompts.read() if self.prompts else [],
             decode=self.trees.read() if self.trees else [],
             seconds=times.began.until(times.ended),
-            decode_seconds=times.decode_began.until(times.ended),
+            decode_seconds=times.decode_began.until(times.ended) if self.trees else 0.0,
             idle_seconds=times.previous.until(times.began),
             num_compiled=self.num_compiled,
         )

@@ -1,0 +1,94 @@
+"""What pacing prompts beside decode steps costs and gains, in virtual time.
+
+    python benchmark/prompt_pace.py
+    python benchmark/prompt_pace.py --chunks 0 512 2048 8192 --scenarios clients-64
+
+The real scheduler, with clients as in benchmark/served.py, and a runner that takes as long as an
+H200 with Nemotron-Nano-9B-v2's geometry, or as a CPU with the embedded model (bench/virtual.py).
+Nothing is computed, so a row takes half a second. Times are in ms; a chunk of 0 is paced.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mamba_eagle.bench.served import Scenario, Summary, scenarios
+from mamba_eagle.bench.virtual import CPU, H200, H200_PLAIN, Costs, VirtualServer, play, ready
+from mamba_eagle.config import EngineConfig
+
+HEADER = (
+    f"{'':>24} {'chunk':>6} {'tokens/s':>9} {'TTFT p50':>9} {'p99':>6} "
+    f"{'between p50':>11} {'p99':>7} {'p99/p50':>7}"
+)
+
+
+@dataclass
+class Setup:
+    """A server and its clients; those of ``streams`` are beside the scenario's, and shown."""
+
+    name: str
+    costs: Costs
+    scenario: Scenario
+    streams: Scenario | None = None
+
+
+def setups(requests: int) -> Iterator[Setup]:
+    by_name = {scenario.name: scenario for scenario in scenarios(requests)}
+    for scenario in by_name.values():
+        scenario.vocab_size = 131_072
+    noisy = replace(H200, jitter=0.05)
+    for name in ("clients-64", "clients-8", "clients-128", "prefixes", "chats"):
+        yield Setup(name, noisy, by_name[name])
+    streams = replace(by_name["clients-64"], name="streams", clients=16, input_len=128)
+    yield Setup("16 beside long", noisy, replace(by_name["long"], requests=2), streams)
+    many = by_name["clients-64"]
+    yield Setup("inputs-2048", noisy, replace(many, input_len=2048))
+    yield Setup("launches-30-ms", replace(noisy, launch_pass=0.03, launch_jitter=1.0), many)
+    yield Setup("plain-64", replace(H200_PLAIN, jitter=0.05), many)
+    yield Setup("cpu-8", replace(CPU, jitter=0.05), by_name["clients-8"])
+
+
+def measure(setup: Setup, chunk: int) -> Summary:
+    """Warmed up with one request per client. chunk: 0: paced."""
+    places = sum(each.clients for each in (setup.scenario, setup.streams) if each is not None)
+    config = EngineConfig(
+        model_path="virtual",
+        max_running_requests=places,
+        chunked_prefill_size=chunk or None,
+        speculative_algorithm="STANDALONE" if setup.costs.tokens > 1 else "NONE",
+        speculative_eagle_topk=3,
+        speculative_adaptive=False,
+    )
+    room = ready(places) if setup.costs.overlaps else ready(places, 65_536, 256, 1024)
+    server = VirtualServer(setup.costs, config, room)
+    clients = [each for each in (setup.streams, setup.scenario) if each is not None]
+    play(server, *(replace(each, name=f"{each.name} before", requests=1) for each in clients))
+    return play(server, *clients)[0]
+
+
+def row(name: str, chunk: int, found: Summary) -> str:
+    size = str(chunk) if chunk else "paced"
+    return (
+        f"{name:>24} {size:>6} {found.tokens_per_second:>9.0f} {found.first_token_p50:>9.0f} "
+        f"{found.first_token_p99:>6.0f} {found.inter_token_p50:>11.2f} "
+        f"{found.inter_token_p99:>7.2f} {found.inter_token_p99 / found.inter_token_p50:>7.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=6, help="of each client")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8192, 0])
+    parser.add_argument("--scenarios", nargs="+", help="default: all")
+    args = parser.parse_args()
+    print(HEADER)
+    for setup in setups(args.requests):
+        if not args.scenarios or setup.name in args.scenarios:
+            for chunk in args.chunks:
+                print(row(setup.name, chunk, measure(setup, chunk)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
