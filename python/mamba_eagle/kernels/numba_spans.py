@@ -12,6 +12,7 @@ import numpy as np
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.grouped.cpu import GROUP, round_rows
 from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
+from mamba_eagle.kernels.numba_sums import LANES
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.tree_attention.cpu import _tree_head
@@ -144,14 +145,14 @@ class Recurrence:
     CONV_IN, XB, DT, LOG_DECAY, STATE = range(6, 11)
     # R request slots; K, W, channels, H, P, N, G as in tree_verify/cpu.py; state slots
     SLOTS, TAPS, ROWS, CHANNELS, NUM_HEADS, HEAD_DIM, STATE_SIZE, GROUPS, STATES = range(11, 20)
-    SEEN_C, SEEN_DECAY, SEEN_ROWS, SEEN_COUNT, SEEN_SCORES, OUT = range(20, 26)
-    COUNT = 26
+    SEEN_C, SEEN_DECAY, SEEN_ROWS, SEEN_COUNT, SEEN_SCORES, SEEN_WEIGHTS, OUT = range(20, 27)
+    COUNT = 27
 
 
 @kernel
 def _recurrence(arguments):
     """What ``_enter`` and ``_head`` take."""
-    w = _words(arguments, 26)
+    w = _words(arguments, 27)
     f = _words(w[0], 24)
     n, b, T, most = f[1], f[9], f[10], f[11]
     R, K, rows, channels, H, P, N, G = w[11], w[12], w[13], w[14], w[15], w[16], w[17], w[18]
@@ -183,9 +184,10 @@ def _recurrence(arguments):
         numba.carray(pointer_to(w[22]), (b, T, most + T), np.int64),
         numba.carray(pointer_to(w[23]), (b, T), np.int64),
         numba.carray(pointer_to(w[24]), (b, T, G, most + T), np.float32),
+        numba.carray(pointer_to(w[25]), (b, T, (most + T) * H + LANES), np.float32),
     )
     projected = _floats(w[1], n, w[2])
-    return projected, nodes, weights, buffers, seen, _floats(w[25], n, inner)
+    return projected, nodes, weights, buffers, seen, _floats(w[26], n, inner)
 
 
 def _begin_requests(arguments, first, last):

@@ -119,7 +119,7 @@ def _crowded(arguments, first, last):
 def _fold(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``fold``. Words: those of a recurrence, which
     begin with the frame, and the step's address behind them."""
-    w = _words(_words(arguments, 27)[26], AT.COUNT)
+    w = _words(_words(arguments, 28)[27], AT.COUNT)
     b, R, history = w[AT.B], w[AT.R], w[AT.HISTORY]
     slots, folded, state_slot = (
         _ints(w[AT.ITS_SLOTS], b),

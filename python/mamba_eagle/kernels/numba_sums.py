@@ -148,8 +148,9 @@ def _sums(rows: int, vectors: int) -> Any:
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = _Code(context, builder, signature, arguments)
-        out, weights, right, ids = (code.data(place) for place in (0, 3, 6, 9))
-        _, out_at, out_row, _, weight_at, weight_row, _, at, right_row, _, count = arguments
+        out, weights, right, ids = (code.data(place) for place in (0, 3, 7, 10))
+        _, out_at, out_row, _, weight_at, weight_row, weight_step = arguments[:7]
+        _, at, right_row, _, count = arguments[7:]
         places = [
             code.add(builder.add(out_at, code.times(out_row, r)), v * LANES)
             for r in range(rows)
@@ -160,7 +161,7 @@ def _sums(rows: int, vectors: int) -> Any:
             own = builder.mul(code.element(ids, loop.index), right_row)
             own = builder.add(at, own)
             values = [code.load(right, code.add(own, v * LANES)) for v in range(vectors)]
-            weight = builder.add(weight_at, loop.index)
+            weight = builder.add(weight_at, builder.mul(loop.index, weight_step))
             for r in range(rows):
                 place = builder.add(weight, code.times(weight_row, r))
                 factor = code.splat(code.element(weights, place))
@@ -256,34 +257,39 @@ def add_products_of_one(  # noqa: PLR0913
 
 
 def add_four_rows(  # noqa: PLR0913
-    out, out_at, out_row, weights, weight_at, weight_row, right, right_at, right_row, ids, count
-):
+    out, out_at, out_row, weights, weight_at, weight_row, weight_step, right, right_at, right_row,
+    ids, count,
+):  # fmt: skip
     """out[r, c] += Σ_k weights[r, k] · right[ids[k], c] for r < ROWS, c < WIDTH, k < count, added
     up in this order.
 
     out, weights, right: contiguous float32 arrays, read from element ``…_at`` on, with so many
-    elements from one row to the next; ids int64. out must not overlap the others.
+    elements from one row to the next, and ``weight_step`` from one weight of a row to the next; ids
+    int64. out must not overlap the others.
     """
     raise NotImplementedError
 
 
 def add_two_rows(  # noqa: PLR0913
-    out, out_at, out_row, weights, weight_at, weight_row, right, right_at, right_row, ids, count
-):
+    out, out_at, out_row, weights, weight_at, weight_row, weight_step, right, right_at, right_row,
+    ids, count,
+):  # fmt: skip
     """The same for r < 2."""
     raise NotImplementedError
 
 
 def add_one_row(  # noqa: PLR0913
-    out, out_at, out_row, weights, weight_at, weight_row, right, right_at, right_row, ids, count
-):
+    out, out_at, out_row, weights, weight_at, weight_row, weight_step, right, right_at, right_row,
+    ids, count,
+):  # fmt: skip
     """The same for r < 1."""
     raise NotImplementedError
 
 
 def add_narrow_row(  # noqa: PLR0913
-    out, out_at, out_row, weights, weight_at, weight_row, right, right_at, right_row, ids, count
-):
+    out, out_at, out_row, weights, weight_at, weight_row, weight_step, right, right_at, right_row,
+    ids, count,
+):  # fmt: skip
     """The same for r < 1, c < LANES."""
     raise NotImplementedError
 
@@ -326,12 +332,12 @@ if intrinsic is not None:
 
     def _of_sums(rows: int, vectors: int) -> Any:
         def typed(  # noqa: PLR0913
-            context, out, out_at, out_row, weights, weight_at, weight_row, right, right_at,
-            right_row, ids, count,
+            context, out, out_at, out_row, weights, weight_at, weight_row, weight_step, right,
+            right_at, right_row, ids, count,
         ):  # fmt: skip
             _checked(out, weights, right, ids)
             n = types.int64
-            kinds = (out, n, n, weights, n, n, right, n, n, ids, n)
+            kinds = (out, n, n, weights, n, n, n, right, n, n, ids, n)
             return types.void(*kinds), _sums(rows, vectors)
 
         return intrinsic(typed)

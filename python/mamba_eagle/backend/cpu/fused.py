@@ -25,6 +25,7 @@ from mamba_eagle.kernels import numba_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_spans import Attended, Frame, Recurrence
+from mamba_eagle.kernels.numba_sums import LANES
 from mamba_eagle.kernels.numba_team import Program, call_row
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.vector_code import SpanKernel
@@ -268,6 +269,7 @@ class Builder:
             at.SEEN_ROWS: ("seen rows", 2 * rows * 8),
             at.SEEN_COUNT: ("count", 8),
             at.SEEN_SCORES: ("scores", c.num_groups * 2 * rows * 4),
+            at.SEEN_WEIGHTS: ("weights", (2 * rows * c.num_heads + LANES) * 4),
             at.OUT: ("y", c.inner_size * 4),
         }
         call.scratch[at.PROJECTED] = ("wide", 0)

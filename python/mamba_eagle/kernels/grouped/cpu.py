@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.grouped.cpu_weights import order_nibbles
-from mamba_eagle.kernels.numba_math import INFINITE, SIZE, exactly, numba
+from mamba_eagle.kernels.numba_math import exactly, numba
+from mamba_eagle.kernels.numba_rounding import round_groups
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.vector_code import (
     F32,
@@ -124,24 +125,8 @@ def rows_of(weight: Blocks, ids: Tensor) -> Tensor:
 def round_rows(x, numbers, scale, total):  # noqa: ANN001, ANN201
     """x [n, in] -> numbers [n, in] int8, scale and total [n, in / 32]. A scale of what is not
     finite is not finite either."""
-    limit, zero = np.float32(127.0), np.float32(0.0)
-    bits = x.view(np.int32)
     for r in range(x.shape[0]):
-        for g in range(scale.shape[1]):
-            row, out = x[r, g * GROUP : g * GROUP + GROUP], numbers[r, g * GROUP :]
-            sizes = bits[r, g * GROUP : g * GROUP + GROUP]
-            size = np.int32(0)  # the largest, as an integer: that vectorises
-            for i in range(GROUP):
-                size = max(size, np.int32(sizes[i] & SIZE))
-            largest = np.int32(size).view(np.float32)
-            inverse = limit / largest if largest > zero else zero
-            count = np.int32(0)
-            for i in range(GROUP):
-                number = np.int32(np.rint(row[i] * inverse))
-                out[i] = number
-                count += number
-            scale[r, g] = largest / limit if size < INFINITE else np.float32(np.nan)
-            total[r, g] = count
+        round_groups(x[r], numbers[r], scale[r], total[r])
 
 
 def dot_by_bytes(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:

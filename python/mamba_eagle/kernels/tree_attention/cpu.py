@@ -129,24 +129,39 @@ def _all_values(weights, pool_v, kv_head, table, n, result):
     while m + ROWS <= M:
         for d in range(0, wide, WIDTH):
             of_head = kv_head * D + d
-            add_four_rows(result, m * D + d, D, weights, m * W, W, flat, of_head, kv * D, table, n)
+            add_four_rows(
+                result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
+            )
         m += ROWS
     if m + 2 <= M:
         for d in range(0, wide, WIDTH):
             of_head = kv_head * D + d
-            add_two_rows(result, m * D + d, D, weights, m * W, W, flat, of_head, kv * D, table, n)
+            add_two_rows(
+                result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
+            )
         m += 2
     for rest in range(M):
         if rest >= m:
             for d in range(0, wide, WIDTH):
                 of_head = kv_head * D + d
                 add_one_row(
-                    result, rest * D + d, D, weights, rest * W, W, flat, of_head, kv * D, table, n
+                    result,
+                    rest * D + d,
+                    D,
+                    weights,
+                    rest * W,
+                    W,
+                    1,
+                    flat,
+                    of_head,
+                    kv * D,
+                    table,
+                    n,
                 )
         for d in range(wide, D, LANES):
             of_head = kv_head * D + d
             add_narrow_row(
-                result, rest * D + d, D, weights, rest * W, W, flat, of_head, kv * D, table, n
+                result, rest * D + d, D, weights, rest * W, W, 1, flat, of_head, kv * D, table, n
             )
 
 

@@ -101,6 +101,30 @@ class Seen(NamedTuple):
     rows: np.ndarray  # [b, T, M + T]: those that a node sees, the node's own among them
     count: np.ndarray  # [b, T]: how many
     scores: np.ndarray  # [b, T, G, M + T]: B of that row · C of the node
+    # [b, T, (M + T) * H + LANES]: what a row's x counts in the node's output, row by row
+    weights: np.ndarray
+
+
+@kernel
+def _weigh(log_decay, dt, node, rows, count, scores, weights):
+    """weights[k * H + h] = exp(L of the node - L of rows[k]) · scores[g, k] · dt of rows[k].
+
+    log_decay, dt [W, H]; scores [G, …].
+    """
+    H, G = dt.shape[1], scores.shape[0]
+    for k in range(count):
+        for h in range(H):
+            weights[k * H + h] = log_decay[node, h] - log_decay[rows[k], h]
+    whole = -(-count * H // LANES) * LANES  # vectors of exponentials have no remainder
+    for k in range(count * H, whole):
+        weights[k] = ZERO
+    for k in range(whole):
+        weights[k] = exp(weights[k])
+    for k in range(count):
+        for g in range(G):
+            score = scores[g, k]
+            for h in range(H // G * g, H // G * (g + 1)):
+                weights[k * H + h] = weights[k * H + h] * score * dt[rows[k], h]
 
 
 @kernel
@@ -151,21 +175,24 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
             for k in range(count):
                 B = xB[slot, visible[k], of_B : of_B + N]
                 seen.scores[r, i, g, k] = _dot(B, C[g])
+        _weigh(
+            log_decay[slot], dt[slot], row, visible, count, seen.scores[r, i], seen.weights[r, i]
+        )
 
 
 @kernel
-def _read_rows(out, out_at, P, x, weights, rows, count, first):
-    """out[out_at + p] += Σ_k weights[k] · x[rows[k], first + p], p < P."""
+def _read_rows(out, out_at, P, x, weights, at, step, rows, count, first):
+    """out[out_at + p] += Σ_k weights[at + k * step] · x[rows[k], first + p], p < P."""
     width, p = x.shape[1], 0
     while p + WIDTH <= P:
-        add_one_row(out, out_at + p, 0, weights, 0, 0, x, first + p, width, rows, count)
+        add_one_row(out, out_at + p, 0, weights, at, 0, step, x, first + p, width, rows, count)
         p += WIDTH
     while p + LANES <= P:
-        add_narrow_row(out, out_at + p, 0, weights, 0, 0, x, first + p, width, rows, count)
+        add_narrow_row(out, out_at + p, 0, weights, at, 0, step, x, first + p, width, rows, count)
         p += LANES
     while p < P:
         for k in range(count):
-            out[out_at + p] += weights[k] * x[rows[k], first + p]
+            out[out_at + p] += weights[at + k * step] * x[rows[k], first + p]
         p += 1
 
 
@@ -207,34 +234,19 @@ def _read_state(out, at, width, S, C, C_at, C_row, decay, T):
 @kernel
 def _head(r, h, nodes, skip, buffers, seen, y):
     """The outputs of one head for the nodes of request r, once ``_enter`` has seen them."""
-    _, xB, dt, log_decay, state = buffers
+    xB, state = buffers.xB, buffers.state
     T, G, N = seen.C.shape[1:]
     H, P = state.shape[1:3]
     g, first, slot, width = h // (H // G), h * P, nodes.slots[r], y.shape[1]
-    most = -(-seen.rows.shape[2] // LANES) * LANES
-    room = np.empty(most + T, np.float32)
-    weights, decay = room[:most], room[most:]
+    decay = np.empty(T, np.float32)
     flat, begin = y.reshape(y.size), r * T * width + first
     for i in range(T):
-        row, rows, count = nodes.rows[r, i], seen.rows[r, i], seen.count[r, i]
-        x, L, scores = (
-            xB[slot, row, first : first + P],
-            log_decay[slot, row, h],
-            seen.scores[r, i, g],
-        )
+        x = xB[slot, nodes.rows[r, i], first : first + P]
         own = y[r * T + i, first : first + P]
-        for k in range(count):
-            weights[k] = L - log_decay[slot, rows[k], h]
-        whole = -(-count // LANES) * LANES  # vectors of exponentials have no remainder
-        for k in range(count, whole):
-            weights[k] = ZERO
-        for k in range(whole):
-            weights[k] = exp(weights[k])
-        for k in range(count):
-            weights[k] = weights[k] * scores[k] * dt[slot, rows[k], h]
         for p in range(P):
             own[p] = skip * x[p]
-        _read_rows(flat, begin + i * width, P, xB[slot], weights, rows, count, first)
+        rows, count, weights = seen.rows[r, i], seen.count[r, i], seen.weights[r, i]
+        _read_rows(flat, begin + i * width, P, xB[slot], weights, h, H, rows, count, first)
         decay[i] = seen.decay[r, i, h]
     S, C, C_at = state[nodes.state_slots[r], h], seen.C, (r * T * G + g) * N
     _read_state(flat, begin, width, S, C.reshape(C.size), C_at, G * N, decay, T)
@@ -259,6 +271,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
         np.empty((b, T, most), np.int64),
         np.empty((b, T), np.int64),
         np.empty((b, T, G, most), np.float32),
+        np.empty((b, T, most * H + LANES), np.float32),
     )
     skip = weights.heads[2]
     for r in prange(b):
