@@ -52,7 +52,8 @@ def test_the_trace_tells_the_output(client: httpx.Client, temperature: float) ->
 def test_explain_gives_the_same_with_a_server_and_without(
     start_server: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = start_server("--no-speculative-adaptive")  # the same steps each time
+    tree = ("--speculative-eagle-topk", "2")
+    server = start_server("--no-speculative-adaptive", *tree)  # the same steps each time
 
     def explained(*arguments: str) -> str:
         explain.main(["--text", PROMPT, "--max-new-tokens", "30", *arguments])
@@ -60,7 +61,7 @@ def test_explain_gives_the_same_with_a_server_and_without(
 
     asked = json.loads(explained("--url", server.base_url, "--json"))
     assert_trace_tells_the_output(asked)
-    own = json.loads(explained("--json"))
+    own = json.loads(explained("--json", *tree))
     assert_trace_tells_the_output(own)
     assert own["output_ids"] == asked["output_ids"] and own["text"] == asked["text"]
     for mine, served in zip(own["meta_info"]["spec_trace"], asked["meta_info"]["spec_trace"]):

@@ -108,7 +108,7 @@ def test_each_weight_is_there_once(mode: str, folder: Path) -> None:
 
 def test_a_drafter_has_bits_of_its_own(folder: Path) -> None:
     made = [
-        engine(folder, TREE, speculative_draft_model_quantization=kind) for kind in ("same", "int8")
+        engine(folder, TREE, speculative_draft_model_quantization=kind) for kind in ("auto", "int8")
     ]
     for one, wanted in zip(made, (PanelProduct, GroupedProduct)):
         assert kinds_of(one.runner.model) == {PanelProduct}

@@ -85,6 +85,8 @@ def test_a_served_chain_is_accepted_as_the_training_has_measured(
             speculative_num_steps=DEPTH,
             speculative_eagle_topk=1,
             speculative_num_draft_tokens=DEPTH + 1,
+            speculative_draft_p_min=0.0,
+            speculative_draft_model_quantization="auto",
             max_running_requests=HELD_OUT,
             max_total_tokens=1000,
         )
