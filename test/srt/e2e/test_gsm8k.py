@@ -11,10 +11,11 @@ pytestmark = pytest.mark.e2e
 
 NUM_QUESTIONS = 20
 PARALLEL = 8
+TREE = ["--speculative-eagle-topk", "2", "--no-speculative-adaptive"]
 SETTINGS = {
     "none": ["--speculative-algorithm", "NONE"],
-    "eagle": ["--speculative-algorithm", "EAGLE", "--no-speculative-adaptive"],
-    "adaptive": ["--speculative-algorithm", "EAGLE"],
+    "tree": ["--speculative-algorithm", "EAGLE", *TREE],
+    "default": ["--speculative-algorithm", "EAGLE"],
 }
 
 
@@ -32,8 +33,8 @@ def outcomes(start_server) -> dict[str, Outcome]:
 
 def test_speculation_changes_no_text(outcomes: dict[str, Outcome]) -> None:
     texts = {name: [reply.text for reply in outcome.replies] for name, outcome in outcomes.items()}
-    assert texts["eagle"] == texts["adaptive"] == texts["none"]
-    assert outcomes["eagle"].score.accuracy == outcomes["none"].score.accuracy
+    assert texts["tree"] == texts["default"] == texts["none"]
+    assert outcomes["tree"].score.accuracy == outcomes["none"].score.accuracy
 
 
 def test_embedded_model_solves_problems_it_has_not_seen(outcomes: dict[str, Outcome]) -> None:
@@ -44,4 +45,4 @@ def test_embedded_model_solves_problems_it_has_not_seen(outcomes: dict[str, Outc
 
 def test_drafts_are_accepted(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["none"].score.accept_length == 0  # not reported without speculation
-    assert outcomes["eagle"].score.accept_length > 1.5
+    assert outcomes["tree"].score.accept_length > 1.5
