@@ -64,7 +64,7 @@ def test_explain_gives_the_same_with_a_server_and_without(
     assert_trace_tells_the_output(own)
     assert own["output_ids"] == asked["output_ids"] and own["text"] == asked["text"]
     for mine, served in zip(own["meta_info"]["spec_trace"], asked["meta_info"]["spec_trace"]):
-        assert mine["tokens"] == served["tokens"] and len(mine["tokens"]) == 8
+        assert mine["tokens"] == served["tokens"] and len(mine["tokens"]) > 1
     drawn = explained("--url", server.base_url)
     assert f"text: {asked['text']!r}" in drawn
     assert drawn.count("\nstep ") == len(asked["meta_info"]["spec_trace"])
