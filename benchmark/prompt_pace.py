@@ -15,7 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mamba_eagle.bench.served import Scenario, Summary, scenarios
-from mamba_eagle.bench.virtual import CPU, H200, H200_PLAIN, Costs, VirtualServer, play, ready
+from mamba_eagle.bench.virtual import (
+    CPU,
+    H200,
+    H200_PLAIN,
+    Costs,
+    VirtualServer,
+    play,
+    play_arrivals,
+    ready,
+)
 from mamba_eagle.config import EngineConfig
 
 HEADER = (
@@ -32,6 +41,7 @@ class Setup:
     costs: Costs
     scenario: Scenario
     streams: Scenario | None = None
+    rate: float = 0.0  # of arrivals per second, of one request each; 0: all begin at once
 
 
 def setups(requests: int) -> Iterator[Setup]:
@@ -47,23 +57,28 @@ def setups(requests: int) -> Iterator[Setup]:
     yield Setup("inputs-2048", noisy, replace(many, input_len=2048))
     yield Setup("launches-30-ms", replace(noisy, launch_pass=0.03, launch_jitter=1.0), many)
     yield Setup("plain-64", replace(H200_PLAIN, jitter=0.05), many)
+    for rate in (5, 30):
+        come = replace(many, name="arrivals", clients=400, requests=1)
+        yield Setup(f"{rate}-per-second", noisy, come, rate=rate)
     yield Setup("cpu-8", replace(CPU, jitter=0.05), by_name["clients-8"])
 
 
 def measure(setup: Setup, chunk: int) -> Summary:
-    """Warmed up with one request per client. chunk: 0: paced."""
-    places = sum(each.clients for each in (setup.scenario, setup.streams) if each is not None)
+    """Warmed up with one request per client, unless they come at random. chunk: 0: paced."""
+    clients = [each for each in (setup.streams, setup.scenario) if each is not None]
+    places = 64 if setup.rate else sum(each.clients for each in clients)
+    room = ready(places) if setup.costs.overlaps else ready(places, 65_536, 256, 1024)
     config = EngineConfig(
         model_path="virtual",
         max_running_requests=places,
-        chunked_prefill_size=chunk or None,
+        chunked_prefill_size=min(chunk, room.chunked_prefill_size) or None,
         speculative_algorithm="STANDALONE" if setup.costs.tokens > 1 else "NONE",
         speculative_eagle_topk=3,
         speculative_adaptive=False,
     )
-    room = ready(places) if setup.costs.overlaps else ready(places, 65_536, 256, 1024)
     server = VirtualServer(setup.costs, config, room)
-    clients = [each for each in (setup.streams, setup.scenario) if each is not None]
+    if setup.rate:
+        return play_arrivals(server, setup.scenario, setup.rate)
     play(server, *(replace(each, name=f"{each.name} before", requests=1) for each in clients))
     return play(server, *clients)[0]
 

@@ -117,10 +117,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = count()
 
-    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
+    def at(self, when: float, what: Callable[..., object], *arguments: Any) -> None:
         """No sooner than now; events of one time happen in the order in which they were added."""
         event = (max(when, self.now), next(self._numbers), what, arguments)
         heapq.heappush(self._events, event)
@@ -323,3 +323,18 @@ def play(server: VirtualServer, *scenarios: Scenario) -> list[Summary]:
     server.scheduler.check_integrity()
     seconds, busy = server.clock.now - began, server.runner.seconds - busy
     return [summarize(found, 0, seconds, busy, compiled=0) for found in timings]
+
+
+def play_arrivals(server: VirtualServer, scenario: Scenario, per_second: float) -> Summary:
+    """The scenario's clients come at random times, and send what the scenario has for each of them
+    one after the other. What they saw."""
+    timings: list[Timing] = []
+    rng, when = random.Random(scenario.name), server.clock.now
+    for number in range(scenario.clients):
+        when += rng.expovariate(per_second)
+        name, bodies = f"{scenario.name} {number}", scenario.client(number)
+        server.clock.at(when, VirtualClient, server, name, bodies, timings)
+    began, busy = server.clock.now, server.runner.seconds
+    server.clock.run()
+    seconds, busy = server.clock.now - began, server.runner.seconds - busy
+    return summarize(timings, 0, seconds, busy, compiled=0)

@@ -10,7 +10,7 @@ With d a step without prompts, m an even step and c the ratio, waiting prompts f
 or ``c m / d`` is the ratio of long steps to the median. For no load that exceeds 2 if c is 4/3.
 
 What is even is not known when many prompts come at once: these are spread over the steps in which a
-stream makes ``BURST_TOKENS``.
+stream makes ``BURST_TOKENS``, from the first of them until none waits.
 
 A pass over prompts costs something however short they are: all weights are read, all kernels
 launched. So no step is cut so short that its pass takes much longer per token than others.
@@ -23,18 +23,20 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import NamedTuple
 
-# Of a stream: in the steps that make so many, prompts could be spread evenly. It is about how many
-# a request makes: the prompts that follow those of a burst come as a burst themselves.
+# The load of the steps in which a stream made so many tokens is spread evenly. Requests make about
+# as many: what comes once in the life of a request comes once in that time.
 EVEN_TOKENS = 160
-BURST_TOKENS = 108  # over whose steps the prompts that wait are spread
-WINDOW = 160  # steps that are remembered
+BURST_TOKENS = 108  # a burst is run in the steps in which a stream makes so many
+WINDOW = 160  # steps that are remembered: one makes a token or more
 RECENT = 5  # decode steps whose median is taken for the next one
 MAX_RATIO = 1.3  # of a step's time to an even step's; 4/3 would leave nothing for noise
 MIN_SHARE = 0.8  # of a step's prompts to its decoding, in time, that disturbs nobody
 MAX_SHARE = 6.0  # of the same, whatever waits
 MAX_COST = 1.35  # of a token, by what it costs in the passes that suit it best
 MIN_TOKENS = 128  # fewer are not worth a pass
-REST = 0.5
+REST = (
+    0.5  # of the shortest pass that is worth it: less than that goes along with what comes before
+)
 FIRST_TOKENS = 512  # while nothing is known
 SAMPLES = 9  # passes of each class of sizes that are remembered
 
