@@ -64,13 +64,13 @@ class Settings(NamedTuple):
     p_min: float = 0.0  # what a random head drafts is never likely
 
     def config(self, model: Path, head: Path | None, **others: Any) -> EngineConfig:
-        rounded = others.get("quantization", "auto") != "auto"
+        same = others.get("quantization", "auto") != "auto"  # else drafts would have eight bits
         values: dict[str, Any] = {
+            "speculative_draft_model_quantization": "same" if same else "auto",
             "device": "cpu",
             "max_running_requests": 5,
             "max_total_tokens": 900,
             "max_mamba_cache_size": 24,
-            "speculative_draft_model_quantization": "same" if rounded else "auto",
             **others,
         }
         return resolve(
