@@ -34,9 +34,7 @@ MIN_SHARE = 0.8  # of a step's prompts to its decoding, in time, that disturbs n
 MAX_SHARE = 6.0  # of the same, whatever waits
 MAX_COST = 1.35  # of a token, by what it costs in the passes that suit it best
 MIN_TOKENS = 128  # fewer are not worth a pass
-REST = (
-    0.5  # of the shortest pass that is worth it: less than that goes along with what comes before
-)
+REST = 0.5  # of the shortest pass that is worth it: less goes along with what comes before
 FIRST_TOKENS = 512  # while nothing is known
 SAMPLES = 9  # passes of each class of sizes that are remembered
 
