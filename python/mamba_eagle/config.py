@@ -27,6 +27,8 @@ NO_SUMS_ON_A_CPU = (
     "--device cuda"
 )
 DEFAULT_TREE = TreeShape(topk=2, depth=5, nodes=8)
+# A node costs nearly as much there as a step of a model in the cache: branches do not pay.
+CPU_CHAIN = TreeShape(topk=1, depth=5, nodes=6)
 # Of the runner on any machine: tens of thousands would end it while it starts them.
 MAX_THREADS = 256
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mamba_eagle.backend.forecast import multiplies_integers, on_cpu
-from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig, flag_of
+from mamba_eagle.config import CPU_CHAIN, ConfigError, EngineConfig, ServerConfig, flag_of
 from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.hub import NotFound, checkpoint_folder
 from mamba_eagle.torchless import show_torch
-from mamba_eagle.tree.shapes import CPU_CHAIN
 
 Config = TypeVar("Config", bound=EngineConfig)
 

@@ -271,8 +271,9 @@ class ModelDrafter(Drafter):
             lanes = self._lanes(slots, root + 1, shape.depth)
         # with noise or a grammar each request's tree is as large as was planned
         least = float(self.min_probability[0]) if noise is None else 0.0
+        doubts = grown.doubts(least)
         for depth in range(1, shape.depth):
-            if grown.doubts(least):
+            if doubts:
                 break
             left = shape.depth - depth
             if noise is not None and (told := noise.forced(len(slots), shape.topk, left)):
@@ -286,9 +287,10 @@ class ModelDrafter(Drafter):
                 lanes.context(frontier.lanes, root + depth),
             ).unflatten(0, frontier.tokens.shape)
             frontier = grown.expand(self._best(depth, above, root + depth + 1, noise, shape.topk))
+            doubts = grown.doubts(least)
             if noise is not None:
                 noise.follow(frontier)
-        return grown.select(kept_nodes(shape, grown.depth, grown.doubts(least)))
+        return grown.select(kept_nodes(shape, grown.depth, doubts))
 
     def _add_told(
         self, grown: Candidates, children: TopTokens, noise: KeyedNoise, levels: int

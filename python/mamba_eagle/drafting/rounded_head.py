@@ -6,13 +6,10 @@ changes which tokens are drafted, rarely, and no text.
 
 from __future__ import annotations
 
-from torch import nn
-
 from mamba_eagle.config import ON_A_CPU
 from mamba_eagle.drafting.base import DraftParts
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.products import PackedMatrix
-from mamba_eagle.layers.weights import weights_come_late, without_memory
 from mamba_eagle.quantization.grouped import GROUP, GroupedMatrix, int8_groups
 
 ROWS_AT_ONCE = 8192  # that are in memory as float32
@@ -27,7 +24,7 @@ def rounded_head(parts: DraftParts) -> Linear | None:
         return None
     if not isinstance(weight, PackedMatrix) or weight.few_bits or weight.shape[1] % GROUP:
         return None
-    outputs, inputs = weight.shape
+    outputs = weight.shape[0]
     rounded = GroupedMatrix.join(
         [
             int8_groups(weight.narrow(-2, begin, min(ROWS_AT_ONCE, outputs - begin)).dequantize())
@@ -35,10 +32,6 @@ def rounded_head(parts: DraftParts) -> Linear | None:
         ]
     )
     assert rounded is not None
-    with weights_come_late():
-        own = Linear(inputs, outputs)
-    empty = without_memory((outputs, inputs), head.weight.dtype)
-    own.weight = nn.Parameter(empty, requires_grad=False)
-    own.hold("weight", rounded)
+    own = Linear.of(rounded, head.weight.dtype)
     own.prepare(parts.backend.layer_ops)
     return own

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from mamba_eagle.kernels.numba_math import INFINITE, SIZE
+from mamba_eagle.kernels.vector_code import F32, FLOATS, I8, I32, I64, INTS, LANES, Code, ir
+
 try:
-    from llvmlite import ir
     from numba.core import cgutils, errors, types
     from numba.extending import intrinsic
 except ImportError:  # as in numba_math
     intrinsic = None
 
-GROUP, LANES = 32, 16  # inputs per scale, and per vector
-SIZE, INFINITE, QUIET = 0x7FFFFFFF, 0x7F800000, 0x7FC00000  # bits: all but the sign, inf, NaN
+GROUP = 2 * LANES  # inputs per scale
+QUIET = 0x7FC00000  # bits of NaN
 
 
 def round_groups(x, numbers, scale, total):  # noqa: ANN001, ANN201
@@ -26,53 +28,33 @@ def round_groups(x, numbers, scale, total):  # noqa: ANN001, ANN201
     raise NotImplementedError
 
 
-class _Rounding:
+class _Rounding(Code):
     """Writes the rounding of one group."""
-
-    def __init__(self, builder: Any) -> None:
-        self.b = builder
-        self.int32, self.number = ir.IntType(32), ir.FloatType()
-        self.ints = ir.VectorType(self.int32, LANES)
-        self.floats = ir.VectorType(self.number, LANES)
-
-    def vector(self, base: Any, at: Any, kind: Any) -> Any:
-        place = self.b.bitcast(self.b.gep(base, [at]), kind.as_pointer())
-        return self.b.load(place, align=4)
-
-    def splat(self, scalar: Any) -> Any:
-        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-        one = self.b.insert_element(empty, scalar, self.int32(0))
-        return self.b.shuffle_vector(one, empty, ir.Constant(self.ints, [0] * LANES))
-
-    def call(self, name: str, result: Any, *values: Any) -> Any:
-        kind = ir.FunctionType(result, [value.type for value in values])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)
 
     def largest(self, halves: list[Any]) -> Any:
         """The bits of the largest size among two vectors."""
-        sizes = [self.b.and_(half, self.ints([SIZE] * LANES)) for half in halves]
-        above = self.b.icmp_signed(">", *sizes)
-        both = self.b.select(above, *sizes)
-        return self.call("llvm.vector.reduce.smax.v16i32", self.int32, both)
+        b = self.builder
+        sizes = [b.and_(half, INTS([int(SIZE)] * LANES)) for half in halves]
+        both = b.select(b.icmp_signed(">", *sizes), *sizes)
+        return self.call("llvm.vector.reduce.smax.v16i32", I32, both)
 
     def group(self, x: Any, numbers: Any, at: Any) -> tuple[Any, Any]:
         """Returns scale and total."""
-        b, f = self.b, self.number
-        places = [at, b.add(at, at.type(LANES))]
-        bits = self.largest([self.vector(x, place, self.ints) for place in places])
-        largest = b.bitcast(bits, f)
-        some = b.fcmp_ordered(">", largest, f(0.0))
-        inverse = self.splat(b.select(some, b.fdiv(f(127.0), largest), f(0.0)))
+        b = self.builder
+        places = [at, b.add(at, I64(LANES))]
+        bits = self.largest([self.vector(x, place, I32) for place in places])
+        largest = b.bitcast(bits, F32)
+        some = b.fcmp_ordered(">", largest, F32(0.0))
+        inverse = self.splat(b.select(some, b.fdiv(F32(127.0), largest), F32(0.0)))
         sums = []
         for place in places:
-            scaled = b.fmul(self.vector(x, place, self.floats), inverse)
-            whole = b.fptosi(self.call("llvm.rint.v16f32", self.floats, scaled), self.ints)
-            short = b.trunc(whole, ir.VectorType(ir.IntType(8), LANES))
-            b.store(short, b.bitcast(b.gep(numbers, [place]), short.type.as_pointer()), align=1)
+            scaled = b.fmul(self.vector(x, place, F32), inverse)
+            whole = b.fptosi(self.call("llvm.rint.v16f32", FLOATS, scaled), INTS)
+            self.store(b.trunc(whole, ir.VectorType(I8, LANES)), numbers, place)
             sums.append(whole)
-        total = self.call("llvm.vector.reduce.add.v16i32", self.int32, b.add(*sums))
-        finite = b.icmp_signed("<", bits, self.int32(INFINITE))
-        scale = b.select(finite, b.fdiv(largest, f(127.0)), b.bitcast(self.int32(QUIET), f))
+        total = self.call("llvm.vector.reduce.add.v16i32", I32, b.add(*sums))
+        finite = b.icmp_signed("<", bits, I32(int(INFINITE)))
+        scale = b.select(finite, b.fdiv(largest, F32(127.0)), b.bitcast(I32(QUIET), F32))
         return scale, total
 
 
@@ -83,7 +65,7 @@ def _emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     groups = cgutils.unpack_tuple(builder, made[2].shape, 1)[0]
     code = _Rounding(builder)
     with cgutils.for_range(builder, groups) as loop:
-        at = builder.mul(loop.index, loop.index.type(GROUP))
+        at = builder.mul(loop.index, I64(GROUP))
         own, count = code.group(x, numbers, at)
         builder.store(own, builder.gep(scale, [loop.index]))
         builder.store(count, builder.gep(total, [loop.index]))

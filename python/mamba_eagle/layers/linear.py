@@ -77,21 +77,30 @@ class Linear(MatrixLayer):
         return whole
 
     @classmethod
+    def of(cls, matrix: Matrix, dtype: torch.dtype) -> Linear:
+        """A product with a matrix [out, in] of few bits. dtype: of what it returns."""
+        outputs, inputs = matrix.shape
+        with weights_come_late():
+            whole = Linear(inputs, outputs)
+        empty = without_memory((outputs, inputs), dtype)
+        whole.weight = nn.Parameter(empty, requires_grad=False)
+        whole.hold("weight", matrix)
+        return whole
+
+    @classmethod
     def copied(cls, parts: Sequence[Linear]) -> Linear:
         """One product with the rows of all parts, which stay as they are."""
         joined, dtype = joined_matrix(parts), parts[0].weight.dtype
-        shape = sum(part.weight.shape[0] for part in parts), parts[0].weight.shape[1]
-        with weights_come_late():
-            whole = Linear(shape[1], shape[0])
         if joined is not None:
-            whole.weight = nn.Parameter(without_memory(shape, dtype), requires_grad=False)
-            whole.hold("weight", joined)
+            whole = cls.of(joined, dtype)
         else:
             weights = [
                 part.weight.detach() if part.matrix is None else part.matrix.dequantize()
                 for part in parts
             ]
             weight = torch.cat([part.to(dtype) for part in weights])
+            with weights_come_late():
+                whole = Linear(weight.shape[1], weight.shape[0])
             whole.weight = nn.Parameter(weight, requires_grad=False)
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         whole.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None

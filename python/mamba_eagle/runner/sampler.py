@@ -330,60 +330,58 @@ def sample(
         masked = _constrained(state, logits, allowed)
         return sample_in_kernels(state, device_slots, masked, positions, tree)
     numbers = state.numbers[device_slots].unsqueeze(2)  # [b, 6, 1]
-    temperature, top_p, min_p = numbers.split(1, dim=1)[:3]  # [b, 1, 1]
-    seed, top_k, _ = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
-    logits = _penalized(state, needs, device_slots, logits.float(), positions, tree)
+    temperature, top_p, min_p, repetition, frequency, presence = numbers.split(1, dim=1)  # [b,1,1]
+    seed, top_k, ban_until = state.integers[device_slots].unsqueeze(2).split(1, dim=1)  # [b, 1, 1]
+    logits = logits.float()
+
+    if any(need.history for need in needs):
+        counts = _output_counts(state.output_counts[device_slots], tree, logits.shape[1])
+        seen = (counts > 0) | state.prompt_seen[device_slots].unsqueeze(1)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - frequency * counts - presence * (counts > 0)
+    if any(need.bias for need in needs):
+        logits = logits + state.bias[device_slots].unsqueeze(1)
+    if any(need.ban for need in needs):
+        early = positions.unsqueeze(2) < ban_until
+        logits = logits.masked_fill(early & state.stops[device_slots].unsqueeze(1), -torch.inf)
     logits = _constrained(state, logits, allowed)
     if not any(need.noise for need in needs):
         return state.backend.best_of(logits)
 
-    kept = logits
-    ordered = [i for i, need in enumerate(needs) if need.order]
-    if ordered:
-        width = max(needs[i].top_k or logits.shape[2] for i in ordered)
-        tries = (width,)
-        if state.backend.place.on_host:
-            tries = (min(width, FIRST_TRY), width)
-        if len(ordered) == len(needs):
-            kept = _keep_best(logits, temperature, top_k, top_p, tries)
-        else:
-            select = state.backend.place.to_device(ordered)
-            limits = (temperature[select], top_k[select], top_p[select])
-            kept = logits.index_copy(0, select, _keep_best(logits[select], *limits, tries))
-    if any(need.min_p for need in needs):
-        # p >= min_p * max(p), in logits; the filters before this one keep the best token
-        floor = logits.amax(dim=-1, keepdim=True) + temperature * min_p.log()
-        kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
+    kept = _filtered(state, needs, logits, temperature, top_k, top_p, min_p)
     seeds = seed[:, :, 0].expand_as(positions).reshape(-1)
     noise = state.backend.gumbel(seeds, positions.reshape(-1), logits.shape[2])
     # two roundings on every device, as in the kernels
     return state.backend.best_of(noise.view_as(kept).mul_(temperature).add_(kept))
 
 
-def _penalized(
+def _filtered(
     state: SamplingState,
     needs: Sequence[_Needs],
-    slots: Tensor,
     logits: Tensor,
-    positions: Tensor,
-    tree: Tree | None,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
 ) -> Tensor:
-    """Logits [b, T, V] float32 after penalties, bias and banned tokens. slots: [b] int64."""
-    if any(need.history for need in needs):
-        penalties = state.numbers[slots].unsqueeze(2).split(1, dim=1)[3:]
-        repetition, frequency, presence = penalties  # [b, 1, 1]
-        counts = _output_counts(state.output_counts[slots], tree, logits.shape[1])
-        seen = (counts > 0) | state.prompt_seen[slots].unsqueeze(1)
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen, repeated, logits)
-        logits = logits - frequency * counts - presence * (counts > 0)
-    if any(need.bias for need in needs):
-        logits = logits + state.bias[slots].unsqueeze(1)
-    if any(need.ban for need in needs):
-        ban_until = state.integers[slots, 2][:, None, None]
-        early = positions.unsqueeze(2) < ban_until
-        logits = logits.masked_fill(early & state.stops[slots].unsqueeze(1), -torch.inf)
-    return logits
+    """Logits [b, T, V] float32, -inf where a filter leaves a token out. The others [b, 1, 1]."""
+    kept, place = logits, state.backend.place
+    ordered = [i for i, need in enumerate(needs) if need.order]
+    if ordered:
+        width = max(needs[i].top_k or logits.shape[2] for i in ordered)
+        tries = (min(width, FIRST_TRY), width) if place.on_host else (width,)
+        if len(ordered) == len(needs):
+            kept = _keep_best(logits, temperature, top_k, top_p, tries)
+        else:
+            select = place.to_device(ordered)
+            limits = (temperature[select], top_k[select], top_p[select])
+            kept = logits.index_copy(0, select, _keep_best(logits[select], *limits, tries))
+    if any(need.min_p for need in needs):
+        # p >= min_p * max(p), in logits; the filters before this one keep the best token
+        floor = logits.amax(dim=-1, keepdim=True) + temperature * min_p.log()
+        kept = kept.masked_fill((logits < floor) & (min_p > 0), -torch.inf)
+    return kept
 
 
 def sample_in_kernels(

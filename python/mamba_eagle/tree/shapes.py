@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from mamba_eagle.core import PLAIN, TreeShape
 
-# On a CPU a node costs nearly as much as a step of a model in the cache: branches do not pay.
-CPU_CHAIN = TreeShape(1, 5, 6)
-
 
 def step_shapes(configured: TreeShape, adaptive: bool) -> list[TreeShape]:
     """All shapes that a server's decode steps may have.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.grouped.cpu_weights import order_nibbles
 from mamba_eagle.kernels.numba_math import exactly, numba
-from mamba_eagle.kernels.numba_rounding import round_groups
+from mamba_eagle.kernels.numba_rounding import GROUP, round_groups
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.vector_code import (
     F32,
@@ -40,7 +40,6 @@ from mamba_eagle.kernels.vector_code import (
 )
 from mamba_eagle.kernels.vector_transpose import transpose
 
-GROUP = 32
 QUAD = 4  # inputs per instruction
 # what a core reads, multiplies and rounds, at best
 BYTES_PER_NS, PRODUCTS_PER_NS, ROUNDED_PER_NS = 12, 200, 3
