@@ -14,13 +14,21 @@ from torch import Tensor
 from mamba_eagle.kernels.best_token import torch as definition
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
-from mamba_eagle.kernels.top_log_probs.triton import NO_KEY, key_number, ranking_key
+from mamba_eagle.kernels.top_log_probs.triton import (
+    NO_KEY,
+    NO_SHORT_KEY,
+    key_number,
+    ranking_key,
+    short_key,
+    widened_key,
+)
 from mamba_eagle.kernels.triton_math import rounded_product
 
 BLOCK = 4096
 REFUSED = tl.constexpr(definition.REFUSED)
 NOTHING = tl.constexpr(definition.NOTHING)
 NO_TOKEN = tl.constexpr(definition.NO_TOKEN)
+REFUSED_SHORT = tl.constexpr(2**31 - 1)
 
 # views of larger tensors may begin anywhere, which is no reason for other machine code
 ANY_PLACE = ["seeds", "positions", "temperatures"]
@@ -60,6 +68,42 @@ def _token_kernel(keys, tokens, blocks, BLOCKS: tl.constexpr):
     best = tl.max(tl.load(keys + row * blocks + block, mask=block < blocks, other=NO_KEY), 0)
     none = (best == REFUSED) | ((best >> 32) == NOTHING)
     tl.store(tokens + row, tl.where(none, NO_TOKEN, key_number(best)))
+
+
+@triton.jit
+def _short_best_kernel(
+    scores,  # [n, V] of 16 bits, rows stride apart
+    keys,  # [n, blocks] int64, out
+    V,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    """As ``_best_kernel``, with keys that take a third of the time."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    valid = block * BLOCK + place < V
+    at = scores + row * stride + block * BLOCK + place
+    score = tl.load(at, mask=valid, other=float("-inf"))
+    wide = score.to(tl.float32)
+    refused = (wide != wide) | (wide == float("inf"))
+    key = tl.where(refused, REFUSED_SHORT, short_key(score, place))
+    best = tl.max(tl.where(valid, key, NO_SHORT_KEY), 0)
+    wide_key = widened_key(best, block * BLOCK, score.dtype)
+    wide_key = tl.where(best == REFUSED_SHORT, REFUSED, wide_key)
+    tl.store(keys + row * tl.num_programs(0) + block, wide_key)
+
+
+def best_of(scores: Tensor, block: int = 8192, warps: int = 8) -> Tensor:
+    """The best token where all scores are on one rank: [n, V] -> [n] int64, as in torch.py."""
+    if scores.dtype == torch.float32:
+        return best_tokens(best_keys(scores, 0, scores.shape[1], None))
+    n, V = scores.shape
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    keys = torch.empty(n, triton.cdiv(V, block), dtype=torch.int64, device=scores.device)
+    _short_best_kernel[(keys.shape[1], n)](
+        scores, keys, V, scores.stride(0), BLOCK=block, num_warps=warps
+    )
+    return best_tokens(keys)
 
 
 def best_keys(

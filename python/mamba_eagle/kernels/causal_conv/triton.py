@@ -33,14 +33,15 @@ class ConvWeights(NamedTuple):
 @triton.jit
 def _convolve(
     block,
+    part,
     request,
-    slot,
     xbc,
     conv_weight,
     conv_bias,
     conv_in,
     xB,
     C,
+    slots,
     rows,
     parents,
     tail,
@@ -50,59 +51,72 @@ def _convolve(
     ROW: tl.constexpr,
     CONV_DIM: tl.constexpr,
     K: tl.constexpr,
-    TP: tl.constexpr,
+    NODES: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Convolution and SiLU of BLOCK channels of all nodes of a request."""
-    node = tl.arange(0, TP)
-    valid = node < T
-    row = tl.load(rows + request * T + node, mask=valid, other=0).to(tl.int32)
+    """Convolution and SiLU of BLOCK channels of NODES nodes of a request.
+
+    All that the kernel before does not write is read before the wait: weights, and where a node's
+    predecessors are.
+    """
+    # nodes beyond the last one repeat it
+    node = tl.minimum(part * NODES + tl.arange(0, NODES), T - 1)
     channel = block * BLOCK + tl.arange(0, BLOCK)
-    in_block = channel < CONV_DIM
-    inside = valid[:, None] & in_block[None, :]
-    buffer = conv_in + slot * (K - 1 + W) * CONV_DIM
-    total = tl.zeros([TP, BLOCK], tl.float32)
+    inside = channel < CONV_DIM
+    taps = ()
+    for tap in tl.static_range(K):
+        taps += (tl.load(conv_weight + tap * CONV_DIM + channel, mask=inside, other=0.0),)
     if conv_bias is not None:
-        total += tl.load(conv_bias + channel, mask=in_block, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(conv_bias + channel, mask=inside, other=0.0)
+    slot = tl.load(slots + request).to(tl.int64)
+    row = tl.load(rows + request * T + node).to(tl.int32)
+    buffer = conv_in + slot * (K - 1 + W) * CONV_DIM
+    tree = xbc + request.to(tl.int64) * T * xbc_stride
     # the node, its parent, …; below 0 the tail of the path, whose last token is -1
     source = node
-    own = tl.load(
-        xbc + (request * T + node[:, None]) * xbc_stride + channel[None, :],
-        mask=inside,
-        other=0.0,
-    )
-    tap = tl.load(conv_weight + (K - 1) * CONV_DIM + channel, mask=in_block, other=0.0)
-    total += own.to(tl.float32) * tap.to(tl.float32)[None, :]
+    starts = ()
+    for _ in tl.static_range(1, K):
+        above = tl.load(parents + request * T + tl.maximum(source, 0)).to(tl.int32)
+        source = tl.where(source > 0, above, source - 1)
+        at = request * (K - 1) + (K - 1) + tl.minimum(source, -1)
+        place = tl.load(tail + at).to(tl.int32)
+        from_tree = tree + tl.maximum(source, 0) * xbc_stride
+        starts += (tl.where(source < 0, buffer + place * CONV_DIM, from_tree),)
+    previous_done(OVERLAP)
+
+    mask = inside[None, :]
+    own = tl.load((tree + node * xbc_stride)[:, None] + channel[None, :], mask=mask, other=0.0)
+    inputs = (own,)
     for back in tl.static_range(1, K):
-        above = tl.load(parents + request * T + source, mask=valid & (source > 0), other=0)
-        source = tl.where(source > 0, above.to(tl.int32), source - 1)
-        in_tail = valid & (source < 0)
-        place = tl.load(tail + request * (K - 1) + (K - 1) + source, mask=in_tail, other=0)
-        from_tree = xbc + (request * T + tl.maximum(source, 0)) * xbc_stride
-        from_path = buffer + place.to(tl.int32) * CONV_DIM
-        start = tl.where(in_tail, from_path, from_tree)
-        value = tl.load(start[:, None] + channel[None, :], mask=inside, other=0.0)
-        tap_row = conv_weight + (K - 1 - back) * CONV_DIM
-        tap = tl.load(tap_row + channel, mask=in_block, other=0.0)
-        total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
+        above = tl.load(starts[back - 1][:, None] + channel[None, :], mask=mask, other=0.0)
+        inputs += (above,)
+    total = tl.zeros([NODES, BLOCK], tl.float32)
+    if conv_bias is not None:
+        total += bias.to(tl.float32)[None, :]
+    for back in tl.static_range(K):
+        total += inputs[back].to(tl.float32) * taps[K - 1 - back].to(tl.float32)[None, :]
     out = silu(total).to(own.dtype)
-    in_row = inside & (channel < ROW)[None, :]
-    tl.store(xB + slot * W * ROW + row[:, None] * ROW + channel[None, :], out, mask=in_row)
-    C_nodes = C + (request * T + node[:, None]) * (CONV_DIM - ROW) + channel[None, :] - ROW
-    tl.store(C_nodes, out, mask=inside & (channel >= ROW)[None, :])
-    tl.store(buffer + (K - 1 + row[:, None]) * CONV_DIM + channel[None, :], own, mask=inside)
+    first = block * BLOCK
+    if first < ROW:
+        of_rows = xB + slot * W * ROW + row * ROW
+        tl.store(of_rows[:, None] + channel[None, :], out, mask=(mask & (channel < ROW)[None, :]))
+    if first + BLOCK > ROW:
+        of_nodes = C + (request * T + node) * (CONV_DIM - ROW) - ROW
+        tl.store(of_nodes[:, None] + channel[None, :], out, mask=mask & (channel >= ROW)[None, :])
+    tl.store((buffer + (K - 1 + row) * CONV_DIM)[:, None] + channel[None, :], own, mask=mask)
 
 
 @triton.jit
 def _step_sizes(
     block,
     request,
-    slot,
     dt_raw,
     dt_bias,
     A,
     dt,
     log_decay,
+    slots,
     journal,
     journal_len,
     rows,
@@ -118,11 +132,13 @@ def _step_sizes(
     TP: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dt and L of HEAD_BLOCK heads of all nodes of a request."""
     PADDED: tl.constexpr = TP if TP == 1 or TP > 16 else 16  # tl.dot needs 16
     node = tl.arange(0, PADDED)
     valid = node < T
+    slot = tl.load(slots + request).to(tl.int64)
     row = tl.load(rows + request * T + node, mask=valid, other=0).to(tl.int32)
     head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     in_block = head < H
@@ -134,18 +150,21 @@ def _step_sizes(
         started = tl.where(tl.load(fold + request) != 0, 0, started)
     place = slot * W * H + last * H + head
     base = tl.load(log_decay + place, mask=head < started, other=0.0)
+    bias = tl.load(dt_bias + head, mask=in_block, other=0.0)
+    rate = tl.load(A + head, mask=in_block, other=0.0)
+    if TP > 1:
+        bits = tl.load(ancestors + request * T + node, mask=valid, other=0)
+        above = ((bits[:, None] >> node.to(tl.int64)[None, :]) & 1).to(tl.float32)
+    previous_done(OVERLAP)
     raw = tl.load(
         dt_raw + (request * T + node[:, None]) * dt_stride + head[None, :],
         mask=inside,
         other=0.0,
     )
-    bias = tl.load(dt_bias + head, mask=in_block, other=0.0)
     step = step_sizes(raw, bias, lowest, highest)
-    decay = step * tl.load(A + head, mask=in_block, other=0.0)[None, :]
+    decay = step * rate[None, :]
     decay = tl.where(inside, decay, 0.0)
     if TP > 1:
-        bits = tl.load(ancestors + request * T + node, mask=valid, other=0)
-        above = ((bits[:, None] >> node.to(tl.int64)[None, :]) & 1).to(tl.float32)
         decay = tl.dot(above, decay, input_precision="ieee")
     decay += base[None, :]
     out = slot * W * H + row[:, None] * H + head[None, :]
@@ -186,27 +205,43 @@ def _tree_conv_kernel(
     CONV_DIM: tl.constexpr,
     K: tl.constexpr,
     TP: tl.constexpr,  # nodes, padded
+    NODES: tl.constexpr,  # per program
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     FOLD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     CHANNEL_BLOCKS: tl.constexpr = (CONV_DIM + BLOCK - 1) // BLOCK
-    block = tl.program_id(0)
+    HEAD_BLOCKS: tl.constexpr = (H + HEAD_BLOCK - 1) // HEAD_BLOCK
+    # in one line, those of the heads first: they take longest
+    program = tl.program_id(0)
     request = tl.program_id(1)
-    previous_done(OVERLAP)
-    slot = tl.load(slots + request).to(tl.int64)
-    if block < CHANNEL_BLOCKS:
-        _convolve(
-            block, request, slot, xbc, conv_weight, conv_bias, conv_in, xB, C, rows, parents, tail,
-            T, W, xbc_stride, ROW, CONV_DIM, K, TP, BLOCK,
+    if program < HEAD_BLOCKS:
+        _step_sizes(
+            program, request, dt_raw, dt_bias, A, dt, log_decay, slots, journal, journal_len, rows,
+            ancestors, fold, T, W, M, dt_stride, lowest, highest, H, TP, HEAD_BLOCK, FOLD, OVERLAP,
         )  # fmt: skip
     else:
-        _step_sizes(
-            block - CHANNEL_BLOCKS, request, slot, dt_raw, dt_bias, A, dt, log_decay, journal,
-            journal_len, rows, ancestors, fold, T, W, M, dt_stride, lowest, highest,
-            H, TP, HEAD_BLOCK, FOLD,
+        program -= HEAD_BLOCKS
+        _convolve(
+            program % CHANNEL_BLOCKS, program // CHANNEL_BLOCKS, request, xbc, conv_weight,
+            conv_bias, conv_in, xB, C, slots, rows, parents, tail, T, W, xbc_stride,
+            ROW, CONV_DIM, K, NODES, BLOCK, OVERLAP,
         )  # fmt: skip
+
+
+class Config(NamedTuple):
+    """How a convolution is divided among programs, whatever is the result."""
+
+    nodes: int  # of a tree, per program: a power of two
+    block: int  # channels per program
+    warps: int
+
+
+def choose_config(batch: int, nodes: int) -> Config:
+    """block = 256 · warps: then a thread has 8 channels, which are read and written at once."""
+    padded = triton.next_power_of_2(nodes)
+    return Config(1 if batch * nodes <= 64 else min(padded, 4), 1024, 4)
 
 
 def tree_conv(
@@ -217,8 +252,7 @@ def tree_conv(
     buffers: RowBuffers,
     step: TreeLayout,
     sizes: Sizes,
-    block: int | None = None,
-    warps: int = 4,
+    config: Config | None = None,
 ) -> Tensor:
     """Fill the nodes' rows: x, B, dt and L in ``buffers``, raw inputs in ``conv_in``.
 
@@ -234,8 +268,7 @@ def tree_conv(
     H, P, G, N = sizes
     padded = triton.next_power_of_2(T)
     C = torch.empty(b, T, G * N, dtype=xbc.dtype, device=xbc.device)
-    if block is None:  # the best on an H100
-        block, warps = (256, 4) if T == 1 else (32, 8) if b <= 4 else (128, 8)
+    config = config or choose_config(b, T)
     head_block = 16 if padded > 16 else 32
     low, high = weights.step_limit
     overlap = launches_overlap(xbc.device)
@@ -243,7 +276,8 @@ def tree_conv(
     journal = (step.slots, step.journal, step.journal_len)
     nodes = (step.rows, step.parents, step.ancestors, step.tail, step.fold)
     numbers = (T, buffers.xB.shape[1], step.journal.shape[1], xbc.stride(0), dt_raw.stride(0))
-    _tree_conv_kernel[(triton.cdiv(conv_dim, block) + triton.cdiv(H, head_block), b)](
+    programs = triton.cdiv(conv_dim, config.block) * triton.cdiv(T, config.nodes)
+    _tree_conv_kernel[(programs + triton.cdiv(H, head_block), b)](
         *tensors,
         *journal,
         *nodes,
@@ -255,11 +289,12 @@ def tree_conv(
         CONV_DIM=conv_dim,
         K=K,
         TP=padded,
-        BLOCK=block,
+        NODES=config.nodes,
+        BLOCK=config.block,
         HEAD_BLOCK=head_block,
         FOLD=step.fold is not None,
         OVERLAP=overlap,
-        num_warps=warps,
+        num_warps=config.warps,
         launch_pdl=overlap,
     )
     return C

@@ -2,46 +2,119 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
-from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
+from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.triton_math import previous_done, silu
 
 
 @triton.jit
+def _blocks(at, column, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The blocks of some groups of channels, one after the other: at [lines, BLOCK]."""
+    found = ()
+    for block in tl.static_range(BLOCKS):
+        found += (tl.load(at + block * BLOCK, mask=column < GROUP - block * BLOCK, other=0.0),)
+    return found
+
+
+@triton.jit
+def _normed(y, gate, eps, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """y · silu(gate) over its root mean square, in float32: blocks of groups, [lines, BLOCK]."""
+    gated = ()
+    for block in tl.static_range(BLOCKS):
+        gated += (y[block].to(tl.float32) * silu(gate[block].to(tl.float32)),)
+    squares = gated[0] * gated[0]
+    for block in tl.static_range(1, BLOCKS):
+        squares += gated[block] * gated[block]
+    inverse = 1.0 / tl.sqrt(tl.sum(squares, 1) / GROUP + eps)
+    normed = ()
+    for block in tl.static_range(BLOCKS):
+        normed += (gated[block] * inverse[:, None],)
+    return normed
+
+
+@triton.jit(do_not_specialize=["n"])
 def _gated_norm_kernel(
     y,  # [n, size], rows y_stride apart
     gate,  # [n, size], rows gate_stride apart
     weight,  # [size]
     out,  # [n, size]
+    n,
     y_stride,
     gate_stride,
     eps,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # channels of a block
+    BLOCKS: tl.constexpr,  # of a group
+    ROWS: tl.constexpr,  # per program
     OVERLAP: tl.constexpr,
 ):
+    """A group of channels of some rows."""
+    # where rows do not fill the last program, it repeats the last one
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), n - 1).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    channel = tl.program_id(1) * GROUP + column
+    # each row reads the weights, so that they stand where its numbers do; they need not wait
+    weights = weight + tl.zeros([ROWS, 1], tl.int32) + channel
+    w = _blocks(weights, column, GROUP, BLOCK, BLOCKS)
     previous_done(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < GROUP
-    column += tl.program_id(1) * GROUP
-    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
-    gated = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32)
-    gated *= silu(g.to(tl.float32))
-    scale = 1.0 / tl.sqrt(tl.sum(gated * gated) / GROUP + eps)
-    w = tl.load(weight + column, mask=inside, other=0.0)
-    normed = (gated * scale).to(g.dtype)  # rounded before the weight, as the layer does
-    tl.store(out + row * SIZE + column, normed.to(tl.float32) * w.to(tl.float32), mask=inside)
+    gates = _blocks(gate + row * gate_stride + channel, column, GROUP, BLOCK, BLOCKS)
+    ys = _blocks(y + row * y_stride + channel, column, GROUP, BLOCK, BLOCKS)
+    normed = _normed(ys, gates, eps, GROUP, BLOCKS)
+    for block in tl.static_range(BLOCKS):
+        # rounded before the weight, as the layer does
+        rounded = normed[block].to(gate.dtype.element_ty).to(tl.float32)
+        at = out + row * SIZE + channel + block * BLOCK
+        inside = column < GROUP - block * BLOCK
+        tl.store(at, rounded * w[block].to(tl.float32), mask=inside)
 
 
-def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float) -> Tensor:
+class Config(NamedTuple):
+    """How a norm is divided among programs. The result depends on it by rounding only."""
+
+    rows: int  # per program; of a norm in float8: 1
+    warps: int
+
+
+def blocks_of(group: int) -> tuple[int, int]:
+    """How a group of channels is cut: the size of a block, a power of two, and their number.
+
+    All channels of a block are computed, so as few as possible are padding: 1280 are five blocks
+    of 256.
+    """
+    largest = triton.next_power_of_2(group)
+    sizes = [largest >> i for i in range(4) if largest >> i >= 128] or [largest]
+    block = min(sizes, key=lambda size: (triton.cdiv(group, size) * size, -size))
+    return block, triton.cdiv(group, block)
+
+
+def choose_config(n: int, group: int) -> Config:
+    """For Hopper. Many rows: a warp takes a whole group of one, and needs no barrier for its sum.
+    With few rows, four warps share that. 32 to 64 numbers per thread at most."""
+    if group > 2048:
+        return Config(1, min(16, triton.next_power_of_2(group) // 1024))
+    return Config(1, 4) if n <= FEW_ROWS else Config(4, 4)
+
+
+FEW_ROWS = 64
+
+
+def gated_norm(
+    y: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    num_groups: int,
+    eps: float,
+    config: Config | None = None,
+) -> Tensor:
     """``weight · rms_norm(y · silu(gate))``, a norm for each group of channels.
 
     y, gate: [n, size]; weight: [size] -> [n, size], gate's dtype. The last dimensions must be
@@ -50,20 +123,25 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: fl
     n, size = y.shape
     out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
     group = size // num_groups
+    block, blocks = blocks_of(group)
+    rows, warps = config or choose_config(n, group)
     overlap = launches_overlap(y.device)
-    _gated_norm_kernel[(n, num_groups)](
+    _gated_norm_kernel[(triton.cdiv(n, rows), num_groups)](
         y,
         gate,
         weight,
         out,
+        n,
         y.stride(0),
         gate.stride(0),
         eps,
         SIZE=size,
         GROUP=group,
-        BLOCK=triton.next_power_of_2(group),
+        BLOCK=block,
+        BLOCKS=blocks,
+        ROWS=rows,
         OVERLAP=overlap,
-        num_warps=4 if group > 512 else 1,
+        num_warps=warps,
         launch_pdl=overlap,
     )
     return out
@@ -83,75 +161,40 @@ def _rounded_gated_norm_kernel(
     DYNAMIC: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,  # of the norm that a program takes, padded
-    BLOCK: tl.constexpr,  # GROUP, padded
+    BLOCK: tl.constexpr,  # channels of a block
+    BLOCKS: tl.constexpr,  # of a group
+    GROUPS: tl.constexpr,  # of a row that a program takes, padded
     OVERLAP: tl.constexpr,
 ):
-    previous_done(OVERLAP)
+    """Groups of channels of a row: all of them, where they have a scale together."""
     row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    within = tl.arange(0, BLOCK)
-    column = group[:, None] * GROUP + within[None, :]
-    inside = (within < GROUP)[None, :] & (column < SIZE)
-    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    gated = tl.load(y + row * y_stride + column, mask=inside, other=0.0).to(tl.float32) * silu(g)
-    inverse = 1.0 / tl.sqrt(tl.sum(gated * gated, 1) / GROUP + eps)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    normed = gated * inverse[:, None] * w
+    # where groups are padding, the last one is repeated
+    group = tl.minimum(tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), SIZE // GROUP - 1)
+    column = tl.arange(0, BLOCK)[None, :]
+    channel = group[:, None] * GROUP + column
+    w = _blocks(weight + channel, column, GROUP, BLOCK, BLOCKS)
+    previous_done(OVERLAP)
+    gates = _blocks(gate + row * gate_stride + channel, column, GROUP, BLOCK, BLOCKS)
+    ys = _blocks(y + row * y_stride + channel, column, GROUP, BLOCK, BLOCKS)
+    normed = _normed(ys, gates, eps, GROUP, BLOCKS)
     if DYNAMIC:
-        scale = token_scale(tl.max(tl.abs(normed), 1), 0)
+        largest = tl.abs(normed[0] * w[0].to(tl.float32))
+        for block in tl.static_range(1, BLOCKS):
+            largest = tl.maximum(largest, tl.abs(normed[block] * w[block].to(tl.float32)))
+        scale = token_scale(tl.max(largest, 1), 0)
         tl.store(scales + row, scale)
     else:
         scale = tl.load(static)
-    tl.store(out + row * SIZE + column, to_e4m3(normed / scale), mask=inside)
+    for block in tl.static_range(BLOCKS):
+        at = out + row * SIZE + channel + block * BLOCK
+        inside = column < GROUP - block * BLOCK
+        tl.store(at, to_e4m3(normed[block] * w[block].to(tl.float32) / scale), mask=inside)
 
 
-@triton.jit
-def _normed(y, gate, weight, inside, eps, GROUP: tl.constexpr):
-    """A group of a row's channels: y, gate and weight point at them -> float32."""
-    g = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    gated = tl.load(y, mask=inside, other=0.0).to(tl.float32) * silu(g)
-    inverse = 1.0 / tl.sqrt(tl.sum(gated * gated, 0) / GROUP + eps)
-    return gated * inverse * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _twice_normed_kernel(
-    y,  # [n, size], rows y_stride apart
-    gate,  # [n, size], rows gate_stride apart
-    weight,  # [size]
-    out,  # [n, size] float8
-    scales,  # [n, 1], written
-    y_stride,
-    gate_stride,
-    eps,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,  # GROUP, padded
-    OVERLAP: tl.constexpr,
-):
-    """A row, group by group: first for its scale, then for its numbers."""
-    previous_done(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    within = tl.arange(0, BLOCK)
-    inside = within < GROUP
-    y += row * y_stride + within
-    gate += row * gate_stride + within
-    weight += within
-    scale = tl.zeros([], tl.float32)
-    for first in range(0, SIZE, GROUP):
-        normed = _normed(y + first, gate + first, weight + first, inside, eps, GROUP)
-        scale = tl.maximum(scale, token_scale(normed, 0))
-    tl.store(scales + row, scale)
-    for first in range(0, SIZE, GROUP):
-        normed = _normed(y + first, gate + first, weight + first, inside, eps, GROUP)
-        tl.store(out + row * SIZE + first + within, to_e4m3(normed / scale), mask=inside)
-
-
-# From so many rows on, programs that take little at a time and read it twice keep more of the
-# device busy: a whole row in registers leaves room for one program per multiprocessor (162 µs for
-# 4,096 rows of 10,240 on an H200, three times what their bytes take).
-MANY_ROWS = 256
+def choose_rounded_config(n: int, numbers: int) -> Config:
+    """numbers: of a program, which keeps them in registers."""
+    few = 16 if n <= FEW_ROWS else 8
+    return Config(1, max(1, min(few, triton.next_power_of_2(numbers) // 256)))
 
 
 def rounded_gated_norm(
@@ -161,34 +204,17 @@ def rounded_gated_norm(
     num_groups: int,
     eps: float,
     rounding: Rounding,
-    many: int = MANY_ROWS,
+    config: Config | None = None,
 ) -> Rounded:
     """``gated_norm`` as float8, rounded once. A token's own scale needs all of its groups in one
     program; with a static scale each has its own. rounding: without groups."""
     n, size = y.shape
     out = empty_rounded(n, size, rounding, y.device)
     dynamic, group = rounding.scale is None, size // num_groups
-    if dynamic and n >= many:
-        overlap, block = launches_overlap(y.device), triton.next_power_of_2(group)
-        _twice_normed_kernel[(n,)](
-            y,
-            gate,
-            weight,
-            out.values,
-            out.scale,
-            y.stride(0),
-            gate.stride(0),
-            eps,
-            SIZE=size,
-            GROUP=group,
-            BLOCK=block,
-            OVERLAP=overlap,
-            num_warps=max(1, min(8, block // 512)),
-            launch_pdl=overlap,
-        )
-        return out
     groups = triton.next_power_of_2(num_groups) if dynamic else 1
-    block, overlap = triton.next_power_of_2(group), launches_overlap(y.device)
+    block, blocks = blocks_of(group)
+    overlap = launches_overlap(y.device)
+    config = config or choose_rounded_config(n, groups * block * blocks)
     _rounded_gated_norm_kernel[(n, 1 if dynamic else num_groups)](
         y,
         gate,
@@ -202,10 +228,11 @@ def rounded_gated_norm(
         DYNAMIC=dynamic,
         SIZE=size,
         GROUP=group,
-        GROUPS=groups,
         BLOCK=block,
+        BLOCKS=blocks,
+        GROUPS=groups,
         OVERLAP=overlap,
-        num_warps=warps_of_row(groups * block),
+        num_warps=config.warps,
         launch_pdl=overlap,
     )
     return out
