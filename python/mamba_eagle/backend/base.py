@@ -249,8 +249,9 @@ class Backend(ABC):
 
     @abstractmethod
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-        """-inf for tokens that a grammar forbids, in new memory: logits [n, V] float32, rows [m]
-        int64, indices of different rows, masks [m, W] int32, a bit per token -> [n, V]."""
+        """-inf for tokens that a grammar forbids, in new memory: logits [n, V], of any
+        dtype that steps have, rows [m] int64, indices of different rows, masks [m, W] int32, a bit
+        per token -> [n, V]."""
 
     @abstractmethod
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
@@ -266,9 +267,9 @@ class Backend(ABC):
 
     @abstractmethod
     def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
-        """Keys of a rank's best tokens, m for each row: scores [n, own V] float32 of the tokens
-        from ``first`` on -> [n, m] int64. width: the largest own V of any rank. noise: added to the
-        scores, if it is given."""
+        """Keys of a rank's best tokens, m for each row: scores [n, own V] of the tokens from
+        ``first`` on -> [n, m] int64. width: the largest own V of any rank. noise: added to the
+        scores, which are float32 then, if it is given."""
 
     @abstractmethod
     def best_tokens(self, keys: Tensor) -> Tensor:

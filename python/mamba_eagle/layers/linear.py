@@ -133,6 +133,12 @@ class Linear(MatrixLayer):
         assert not isinstance(x, Rounded) and self.weight.device != META, "prepare comes first"
         return F.linear(x, self.weight, self.bias)
 
+    def into(self, out: Tensor, x: Tensor) -> Tensor:
+        """``forward`` without autograd, written to out [n, out_features], which is returned."""
+        if self._packed is None and self.bias is None and out.dtype == self.weight.dtype:
+            return torch.mm(x, self.weight.t(), out=out)
+        return out.copy_(self(x))
+
 
 def joined_matrix(parts: Sequence[Linear]) -> Matrix | None:
     """One matrix with the rows of all parts'; None if they are not of one form."""

@@ -201,20 +201,33 @@ class CausalLM(Layer):
         if packed is not None and packed.outputs == self.config.vocab_size:
             self.parts.embedding.read_from(packed)
 
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[n, hidden_size or feature_size] -> [n, vocab_size], float32, written to ``out`` if it is
-        given; of a model that is split only the logits of ``head_tokens``, of which a pipeline
-        stage before the last one has none."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size or feature_size] -> [n, vocab_size], float32; of a model that is split
+        only the logits of ``head_tokens``, of which a pipeline stage before the last one has
+        none."""
+        return self.step_logits(hidden).float()
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Of ``step_logits``: lm_head's own, but float32 where logits are scaled."""
+        return self.dtype if self.logits_scale == 1.0 else torch.float32
+
+    def step_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """``compute_logits`` in ``logits_dtype``, in which they are the same numbers: on a GPU,
+        converting those of a step takes longer than to choose from them. Written to ``out``, of
+        that dtype, if it is given."""
+        dtype, scale = self.logits_dtype, self.logits_scale
         if not self.config.is_last_stage:
-            return hidden.new_empty(len(hidden), 0, dtype=torch.float32) if out is None else out
-        logits = self.lm_head(hidden[..., : self.config.hidden_size])
+            return hidden.new_empty(len(hidden), 0, dtype=dtype) if out is None else out
+        hidden = hidden[..., : self.config.hidden_size]
+        if scale == 1.0:
+            return self.lm_head(hidden) if out is None else self.lm_head.into(out, hidden)
+        logits = self.lm_head(hidden)
         logits = logits.float() if out is None else out.copy_(logits)
-        scale = self.logits_scale
-        return logits if scale == 1.0 else torch.mul(logits, scale, out=out)
+        return torch.mul(logits, scale, out=out)
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """The same for drafters, without the conversion to float32 where that loses nothing:
-        [n, hidden_size or feature_size] -> [n, tokens of this rank]."""
+        """The same for drafters: [n, hidden_size or feature_size] -> [n, tokens of this rank]."""
         if self.logits_scale != 1.0:
             return self.compute_logits(hidden)
         return self.own_head(hidden[..., : self.config.hidden_size])

@@ -399,7 +399,7 @@ class ModelRunner:
         # one row of two, as for the first request that has a grammar
         vocab, device = self.model_config.vocab_size, self.backend.device
         masks = torch.full((1, self.constraints.matchers.words), -1, dtype=torch.int32)
-        logits = torch.zeros(2, vocab, device=device)
+        logits = torch.zeros(2, vocab, dtype=self.model.logits_dtype, device=device)
         self.backend.mask_logits(logits, self.backend.place.to_device([0]), masks.to(device))
 
     @torch.inference_mode()

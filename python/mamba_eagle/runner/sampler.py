@@ -399,8 +399,7 @@ def _constrained(state: SamplingState, logits: Tensor, allowed: TokenMasks | Non
     place, since logprobs are of the raw logits."""
     if allowed is None:
         return logits
-    flat = logits.float().flatten(0, 1)
-    return state.backend.mask_logits(flat, *allowed).view(logits.shape)
+    return state.backend.mask_logits(logits.flatten(0, 1), *allowed).view(logits.shape)
 
 
 def _output_counts(counted: Tensor, tree: Tree | None, nodes: int) -> Tensor:

@@ -147,14 +147,15 @@ def test_ranks_with_parts_of_the_tokens_find_the_best_one(form: str, sampled: bo
 
 
 @every_form
-def test_one_rank_finds_the_best_one(form: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_rank_finds_the_best_one(form: str, dtype: torch.dtype) -> None:
     """The same where the scores are on one rank; zeros of both signs are equal."""
     scores = (4 * torch.randn(7, 2100, generator=torch.Generator().manual_seed(4))).round()
     scores[1, 2080], scores[2, 3], scores[3] = torch.nan, torch.inf, -torch.inf
     scores[4, 70] = -torch.tensor(torch.nan).abs()
     scores[5] = -1.0
     scores[5, 2], scores[5, 2090] = -0.0, 0.0
-    found = backend_of(form).best_of(scores.to(device_of(form)).view(7, 1, -1))
+    found = backend_of(form).best_of(scores.to(device_of(form), dtype).view(7, 1, -1))
     assert found[:, 0].tolist() == [best_token(row) for row in scores.tolist()]
     assert found[:6, 0].tolist()[1:] == [-1, -1, -1, -1, 2]
 

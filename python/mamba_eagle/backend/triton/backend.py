@@ -199,6 +199,9 @@ class TritonBackend(TorchBackend):
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         return gumbel(seed, position, vocab_size)
 
+    def best_of(self, scores: Tensor) -> Tensor:
+        return best_token.best_of(scores)
+
     def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
         return best_token.best_keys(scores, first, width, noise)
 

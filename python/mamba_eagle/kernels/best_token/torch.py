@@ -41,13 +41,14 @@ def best_keys(
     noise: RowNoise | None,
     gumbel: Callable[[Tensor, Tensor, int], Tensor],
 ) -> Tensor:
-    """The largest key of each row: scores [n, own V] float32 of the tokens from ``first`` on ->
-    [n, 1] int64."""
+    """The largest key of each row: scores [n, own V] of the tokens from ``first`` on -> [n, 1]
+    int64. Scores to which noise is added are float32."""
     if noise is not None:
         whole = gumbel(noise.seeds, noise.positions, noise.vocab_size)
         own = whole[:, first : first + scores.shape[1]]
         scores = own.mul(noise.temperatures[:, None]).add_(scores)
     top, column = scores.max(dim=-1, keepdim=True)
+    top = top.float()
     keys = token_keys(top, column + first)
     return keys.masked_fill_(torch.isnan(top) | (top == torch.inf), REFUSED)
 

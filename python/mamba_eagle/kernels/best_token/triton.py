@@ -25,6 +25,7 @@ from mamba_eagle.kernels.top_log_probs.triton import (
 from mamba_eagle.kernels.triton_math import rounded_product
 
 BLOCK = 4096
+SHORT_BLOCK = 8192  # of scores of 16 bits
 REFUSED = tl.constexpr(definition.REFUSED)
 NOTHING = tl.constexpr(definition.NOTHING)
 NO_TOKEN = tl.constexpr(definition.NO_TOKEN)
@@ -70,12 +71,13 @@ def _token_kernel(keys, tokens, blocks, BLOCKS: tl.constexpr):
     tl.store(tokens + row, tl.where(none, NO_TOKEN, key_number(best)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _short_best_kernel(
     scores,  # [n, V] of 16 bits, rows stride apart
     keys,  # [n, blocks] int64, out
     V,
     stride,
+    first,  # the number of the first token
     BLOCK: tl.constexpr,
 ):
     """As ``_best_kernel``, with keys that take a third of the time."""
@@ -88,30 +90,19 @@ def _short_best_kernel(
     refused = (wide != wide) | (wide == float("inf"))
     key = tl.where(refused, REFUSED_SHORT, short_key(score, place))
     best = tl.max(tl.where(valid, key, NO_SHORT_KEY), 0)
-    wide_key = widened_key(best, block * BLOCK, score.dtype)
+    wide_key = widened_key(best, first + block * BLOCK, score.dtype)
     wide_key = tl.where(best == REFUSED_SHORT, REFUSED, wide_key)
     tl.store(keys + row * tl.num_programs(0) + block, wide_key)
-
-
-def best_of(scores: Tensor, block: int = 8192, warps: int = 8) -> Tensor:
-    """The best token where all scores are on one rank: [n, V] -> [n] int64, as in torch.py."""
-    if scores.dtype == torch.float32:
-        return best_tokens(best_keys(scores, 0, scores.shape[1], None))
-    n, V = scores.shape
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    keys = torch.empty(n, triton.cdiv(V, block), dtype=torch.int64, device=scores.device)
-    _short_best_kernel[(keys.shape[1], n)](
-        scores, keys, V, scores.stride(0), BLOCK=block, num_warps=warps
-    )
-    return best_tokens(keys)
 
 
 def best_keys(
     scores: Tensor, first: int, width: int, noise: RowNoise | None, block: int = BLOCK
 ) -> Tensor:
-    """The largest key of each block of a row: scores [n, own V] float32 of the tokens from
-    ``first`` on -> [n, blocks] int64. width: the largest own V of any rank: all have as many
-    blocks."""
+    """The largest key of each block of a row: scores [n, own V] of the tokens from ``first`` on ->
+    [n, blocks] int64. width: the largest own V of any rank: all have as many blocks. Scores to
+    which noise is added are float32."""
+    if noise is None and scores.dtype.itemsize == 2:
+        return short_best_keys(scores, first, width)
     n, V = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     keys = torch.empty(n, triton.cdiv(width, block), dtype=torch.int64, device=scores.device)
@@ -128,6 +119,24 @@ def best_keys(
         num_warps=8,
     )
     return keys
+
+
+def short_best_keys(
+    scores: Tensor, first: int, width: int, block: int = SHORT_BLOCK, warps: int = 8
+) -> Tensor:
+    n, V = scores.shape
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    keys = torch.empty(n, triton.cdiv(width, block), dtype=torch.int64, device=scores.device)
+    _short_best_kernel[(keys.shape[1], n)](
+        scores, keys, V, scores.stride(0), first, BLOCK=block, num_warps=warps
+    )
+    return keys
+
+
+def best_of(scores: Tensor) -> Tensor:
+    """The best token where all scores are on one rank: [..., V] -> [...] int64, as torch.py's."""
+    keys = best_keys(scores.flatten(0, -2), 0, scores.shape[-1], None)
+    return best_tokens(keys).view(scores.shape[:-1])
 
 
 def best_tokens(keys: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Verified(NamedTuple):
     layout: Any  # as returned by the state scheme's ``begin``
     positions: Tensor  # [b, T] int64, of the nodes
     features: Tensor  # [b, T, F]
-    logits: Tensor  # [b, T, V] float32
+    logits: Tensor  # [b, T, V], the model's logits_dtype
 
     def first(self, b: int) -> Verified:
         """The outputs for the first ``b`` requests; the layout still covers all."""
@@ -104,8 +104,8 @@ class DecodeStep:
     def verify(
         self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
     ) -> Verified:
-        """Run the target on the trees. logits: [b*T, V] float32, written if given; otherwise new
-        memory is used."""
+        """Run the target on the trees. logits: [b*T, V], the model's logits_dtype, written if
+        given; otherwise new memory is used."""
         table, shape = self.table, tree.tokens.shape
         processed = table.processed[slots]
         layout = self.scheme.begin(slots, tree)
@@ -122,7 +122,7 @@ class DecodeStep:
         positions = processed[:, None] + tree.depths
         context = VerifyContext(self.scheme, layout, attention, positions.reshape(-1))
         features = self.model(tree.tokens.reshape(-1), context)
-        logits = self.model.compute_logits(features, logits)
+        logits = self.model.step_logits(features, logits)
         parts = (features.unflatten(0, shape), logits.unflatten(0, shape))
         return Verified(tree, layout, positions, *parts)
 

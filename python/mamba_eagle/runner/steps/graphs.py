@@ -231,7 +231,9 @@ class GraphedSteps:
         self.step, self.padded_slot, self.place = step, padded_slot, step.backend.place
         self.device = self.place.device
         self.ladder = batch_ladder(padded_slot)
-        self.logits = torch.empty(padded_slot * max_nodes, vocab, device=self.device)
+        self.logits = torch.empty(
+            padded_slot * max_nodes, vocab, dtype=step.model.logits_dtype, device=self.device
+        )
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         self.graphs: dict[Kind, _Graph] = {}

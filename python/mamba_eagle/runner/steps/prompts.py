@@ -310,7 +310,7 @@ class PromptRunner:
         last = [part.first + part.length - 1 for part in parts]
         device_slots, positions, budget, last_tokens = self._indices([slots, ends, left, last])
         last_features = features[last_tokens]
-        logits = self.step.model.compute_logits(last_features)
+        logits = self.step.model.step_logits(last_features)
         chooser = self.step.chooser
         sampled, marks = self.step.choice.choose(slots, logits[:, None], positions[:, None])
         sampled = sampled[:, 0]
@@ -348,5 +348,5 @@ class PromptRunner:
         item, span = part.item, slice(part.first, part.first + part.length)
         offset = max(item.logprob_start, item.start) - item.start
         sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
-        logits = self.step.model.compute_logits(sources)
+        logits = self.step.model.step_logits(sources)
         return Logprobs(self.step.chooser, logits, tokens[span][offset:], item.top_logprobs)
