@@ -89,7 +89,17 @@ class PendingEntries:
         features: [b, T, F], the target's, of all nodes. entry_features: maps the target's features
         [n, F] to those of entries [n, features].
         """
-        self._append(slots, accepted, _accepted_features(self, accepted, features, entry_features))
+        b, width = accepted.nodes.shape
+        if self.features.shape[2]:
+            entries = entry_features(self._rows_of(features, accepted.nodes)).view(b, width, -1)
+        else:
+            entries = features.new_empty(b, width, 0)
+        self._append(slots, accepted, entries)
+
+    def _rows_of(self, features: Tensor, nodes: Tensor) -> Tensor:
+        """The nodes' features, [b*D, F]: features [b, T, F], nodes [b, D] int64."""
+        index = nodes[..., None].expand(-1, -1, features.shape[2])
+        return features.gather(1, index).flatten(0, 1)
 
     def _append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
         """entries: [b, D, features], features of the accepted tokens' entries."""
@@ -100,17 +110,3 @@ class PendingEntries:
         self.tokens[slots[:, None], columns] = accepted.tokens
         self.features[slots[:, None], columns] = entries.to(self.features.dtype)
         self.pending[slots] += torch.where(pending < 0, 0, accepted.count)
-
-
-def _accepted_features(
-    entries: PendingEntries,
-    accepted: Truncated,
-    features: Tensor,
-    entry_features: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Features of the accepted nodes' entries, from ``features`` [b, T, F]. [b, D, features]"""
-    b, width = accepted.nodes.shape
-    if not entries.features.shape[2]:
-        return features.new_empty(b, width, 0)
-    index = accepted.nodes[..., None].expand(-1, -1, features.shape[2])
-    return entry_features(features.gather(1, index).flatten(0, 1)).view(b, width, -1)

@@ -14,7 +14,7 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.kernels.accept import naive
 from mamba_eagle.tree.accept import Truncated
 
-REQUESTS, WIDTH, POSITIONS, PADDING, DEEP = 6, 14, 90, 9999, 5
+REQUESTS, WIDTH, POSITIONS, PADDING, DEEP, NODES = 6, 14, 90, 9999, 5, 7
 ENDED_SLOT = 1
 UNTRACKED_SLOT = 4
 PADDED = REQUESTS - 1  # the request slot of requests that pad a batch: it has ended
@@ -46,8 +46,8 @@ def naive_entries() -> dict[int, naive.DraftEntries]:
 
 class Step(NamedTuple):
     slots: Tensor  # [5]; the last two pad the batch
-    accepted: Truncated  # nodes stand in the order in which they are accepted
-    features: Tensor  # [5, DEEP, F]
+    accepted: Truncated
+    features: Tensor  # [5, NODES, F]
 
     def to(self, device: torch.device) -> Step:
         accepted = Truncated(*(part.to(device) for part in self.accepted))
@@ -56,7 +56,8 @@ class Step(NamedTuple):
     def entries(self, r: int) -> list[tuple[int, list[float]]]:
         """What a request accepts, each token with its feature."""
         count = int(self.accepted.count[r])
-        tokens, features = self.accepted.tokens[r, :count], self.features[r, :count]
+        tokens, nodes = self.accepted.tokens[r, :count], self.accepted.nodes[r, :count]
+        features = self.features[r, nodes]
         return list(zip(tokens.tolist(), features.tolist()))
 
 
@@ -66,8 +67,8 @@ def random_step(features: int, generator: torch.Generator) -> Step:
     tokens = torch.randint(0, 99, (5, DEEP), generator=generator)
     count = torch.randint(0, DEEP + 1, (5,), generator=generator)
     count[(slots == ENDED_SLOT) | (slots == PADDED)] = 0
-    nodes = torch.arange(DEEP).expand(5, -1).contiguous()
-    made = torch.randn(5, DEEP, features, generator=generator)
+    nodes = torch.randint(0, NODES, (5, DEEP), generator=generator)
+    made = torch.randn(5, NODES, features, generator=generator)
     return Step(slots, Truncated(nodes, tokens, count, count == 0), made)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pending import PendingEntries, Taken
-from mamba_eagle.kernels.accept.triton_pending import append_pending, take_pending
+from mamba_eagle.kernels.accept.triton_pending import append_pending, rows_of, take_pending
 from mamba_eagle.tree.accept import Truncated
 
 
@@ -20,6 +20,9 @@ class TritonPendingEntries(PendingEntries):
         tables = (table.remaining, self.processed, self.pending, self.tokens, table.kv_slots)
         take_pending(slots, counts, *tables, self.padding_slot, *accepted, *taken[1:])
         return taken
+
+    def _rows_of(self, features: Tensor, nodes: Tensor) -> Tensor:
+        return rows_of(features, nodes)
 
     def _append(self, slots: Tensor, accepted: Truncated, entries: Tensor) -> None:
         new = (accepted.tokens, accepted.count, entries)

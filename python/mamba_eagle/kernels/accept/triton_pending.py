@@ -177,3 +177,32 @@ def append_pending(
         BLOCK=min(2048, triton.next_power_of_2(max(F, 1))),
         num_warps=4 if F else 1,
     )
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rows_kernel(
+    features,  # [b, T, F]
+    nodes,  # [b, D]
+    out,  # [b*D, F]
+    T,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    to = tl.program_id(0).to(tl.int64)
+    source = to // D * T + tl.load(nodes + to)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(features + source * F + column, mask=column < F)
+    tl.store(out + to * F + column, row, mask=column < F)
+
+
+def rows_of(features: Tensor, nodes: Tensor) -> Tensor:
+    """Features of each request's nodes: features [b, T, F], nodes [b, D] -> [b*D, F]."""
+    (b, D), (T, F) = nodes.shape, features.shape[1:]
+    out = features.new_empty(b * D, F)
+    block = min(1024, triton.next_power_of_2(F))
+    grid = (b * D, triton.cdiv(F, block))
+    _rows_kernel[grid](
+        features.contiguous(), nodes.contiguous(), out, T, D=D, F=F, BLOCK=block, num_warps=4
+    )
+    return out
