@@ -30,6 +30,14 @@ from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
 
+class HeadNorms(NamedTuple):
+    """Norms of query and key heads."""
+
+    q: Tensor  # [D], weights
+    k: Tensor  # [D]
+    eps: float
+
+
 class Normed(NamedTuple):
     """A residual stream and its norm, both [n, size]; the norm may be float8."""
 
@@ -102,6 +110,18 @@ class LayerOps:
         [n, 1, half] float32.
         """
         return rotate(x, cos, sin)
+
+    def place_heads(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor]:
+        """``rotate`` of queries [n, heads, D] and keys [n, other heads, D], after a norm of each
+        head where there are ``norms``."""
+        if norms is not None:
+            q, k = (
+                self.rms_norm(x.reshape(-1, x.shape[-1]), weight, norms.eps).view(x.shape)
+                for x, weight in ((q, norms.q), (k, norms.k))
+            )
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
     # ── the same, for a product that takes float8 ──
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.norm import RMSNorm
-from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.ops import TORCH, HeadNorms, LayerOps
 from mamba_eagle.model_config import (
     AttentionConfig,
     LinearScaling,
@@ -99,13 +99,11 @@ class RotaryAttention(Attention):
         super().prepare(ops)
 
     def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        norms = None
         if self.config.head_norm:
-            q, k = (
-                norm(x.reshape(-1, x.shape[-1])).view(x.shape)
-                for norm, x in ((self.q_norm, q), (self.k_norm, k))
-            )
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         assert ctx.rotation is not None, "the model sets it before its layers run"
-        return self._ops.rotate(q, *ctx.rotation), self._ops.rotate(k, *ctx.rotation)
+        return self._ops.place_heads(q, k, *ctx.rotation, norms)
 
 
 def make_attention(

@@ -81,6 +81,7 @@ class StandIn(FlashInferOps):
     relu_squared = LayerOps.relu_squared
     gated_group_rms_norm = LayerOps.gated_group_rms_norm
     rotate = LayerOps.rotate
+    place_heads = LayerOps.place_heads
 
 
 @pytest.fixture

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import TORCH, TRITON, device_of, every_form, in_the_interpreter
+from forms import (
+    DEVICE,
+    TORCH,
+    TRITON,
+    device_of,
+    every_form,
+    in_the_interpreter,
+    runs_kernels,
+)
 from torch import Tensor
 
 from mamba_eagle.kernels.gated_norm import cpu as gated_cpu
@@ -22,6 +30,7 @@ from mamba_eagle.kernels.rms_norm import naive as rms_naive
 from mamba_eagle.kernels.rms_norm import torch as rms_torch
 from mamba_eagle.kernels.rotary import naive as rotary_naive
 from mamba_eagle.kernels.rotary.torch import rotate
+from mamba_eagle.layers.ops import HeadNorms, LayerOps
 
 test_in_the_interpreter = in_the_interpreter
 
@@ -217,6 +226,31 @@ def test_rotate(form: str, heads: int, dim: int, turned: int, dtype: torch.dtype
     assert_rounded(found, exact)
     assert torch.equal(found[..., turned:], before[:, 1:-1, turned:])
     assert torch.equal(packed[:, 0], before[:, 0]) and torch.equal(packed[:, -1], before[:, -1])
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("turned", [16, 10], ids="turned-{}".format)
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+def test_queries_and_keys_are_turned_in_one_launch(
+    normed: bool, turned: int, dtype: torch.dtype
+) -> None:
+    """As torch does one operation after the other, rounding each; values between them stay."""
+    from mamba_eagle.kernels.rotary import triton
+
+    packed = normal(5, 3 + 2 + 2, 16, dtype=dtype).to(DEVICE)
+    angles = 100 * torch.rand(5, 1, turned // 2, generator=torch.Generator().manual_seed(1))
+    rotation = (angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    weights = normal(2, 16, dtype=dtype, seed=2).to(DEVICE)
+    norms = HeadNorms(*weights, 1e-5) if normed else None
+    parts = packed.clone().split([3, 2, 2], dim=1)
+    q, k = LayerOps().place_heads(*parts[:2], *rotation, norms)
+    triton.rotate_(packed[:, :3], *rotation, packed[:, 3:5], norms)
+    within = 1e-6 if dtype == torch.float32 else 2**-6  # the interpreter cuts instead of rounding
+    for found, wanted in ((packed[:, :3], q), (packed[:, 3:5], k)):
+        assert found.dtype == wanted.dtype == dtype
+        assert (found - wanted).double().norm() < within * wanted.double().norm()
+    assert torch.equal(packed[:, 5:], parts[2])
 
 
 def test_a_quarter_turn_swaps_the_halves() -> None:

@@ -20,7 +20,7 @@ from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_
 from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
-from mamba_eagle.layers.ops import Normed
+from mamba_eagle.layers.ops import HeadNorms, Normed
 from mamba_eagle.layers.products import GroupedProduct, MatrixProduct
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
@@ -49,6 +49,12 @@ class TritonOps(CudaOps):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate_(x, cos, sin)
+
+    def place_heads(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor]:
+        rotate_(q, cos, sin, k, norms)
+        return q, k
 
     # ── float8; scales of groups of channels are not fused ──
 
