@@ -155,12 +155,6 @@ def sweep(output: str | None, seconds: float) -> dict[tuple[str, int], Config]:
             best[mode_name, batch] = found[0][1]
         shown = "  ".join(f"{us:.2f} {'/'.join(map(str, c))}" for us, c in found)
         print(f"{mode_name} {batch}: {shown}", flush=True)
-        if "fold" not in mode_name:
-            blocks = itertools.product((64, 128, 256, 512, 1024), (1, 2, 4, 8))
-            if MODES[mode_name].nodes > 1:
-                blocks = itertools.product((32, 64, 128, 256), (2, 4, 8))
-            times = [(graph_us(inputs.conv(*pair), 5), *pair) for pair in blocks]
-            print("   conv:", *(f"{us:.2f} {n}/{w}" for us, n, w in sorted(times)[:5]))
         del inputs
     return best
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.bench.launches import ROTATED_BYTES, Launch
+from mamba_eagle.kernels.causal_conv.triton import Config as ConvConfig
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
@@ -95,14 +96,14 @@ class Inputs:
 
         return [partial(launch, layer) for layer in range(len(self.state))]
 
-    def conv(self, block: int | None = None, warps: int = 4) -> list[Launch]:
+    def conv(self, config: ConvConfig | None = None) -> list[Launch]:
         H = self.sizes.heads
         xbc = self.projected[:, H * self.sizes.head_dim : -H]
 
         def launch(layer: int) -> Tensor:
             args = (self.weights, self.conv_in[layer], self.buffers[layer])
             dt_raw = self.projected[:, -H:]
-            return tree_conv(xbc, dt_raw, *args, self.step, self.sizes, block, warps)
+            return tree_conv(xbc, dt_raw, *args, self.step, self.sizes, config)
 
         return [partial(launch, layer) for layer in range(len(self.state))]
 

@@ -152,3 +152,49 @@ def previous_done(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+
+
+# ── rows in registers ──
+
+
+def blocks_of(size: int) -> tuple[int, int]:
+    """How a row of channels is cut: the size of a block, a power of two, and their number.
+
+    All channels of a block are computed, so as few as possible are padding: 1280 are five blocks
+    of 256.
+    """
+    largest = triton.next_power_of_2(size)
+    sizes = [largest >> i for i in range(4) if largest >> i >= 128] or [largest]
+    block = min(sizes, key=lambda block: (triton.cdiv(size, block) * block, -block))
+    return block, triton.cdiv(size, block)
+
+
+@triton.jit
+def inside_row(lines, column, block: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Which channels of a block there are: column [1, BLOCK]; lines [rows, 1], which rows, or
+    None: all."""
+    inside = column < SIZE - block * BLOCK
+    if lines is None:
+        return inside
+    else:
+        return inside & lines
+
+
+@triton.jit
+def load_blocks(at, lines, column, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The blocks of some rows of SIZE channels, one after the other. at: pointers to the first
+    block [rows, BLOCK]; lines, column: as in ``inside_row``."""
+    found = ()
+    for block in tl.static_range(BLOCKS):
+        inside = inside_row(lines, column, block, SIZE, BLOCK)
+        found += (tl.load(at + block * BLOCK, mask=inside, other=0.0),)
+    return found
+
+
+@triton.jit
+def inverse_rms(blocks, eps, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
+    """1 / rms of rows of float32 blocks [lines, BLOCK]: -> [lines, 1]."""
+    squares = blocks[0] * blocks[0]
+    for block in tl.static_range(1, BLOCKS):
+        squares += blocks[block] * blocks[block]
+    return (1.0 / tl.sqrt(tl.sum(squares, 1) / SIZE + eps))[:, None]

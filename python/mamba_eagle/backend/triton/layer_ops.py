@@ -118,21 +118,15 @@ class TritonOps(CudaOps):
 
 
 class FlashInferOps(TritonOps):
-    """One kernel per operation, which rounds once."""
+    """Gates by FlashInfer. Its norms take longer than Triton's on an H200: 2.0 to 2.2 µs behind a
+    product for 8 and 64 rows of 4480, where Triton's take 1.7 to 1.8, 3.1 and 2.4 for 256."""
 
     name = "flashinfer"
 
     def __init__(self) -> None:
-        from flashinfer import activation, norm  # an optional package for GPUs
+        from flashinfer import activation  # an optional package for GPUs
 
-        self.activation, self.norm = activation, norm
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.norm.rmsnorm(x, weight, eps)
-
-    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
-        self.norm.fused_add_rmsnorm(added, stream, weight, eps)
-        return Normed(added, stream)
+        self.activation = activation
 
     def silu_and_mul(self, both: Tensor) -> Tensor:
         return self.activation.silu_and_mul(both)

@@ -57,8 +57,9 @@ def _convolve(
 ):
     """Convolution and SiLU of BLOCK channels of NODES nodes of a request.
 
-    All that the kernel before does not write is read before the wait: weights, and where a node's
-    predecessors are.
+    Weights and indices are not written by the kernel before, so they are asked for before the wait.
+    None of them is used before the nodes' own inputs have been asked for as well: a program waits
+    for memory twice, not for one index after the other.
     """
     # nodes beyond the last one repeat it
     node = tl.minimum(part * NODES + tl.arange(0, NODES), T - 1)
@@ -69,28 +70,31 @@ def _convolve(
         taps += (tl.load(conv_weight + tap * CONV_DIM + channel, mask=inside, other=0.0),)
     if conv_bias is not None:
         bias = tl.load(conv_bias + channel, mask=inside, other=0.0)
-    slot = tl.load(slots + request).to(tl.int64)
-    row = tl.load(rows + request * T + node).to(tl.int32)
-    buffer = conv_in + slot * (K - 1 + W) * CONV_DIM
-    tree = xbc + request.to(tl.int64) * T * xbc_stride
-    # the node, its parent, …; below 0 the tail of the path, whose last token is -1
-    source = node
-    starts = ()
-    for _ in tl.static_range(1, K):
-        above = tl.load(parents + request * T + tl.maximum(source, 0)).to(tl.int32)
-        source = tl.where(source > 0, above, source - 1)
-        at = request * (K - 1) + (K - 1) + tl.minimum(source, -1)
-        place = tl.load(tail + at).to(tl.int32)
-        from_tree = tree + tl.maximum(source, 0) * xbc_stride
-        starts += (tl.where(source < 0, buffer + place * CONV_DIM, from_tree),)
+    slot = tl.load(slots + request)
+    row = tl.load(rows + request * T + node)
+    above = tl.load(parents + request * T + node)
+    places = ()
+    for back in tl.static_range(1, K):
+        places += (tl.load(tail + request * (K - 1) + (K - 1) - back),)
     previous_done(OVERLAP)
 
     mask = inside[None, :]
+    tree = xbc + request.to(tl.int64) * T * xbc_stride
     own = tl.load((tree + node * xbc_stride)[:, None] + channel[None, :], mask=mask, other=0.0)
+    slot, row = slot.to(tl.int64), row.to(tl.int32)
+    buffer = conv_in + slot * (K - 1 + W) * CONV_DIM
+    # the node, its parent, …; below 0 the tail of the path, whose last token is -1
+    source = node
     inputs = (own,)
     for back in tl.static_range(1, K):
-        above = tl.load(starts[back - 1][:, None] + channel[None, :], mask=mask, other=0.0)
-        inputs += (above,)
+        if back > 1:
+            above = tl.load(parents + request * T + tl.maximum(source, 0))
+        source = tl.where(source > 0, above.to(tl.int32), source - 1)
+        start = tree + tl.maximum(source, 0) * xbc_stride
+        for end in tl.static_range(1, back + 1):  # no node is further behind the tail's end
+            from_path = buffer + places[end - 1].to(tl.int32) * CONV_DIM
+            start = tl.where(source == -end, from_path, start)
+        inputs += (tl.load(start[:, None] + channel[None, :], mask=mask, other=0.0),)
     total = tl.zeros([NODES, BLOCK], tl.float32)
     if conv_bias is not None:
         total += bias.to(tl.float32)[None, :]
@@ -144,6 +148,12 @@ def _step_sizes(
     in_block = head < H
     inside = valid[:, None] & in_block[None, :]
     length = tl.load(journal_len + request).to(tl.int32)
+    previous_done(OVERLAP)
+    raw = tl.load(
+        dt_raw + (request * T + node[:, None]) * dt_stride + head[None, :],
+        mask=inside,
+        other=0.0,
+    )
     last = tl.load(journal + request * M + length - 1, mask=length > 0, other=0).to(tl.int32)
     started = tl.where(length > 0, H, 0)  # heads whose L goes on from the end of the journal
     if FOLD:
@@ -155,12 +165,6 @@ def _step_sizes(
     if TP > 1:
         bits = tl.load(ancestors + request * T + node, mask=valid, other=0)
         above = ((bits[:, None] >> node.to(tl.int64)[None, :]) & 1).to(tl.float32)
-    previous_done(OVERLAP)
-    raw = tl.load(
-        dt_raw + (request * T + node[:, None]) * dt_stride + head[None, :],
-        mask=inside,
-        other=0.0,
-    )
     step = step_sizes(raw, bias, lowest, highest)
     decay = step * rate[None, :]
     decay = tl.where(inside, decay, 0.0)
@@ -239,9 +243,9 @@ class Config(NamedTuple):
 
 
 def choose_config(batch: int, nodes: int) -> Config:
-    """block = 256 · warps: then a thread has 8 channels, which are read and written at once."""
-    padded = triton.next_power_of_2(nodes)
-    return Config(1 if batch * nodes <= 64 else min(padded, 4), 1024, 4)
+    """For Hopper; measured with benchmark/kernels/bench_step_kernels.py. With 256 channels per warp
+    a thread has 8 of each node, which are read and written at once."""
+    return Config(1 if nodes == 1 or batch * nodes <= 64 else 2, 1024, 4)
 
 
 def tree_conv(

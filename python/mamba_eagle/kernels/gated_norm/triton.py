@@ -12,16 +12,13 @@ from torch import Tensor
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.triton_math import previous_done, silu
-
-
-@triton.jit
-def _blocks(at, column, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """The blocks of some groups of channels, one after the other: at [lines, BLOCK]."""
-    found = ()
-    for block in tl.static_range(BLOCKS):
-        found += (tl.load(at + block * BLOCK, mask=column < GROUP - block * BLOCK, other=0.0),)
-    return found
+from mamba_eagle.kernels.triton_math import (
+    blocks_of,
+    inverse_rms,
+    load_blocks,
+    previous_done,
+    silu,
+)
 
 
 @triton.jit
@@ -30,13 +27,10 @@ def _normed(y, gate, eps, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
     gated = ()
     for block in tl.static_range(BLOCKS):
         gated += (y[block].to(tl.float32) * silu(gate[block].to(tl.float32)),)
-    squares = gated[0] * gated[0]
-    for block in tl.static_range(1, BLOCKS):
-        squares += gated[block] * gated[block]
-    inverse = 1.0 / tl.sqrt(tl.sum(squares, 1) / GROUP + eps)
+    inverse = inverse_rms(gated, eps, GROUP, BLOCKS)
     normed = ()
     for block in tl.static_range(BLOCKS):
-        normed += (gated[block] * inverse[:, None],)
+        normed += (gated[block] * inverse,)
     return normed
 
 
@@ -64,10 +58,10 @@ def _gated_norm_kernel(
     channel = tl.program_id(1) * GROUP + column
     # each row reads the weights, so that they stand where its numbers do; they need not wait
     weights = weight + tl.zeros([ROWS, 1], tl.int32) + channel
-    w = _blocks(weights, column, GROUP, BLOCK, BLOCKS)
+    w = load_blocks(weights, None, column, GROUP, BLOCK, BLOCKS)
     previous_done(OVERLAP)
-    gates = _blocks(gate + row * gate_stride + channel, column, GROUP, BLOCK, BLOCKS)
-    ys = _blocks(y + row * y_stride + channel, column, GROUP, BLOCK, BLOCKS)
+    gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
+    ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     normed = _normed(ys, gates, eps, GROUP, BLOCKS)
     for block in tl.static_range(BLOCKS):
         # rounded before the weight, as the layer does
@@ -84,27 +78,10 @@ class Config(NamedTuple):
     warps: int
 
 
-def blocks_of(group: int) -> tuple[int, int]:
-    """How a group of channels is cut: the size of a block, a power of two, and their number.
-
-    All channels of a block are computed, so as few as possible are padding: 1280 are five blocks
-    of 256.
-    """
-    largest = triton.next_power_of_2(group)
-    sizes = [largest >> i for i in range(4) if largest >> i >= 128] or [largest]
-    block = min(sizes, key=lambda size: (triton.cdiv(group, size) * size, -size))
-    return block, triton.cdiv(group, block)
-
-
-def choose_config(n: int, group: int) -> Config:
-    """For Hopper. Many rows: a warp takes a whole group of one, and needs no barrier for its sum.
-    With few rows, four warps share that. 32 to 64 numbers per thread at most."""
-    if group > 2048:
-        return Config(1, min(16, triton.next_power_of_2(group) // 1024))
-    return Config(1, 4) if n <= FEW_ROWS else Config(4, 4)
-
-
-FEW_ROWS = 64
+def choose_config(group: int) -> Config:
+    """For Hopper; measured with benchmark/kernels/bench_step_kernels.py. The same for any number of
+    rows, which is not known when kernels are built."""
+    return Config(1, max(1, min(16, triton.next_power_of_2(group) // 512)))
 
 
 def gated_norm(
@@ -124,7 +101,7 @@ def gated_norm(
     out = torch.empty(n, size, dtype=gate.dtype, device=y.device)
     group = size // num_groups
     block, blocks = blocks_of(group)
-    rows, warps = config or choose_config(n, group)
+    rows, warps = config or choose_config(group)
     overlap = launches_overlap(y.device)
     _gated_norm_kernel[(triton.cdiv(n, rows), num_groups)](
         y,
@@ -172,10 +149,10 @@ def _rounded_gated_norm_kernel(
     group = tl.minimum(tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), SIZE // GROUP - 1)
     column = tl.arange(0, BLOCK)[None, :]
     channel = group[:, None] * GROUP + column
-    w = _blocks(weight + channel, column, GROUP, BLOCK, BLOCKS)
+    w = load_blocks(weight + channel, None, column, GROUP, BLOCK, BLOCKS)
     previous_done(OVERLAP)
-    gates = _blocks(gate + row * gate_stride + channel, column, GROUP, BLOCK, BLOCKS)
-    ys = _blocks(y + row * y_stride + channel, column, GROUP, BLOCK, BLOCKS)
+    gates = load_blocks(gate + row * gate_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
+    ys = load_blocks(y + row * y_stride + channel, None, column, GROUP, BLOCK, BLOCKS)
     normed = _normed(ys, gates, eps, GROUP, BLOCKS)
     if DYNAMIC:
         largest = tl.abs(normed[0] * w[0].to(tl.float32))
@@ -191,10 +168,9 @@ def _rounded_gated_norm_kernel(
         tl.store(at, to_e4m3(normed[block] * w[block].to(tl.float32) / scale), mask=inside)
 
 
-def choose_rounded_config(n: int, numbers: int) -> Config:
+def choose_rounded_config(numbers: int) -> Config:
     """numbers: of a program, which keeps them in registers."""
-    few = 16 if n <= FEW_ROWS else 8
-    return Config(1, max(1, min(few, triton.next_power_of_2(numbers) // 256)))
+    return Config(1, max(1, min(8, triton.next_power_of_2(numbers) // 512)))
 
 
 def rounded_gated_norm(
@@ -214,7 +190,7 @@ def rounded_gated_norm(
     groups = triton.next_power_of_2(num_groups) if dynamic else 1
     block, blocks = blocks_of(group)
     overlap = launches_overlap(y.device)
-    config = config or choose_rounded_config(n, groups * block * blocks)
+    config = config or choose_rounded_config(groups * block * blocks)
     _rounded_gated_norm_kernel[(n, 1 if dynamic else num_groups)](
         y,
         gate,

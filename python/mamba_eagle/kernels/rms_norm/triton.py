@@ -10,9 +10,43 @@ from torch import Tensor
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import empty_rounded, to_e4m3, token_scale, warps_of_row
 from mamba_eagle.kernels.gpu import launches_overlap
-from mamba_eagle.kernels.triton_math import previous_done
+from mamba_eagle.kernels.triton_math import (
+    blocks_of,
+    inside_row,
+    inverse_rms,
+    load_blocks,
+    previous_done,
+)
 
 ROW_NUMBERS = 1024  # of a program's rows together, where one has fewer
+
+
+@triton.jit
+def _widened(numbers, BLOCKS: tl.constexpr):
+    wide = ()
+    for block in tl.static_range(BLOCKS):
+        wide += (numbers[block].to(tl.float32),)
+    return wide
+
+
+@triton.jit
+def _sums(
+    numbers,
+    others,
+    at,
+    lines,
+    column,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The sums of two rows' blocks in float32, also written where the first ones stand."""
+    sums = ()
+    for block in tl.static_range(BLOCKS):
+        total = numbers[block].to(tl.float32) + others[block].to(tl.float32)
+        tl.store(at + block * BLOCK, total, mask=inside_row(lines, column, block, SIZE, BLOCK))
+        sums += (total,)
+    return sums
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -28,29 +62,41 @@ def _norm_kernel(
     eps,
     HAS_ADDED: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # SIZE, padded
+    BLOCK: tl.constexpr,  # channels of a block
+    BLOCKS: tl.constexpr,  # of a row; they stay in registers
     ROWS: tl.constexpr,  # per program
     OVERLAP: tl.constexpr,
 ):
-    previous_done(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < n) & (column < SIZE)
-    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    # each row reads the weights, so that they stand where its numbers do; they need not wait
+    weights = weight + tl.zeros([ROWS, 1], tl.int32) + column
+    w = load_blocks(weights, None, column, SIZE, BLOCK, BLOCKS)
+    previous_done(OVERLAP)
+    exists = row < n
+    at = x + row * x_stride + column
+    numbers = load_blocks(at, exists, column, SIZE, BLOCK, BLOCKS)
     if HAS_ADDED:
-        other = tl.load(added + row * added_stride + column, mask=inside, other=0.0)
-        numbers += other.to(tl.float32)
-        tl.store(x + row * x_stride + column, numbers, mask=inside)
-    inverse = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 1) / SIZE + eps)
-    w = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    normed = numbers * inverse[:, None] * w
-    tl.store(out + row * out_stride + column, normed, mask=inside)
+        others = load_blocks(
+            added + row * added_stride + column, exists, column, SIZE, BLOCK, BLOCKS
+        )
+        numbers = _sums(numbers, others, at, exists, column, SIZE, BLOCK, BLOCKS)
+    else:
+        numbers = _widened(numbers, BLOCKS)
+    inverse = inverse_rms(numbers, eps, SIZE, BLOCKS)
+    for block in tl.static_range(BLOCKS):
+        normed = numbers[block] * inverse * w[block].to(tl.float32)
+        to = out + row * out_stride + column + block * BLOCK
+        tl.store(to, normed, mask=inside_row(exists, column, block, SIZE, BLOCK))
 
 
-def _launch_norm(x: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+def _launch_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, eps: float, warps: int = 0
+) -> None:
     n, size = x.shape
-    block, overlap = triton.next_power_of_2(size), launches_overlap(x.device)
-    rows = max(1, ROW_NUMBERS // block)
+    block, blocks = blocks_of(size)
+    overlap = launches_overlap(x.device)
+    rows = max(1, ROW_NUMBERS // (block * blocks))
     _norm_kernel[(triton.cdiv(n, rows),)](
         x,
         x if added is None else added,
@@ -64,9 +110,10 @@ def _launch_norm(x: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, e
         HAS_ADDED=added is not None,
         SIZE=size,
         BLOCK=block,
+        BLOCKS=blocks,
         ROWS=rows,
         OVERLAP=overlap,
-        num_warps=warps_of_row(rows * block),
+        num_warps=warps or warps_of_row(rows * block * blocks),
         launch_pdl=overlap,
     )
 
@@ -98,26 +145,36 @@ def _rounded_norm_kernel(
     HAS_ADDED: tl.constexpr,
     DYNAMIC: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # channels of a block
+    BLOCKS: tl.constexpr,  # of a row
     OVERLAP: tl.constexpr,
 ):
-    previous_done(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)[None, :]
+    w = load_blocks(weight + column, None, column, SIZE, BLOCK, BLOCKS)
+    previous_done(OVERLAP)
+    at = x + row * x_stride + column
+    numbers = load_blocks(at, None, column, SIZE, BLOCK, BLOCKS)
     if HAS_ADDED:
-        other = tl.load(added + row * added_stride + column, mask=inside, other=0.0)
-        numbers += other.to(tl.float32)
-        tl.store(x + row * x_stride + column, numbers, mask=inside)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    normed = numbers * (1.0 / tl.sqrt(tl.sum(numbers * numbers) / SIZE + eps)) * w
+        others = load_blocks(added + row * added_stride + column, None, column, SIZE, BLOCK, BLOCKS)
+        numbers = _sums(numbers, others, at, None, column, SIZE, BLOCK, BLOCKS)
+    else:
+        numbers = _widened(numbers, BLOCKS)
+    inverse = inverse_rms(numbers, eps, SIZE, BLOCKS)
+    normed = ()
+    for block in tl.static_range(BLOCKS):
+        normed += (numbers[block] * inverse * w[block].to(tl.float32),)
     if DYNAMIC:
-        scale = token_scale(normed, 0)
+        largest = tl.abs(normed[0])
+        for block in tl.static_range(1, BLOCKS):
+            largest = tl.maximum(largest, tl.abs(normed[block]))
+        scale = token_scale(tl.max(largest, 1), 0)
         tl.store(scales + row, scale)
     else:
         scale = tl.load(static)
-    tl.store(out + row * SIZE + column, to_e4m3(normed / scale), mask=inside)
+    for block in tl.static_range(BLOCKS):
+        to = out + row * SIZE + column + block * BLOCK
+        tl.store(to, to_e4m3(normed[block] / scale), mask=column < SIZE - block * BLOCK)
 
 
 def rounded_rms_norm(
@@ -129,7 +186,8 @@ def rounded_rms_norm(
     """
     n, size = x.shape
     out = empty_rounded(n, size, rounding, x.device)
-    block, overlap = triton.next_power_of_2(size), launches_overlap(x.device)
+    block, blocks = blocks_of(size)
+    overlap = launches_overlap(x.device)
     _rounded_norm_kernel[(n,)](
         x,
         x if added is None else added,
@@ -144,8 +202,9 @@ def rounded_rms_norm(
         DYNAMIC=rounding.scale is None,
         SIZE=size,
         BLOCK=block,
+        BLOCKS=blocks,
         OVERLAP=overlap,
-        num_warps=warps_of_row(block),
+        num_warps=warps_of_row(block * blocks),
         launch_pdl=overlap,
     )
     return out

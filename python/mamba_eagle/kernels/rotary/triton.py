@@ -1,4 +1,4 @@
-"""Rotary position encoding in place, in one launch, after a norm of each head where there is one."""
+"""Rotary position encoding in place, after a norm of each head if there is one: one launch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def rotate_(
     each head, which is rounded.
 
     x [n, heads, D], D contiguous, rows and heads with any strides; keys [n, other heads, D]; cos,
-    sin [n, 1, half] float32, contiguous; 2 * half <= D. norms: weights [D] of x's and of the keys' heads, and eps.
+    sin [n, 1, half] float32, contiguous; 2 * half <= D. norms: weights [D] of x's and of the keys'
+    heads, and eps.
     """
     n, heads, size = x.shape
     half, others = cos.shape[-1], x if keys is None else keys

@@ -230,7 +230,7 @@ def _join_kernel(
     DP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,  # splits, padded
+    CHUNK: tl.constexpr,  # shares that are read at once
     HAS_WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -242,24 +242,38 @@ def _join_kernel(
     _, shares = _share(length - begin, splits, least, KEYS)
     if shares == 1:
         return
-    split = tl.arange(0, SPLITS)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, DP)
-    is_row = row < rows
-    valid = (split < shares)[:, None] & is_row[None, :]
-    at = (request * splits + split)[:, None] * rows + row[None, :]  # [SPLITS, ROWS]
-    size = tl.load(sizes + at, mask=valid, other=LOWEST)
-    weights = tl.exp2(size - tl.max(size, 0)[None, :])
-    in_part = valid[:, :, None] & (d < D)[None, None, :]
-    part = tl.load(parts + at[:, :, None] * D + d[None, None, :], mask=in_part, other=0.0)
-    joined = tl.sum(part * weights[:, :, None], 0) / tl.sum(weights, 0)[:, None]
-    outputs = out + (request * rows + row)[:, None] * D + d[None, :]
-    tl.store(outputs, joined, mask=is_row[:, None] & (d < D)[None, :])
+    # where rows do not fill the last program, it repeats the last one
+    row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1)
+    d = tl.arange(0, DP)[None, :]
+    largest = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DP], tl.float32)
+    for first in tl.range(0, shares, CHUNK):
+        read = ()
+        for i in tl.static_range(CHUNK):
+            split = tl.full([ROWS], first + i, tl.int32)
+            at = (request * splits + split) * rows + row
+            size = tl.load(sizes + at, mask=split < shares, other=LOWEST)
+            inside = (split < shares)[:, None] & (d < D)
+            part = tl.load(parts + at[:, None] * D + d, mask=inside, other=0.0)
+            read += ((size, part),)
+        now = largest
+        for i in tl.static_range(CHUNK):
+            now = tl.maximum(now, read[i][0])
+        shrink = tl.exp2(largest - now)
+        largest, total, acc = now, total * shrink, acc * shrink[:, None]
+        for i in tl.static_range(CHUNK):
+            weight = tl.exp2(read[i][0] - now)
+            total += weight
+            acc += read[i][1] * weight[:, None]
+    outputs = out + (request * rows + row)[:, None] * D + d
+    tl.store(outputs, acc / total[:, None], mask=d < D)
 
 
 PROGRAMS = 256  # about two for each of a Hopper GPU's 132 multiprocessors
 MAX_SPLITS = 32
-JOINED = 1024  # numbers added up by a program of _join_kernel
+JOINED = 512  # outputs of a program of _join_kernel
+JOINED_AT_ONCE = 8  # shares
 
 
 def choose_config(
@@ -385,7 +399,7 @@ def _join(
     if splits == 1:
         return out
     padded = triton.next_power_of_2(D)
-    rows = max(1, JOINED // (splits * padded))
+    rows = max(1, JOINED // padded)
     _join_kernel[(triton.cdiv(n, rows), b)](
         *shares,
         prefix,
@@ -398,7 +412,7 @@ def _join(
         DP=padded,
         ROWS=rows,
         KEYS=config.keys,
-        SPLITS=splits,
+        CHUNK=min(JOINED_AT_ONCE, splits),
         HAS_WINDOW=window > 0,
         OVERLAP=overlap,
         num_warps=4,
