@@ -25,7 +25,7 @@ from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as torch_top_l
 from mamba_eagle.kernels.top_parts import naive as parts_naive
 
 
-def top(form: str, logits: Tensor, k: int, block: int = 64) -> TopTokens:
+def top(form: str, logits: Tensor, k: int) -> TopTokens:
     if form == "torch":
         return torch_top_log_probs(logits, k)
     if form == "cpu":
@@ -35,7 +35,7 @@ def top(form: str, logits: Tensor, k: int, block: int = 64) -> TopTokens:
         return found
     from mamba_eagle.kernels.top_log_probs import triton
 
-    return triton.top_log_probs(logits, k, block=block)
+    return triton.top_log_probs(logits, k, part=16, read=64)
 
 
 def rows_of(kind: str, n: int, vocab: int, dtype: torch.dtype) -> Tensor:

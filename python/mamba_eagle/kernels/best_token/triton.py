@@ -2,6 +2,9 @@
 
 The first has a program for each block of a row; the keys of all blocks are exchanged, and the
 second takes the largest of a row. Keys hold token ids, so ranks' blocks need not be the same ones.
+
+One rank alone needs no keys: the first launch finds the largest score of each part of a row, the
+second the first place of the largest of all, in one part.
 """
 
 from __future__ import annotations
@@ -13,23 +16,22 @@ from torch import Tensor
 
 from mamba_eagle.kernels.best_token import torch as definition
 from mamba_eagle.kernels.best_token.torch import RowNoise
+from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, row_key, token_bits
 from mamba_eagle.kernels.top_log_probs.triton import (
     NO_KEY,
-    NO_SHORT_KEY,
+    PART,
+    READ,
     key_number,
+    maxima_kernel,
     ranking_key,
-    short_key,
-    widened_key,
 )
-from mamba_eagle.kernels.triton_math import rounded_product
+from mamba_eagle.kernels.triton_math import previous_done, rounded_product
 
 BLOCK = 4096
-SHORT_BLOCK = 8192  # of scores of 16 bits
 REFUSED = tl.constexpr(definition.REFUSED)
 NOTHING = tl.constexpr(definition.NOTHING)
 NO_TOKEN = tl.constexpr(definition.NO_TOKEN)
-REFUSED_SHORT = tl.constexpr(2**31 - 1)
 
 # views of larger tensors may begin anywhere, which is no reason for other machine code
 ANY_PLACE = ["seeds", "positions", "temperatures"]
@@ -50,7 +52,7 @@ def _best_kernel(
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     number = block * BLOCK + tl.arange(0, BLOCK)
     valid = number < V
-    score = tl.load(scores + row * stride + number, mask=valid, other=0.0)
+    score = tl.load(scores + row * stride + number, mask=valid, other=0.0).to(tl.float32)
     token = first + number
     if seeds is not None:
         key = row_key(tl.load(seeds + row), tl.load(positions + row))
@@ -71,38 +73,12 @@ def _token_kernel(keys, tokens, blocks, BLOCKS: tl.constexpr):
     tl.store(tokens + row, tl.where(none, NO_TOKEN, key_number(best)))
 
 
-@triton.jit(do_not_specialize=["first"])
-def _short_best_kernel(
-    scores,  # [n, V] of 16 bits, rows stride apart
-    keys,  # [n, blocks] int64, out
-    V,
-    stride,
-    first,  # the number of the first token
-    BLOCK: tl.constexpr,
-):
-    """As ``_best_kernel``, with keys that take a third of the time."""
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    valid = block * BLOCK + place < V
-    at = scores + row * stride + block * BLOCK + place
-    score = tl.load(at, mask=valid, other=float("-inf"))
-    wide = score.to(tl.float32)
-    refused = (wide != wide) | (wide == float("inf"))
-    key = tl.where(refused, REFUSED_SHORT, short_key(score, place))
-    best = tl.max(tl.where(valid, key, NO_SHORT_KEY), 0)
-    wide_key = widened_key(best, first + block * BLOCK, score.dtype)
-    wide_key = tl.where(best == REFUSED_SHORT, REFUSED, wide_key)
-    tl.store(keys + row * tl.num_programs(0) + block, wide_key)
-
-
 def best_keys(
     scores: Tensor, first: int, width: int, noise: RowNoise | None, block: int = BLOCK
 ) -> Tensor:
     """The largest key of each block of a row: scores [n, own V] of the tokens from ``first`` on ->
     [n, blocks] int64. width: the largest own V of any rank: all have as many blocks. Scores to
     which noise is added are float32."""
-    if noise is None and scores.dtype.itemsize == 2:
-        return short_best_keys(scores, first, width)
     n, V = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     keys = torch.empty(n, triton.cdiv(width, block), dtype=torch.int64, device=scores.device)
@@ -121,27 +97,73 @@ def best_keys(
     return keys
 
 
-def short_best_keys(
-    scores: Tensor, first: int, width: int, block: int = SHORT_BLOCK, warps: int = 8
-) -> Tensor:
-    n, V = scores.shape
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    keys = torch.empty(n, triton.cdiv(width, block), dtype=torch.int64, device=scores.device)
-    _short_best_kernel[(keys.shape[1], n)](
-        scores, keys, V, scores.stride(0), first, BLOCK=block, num_warps=warps
-    )
-    return keys
-
-
-def best_of(scores: Tensor) -> Tensor:
-    """The best token where all scores are on one rank: [..., V] -> [...] int64, as torch.py's."""
-    keys = best_keys(scores.flatten(0, -2), 0, scores.shape[-1], None)
-    return best_tokens(keys).view(scores.shape[:-1])
-
-
 def best_tokens(keys: Tensor) -> Tensor:
     """[n, blocks] int64 -> [n] int64."""
     n, blocks = keys.shape
     tokens = torch.empty(n, dtype=torch.int64, device=keys.device)
     _token_kernel[(n,)](keys, tokens, blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1)
     return tokens
+
+
+@triton.jit
+def _place_kernel(
+    scores,  # [n, V], rows stride apart
+    maxima,  # [n, parts] float32, of PART scores each
+    tokens,  # [n] int64, out
+    V,
+    stride,
+    parts,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,  # parts, padded
+    OVERLAP: tl.constexpr,
+):
+    previous_done(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    highs = tl.load(maxima + row * parts + part, mask=part < parts, other=float("-inf"))
+    best = tl.max(highs, 0)
+    first = tl.min(tl.where(highs == best, part, PARTS - 1), 0)
+    token = first * PART + tl.arange(0, PART)
+    score = tl.load(scores + row * stride + token, mask=token < V, other=float("-inf"))
+    place = tl.min(tl.where(score.to(tl.float32) == best, token, V), 0)
+    is_finite = tl.abs(best) < float("inf")
+    tl.store(tokens + row, tl.where(is_finite, place, NO_TOKEN).to(tl.int64))
+
+
+def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 8) -> Tensor:
+    """The best token where all scores are on one rank: [..., V] -> [...] int64, as torch.py's."""
+    flat = scores.flatten(0, -2)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    (n, V), device, overlap = flat.shape, flat.device, launches_overlap(flat.device)
+    parts = triton.cdiv(V, part)
+    maxima = torch.empty(n, parts, device=device)
+    tokens = torch.empty(n, dtype=torch.int64, device=device)
+    maxima_kernel[(triton.cdiv(V, read), n)](
+        flat,
+        maxima,
+        None,
+        None,
+        V,
+        flat.stride(0),
+        parts,
+        PART=part,
+        PARTS=read // part,
+        NAN=True,
+        OVERLAP=overlap,
+        num_warps=warps,
+        launch_pdl=overlap,
+    )
+    _place_kernel[(n,)](
+        flat,
+        maxima,
+        tokens,
+        V,
+        flat.stride(0),
+        parts,
+        PART=part,
+        PARTS=triton.next_power_of_2(parts),
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return tokens.view(scores.shape[:-1])

@@ -1,9 +1,15 @@
-"""top_log_probs in two launches: first blocks of the vocabulary, then their results.
+"""top_log_probs in two launches.
 
-For each block the first launch finds the largest logit, the sum of exponentials relative to it, and
-the k best tokens, by k times taking out the largest key. The high half of a key is the logit, as an
+The first reads the logits, in the dtype they have: the largest of each PART neighbouring tokens,
+and for each block the sum of exponentials relative to its largest. The k best tokens are in the k
+parts with the largest maxima (of equal ones the first parts), which the second launch reads again.
+So the first takes few instructions per logit, and as long as its bytes.
+
+Where a rank has a part of the vocabulary, ``best_of_blocks`` finds the best tokens of each block.
+
+The best are found by taking out the largest key k times. The high half of a key is the logit, as an
 integer that orders like the float; its low half ranks lower token ids first, so that no two keys
-are equal. Logits are read once, in the dtype they have.
+are equal.
 """
 
 from __future__ import annotations
@@ -15,12 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mamba_eagle.kernels.gpu import launches_overlap
 from mamba_eagle.kernels.top_log_probs.torch import MAX_TOP, TopTokens
+from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
 BLOCK = 2048
+PART = 256  # tokens, of which one maximum is kept
+READ = 8192  # tokens of a program that finds maxima
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
 NO_KEY = tl.constexpr(-(2**63))
-NO_SHORT_KEY = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -29,25 +38,6 @@ def ranking_key(x, number):
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (rising.to(tl.int64) << 32) | (number.to(tl.int64) ^ LOW_HALF)
-
-
-@triton.jit
-def short_key(x, place):
-    """int32 keys that order by x, of 16 bits, and then by falling ``place`` (< 65535): a maximum
-    of these takes a third of what one of ``ranking_key`` takes."""
-    bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-    bits = tl.where(bits == -0x8000, 0, bits)  # -0.0 is 0.0
-    rising = bits ^ ((bits >> 15) & 0x7FFF)
-    return (rising << 16) | (place ^ 0xFFFF)
-
-
-@triton.jit
-def widened_key(short, first, dtype: tl.constexpr):
-    """The ``ranking_key`` of a short one. first: the number of place 0; dtype: of x."""
-    rising = short >> 16
-    bits = (rising ^ ((rising >> 15) & 0x7FFF)).to(tl.int16)
-    number = first + ((short & 0xFFFF) ^ 0xFFFF)
-    return ranking_key(bits.to(dtype, bitcast=True).to(tl.float32), number)
 
 
 @triton.jit
@@ -77,42 +67,88 @@ def _block_kernel(
     row = tl.program_id(1).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
     valid = token < V
-    read = tl.load(logits + row * stride + token, mask=valid, other=float("-inf"))
-    x = read.to(tl.float32)
+    x = tl.load(logits + row * stride + token, mask=valid, other=float("-inf")).to(tl.float32)
     high = tl.max(x, 0)
     base = tl.where(high == float("-inf"), 0.0, high)
     at = row * tl.num_programs(0) + block
     tl.store(largest + at, high)
     tl.store(total + at, tl.sum(tl.exp(x - base), 0))
-    SHORT: tl.constexpr = read.dtype.primitive_bitwidth == 16
-    if SHORT:
-        none = NO_SHORT_KEY
-        key = tl.where(valid, short_key(read, tl.arange(0, BLOCK)), none)
-    else:
-        none = NO_KEY
-        key = tl.where(valid, ranking_key(x, first + token), none)
+    key = tl.where(valid, ranking_key(x, first + token), NO_KEY)
     for rank in tl.static_range(K):
         best = tl.max(key, 0)
-        if SHORT:
-            wide = widened_key(best, first + block * BLOCK, read.dtype)
-            tl.store(keys + at * K + rank, tl.where(best == none, NO_KEY, wide))
-        else:
-            tl.store(keys + at * K + rank, best)
-        key = tl.where(key == best, none, key)
+        tl.store(keys + at * K + rank, best)
+        key = tl.where(key == best, NO_KEY, key)
+
+
+@triton.jit
+def _exp(x):
+    """exp of float32 numbers; 0 where it is no normal number."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x * 1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def maxima_kernel(
+    logits,  # [n, V], rows stride apart
+    maxima,  # [n, parts] float32
+    largest,  # [n, blocks] float32, or None, as total
+    total,  # [n, blocks] float32: of exp(logit - largest)
+    V,
+    stride,
+    parts,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,  # of a block
+    NAN: tl.constexpr,  # a NaN counts as infinite; else there is none
+    OVERLAP: tl.constexpr,
+):
+    """The largest logit of each part of a row; one program per block of PARTS parts."""
+    previous_done(OVERLAP)
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part = block * PARTS + tl.arange(0, PARTS)
+    token = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    read = tl.load(logits + row * stride + token, mask=token < V, other=float("-inf"))
+    x = read.to(tl.float32)
+    if NAN:
+        x = tl.where(x != x, float("inf"), x)
+    highs = tl.max(x, 1)
+    tl.store(maxima + row * parts + part, highs, mask=part < parts)
+    if largest is not None:
+        high = tl.max(highs, 0)
+        base = tl.where(high == float("-inf"), 0.0, high)
+        at = row * tl.num_programs(0) + block
+        tl.store(largest + at, high)
+        tl.store(total + at, tl.sum(tl.sum(_exp(x - base), 1), 0))
 
 
 @triton.jit
 def _merge_kernel(
-    keys,  # [n, blocks, K]
+    logits,  # [n, V], rows stride apart
+    maxima,  # [n, parts]
     largest,  # [n, blocks]
     total,  # [n, blocks]
     values,  # [n, K]
     tokens,  # [n, K]
+    V,
+    stride,
+    parts,
     blocks,
     K: tl.constexpr,
+    KP: tl.constexpr,  # K, padded
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,  # parts, padded
     BLOCKS: tl.constexpr,  # padded
-    KEYS: tl.constexpr,  # blocks·K, padded
+    OVERLAP: tl.constexpr,
 ):
+    previous_done(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     known = block < blocks
@@ -120,13 +156,27 @@ def _merge_kernel(
     sums = tl.load(total + row * blocks + block, mask=known, other=0.0)
     high = tl.max(highs, 0)
     log_total = tl.log(tl.sum(sums * tl.exp(highs - high), 0))
-    place = tl.arange(0, KEYS)
-    key = tl.load(keys + row * blocks * K + place, mask=place < blocks * K, other=NO_KEY)
-    for rank in tl.static_range(K):
+
+    part = tl.arange(0, PARTS)
+    best_of_part = tl.load(maxima + row * parts + part, mask=part < parts, other=float("-inf"))
+    key = tl.where(part < parts, ranking_key(best_of_part, part), NO_KEY)
+    rank = tl.arange(0, KP)
+    chosen = tl.full([KP], -1, tl.int32)
+    for number in tl.static_range(K):
         best = tl.max(key, 0)
-        tl.store(values + row * K + rank, key_value(best) - high - log_total)
-        tl.store(tokens + row * K + rank, key_number(best))
+        found = tl.where(best == NO_KEY, -1, key_number(best)).to(tl.int32)
+        chosen = tl.where(rank == number, found, chosen)
         key = tl.where(key == best, NO_KEY, key)
+
+    token = chosen[:, None] * PART + tl.arange(0, PART)[None, :]
+    exists = (chosen >= 0)[:, None] & (token < V)
+    x = tl.load(logits + row * stride + token, mask=exists, other=float("-inf"))
+    keys = tl.where(exists, ranking_key(x.to(tl.float32), token), NO_KEY)
+    for number in tl.static_range(K):
+        best = tl.max(tl.max(keys, 1), 0)
+        tl.store(values + row * K + number, key_value(best) - high - log_total)
+        tl.store(tokens + row * K + number, key_number(best))
+        keys = tl.where(keys == best, NO_KEY, keys)
 
 
 class Blocks(NamedTuple):
@@ -157,27 +207,58 @@ def best_of_blocks(
     return found
 
 
-def top_log_probs(logits: Tensor, k: int, block: int = BLOCK, warps: int = 4) -> TopTokens:
+def top_log_probs(
+    logits: Tensor, k: int, part: int = PART, read: int = READ, warps: int = 8
+) -> TopTokens:
     """As torch.py's top_log_probs; of equal logits the lower token id comes first.
 
-    Args: logits: [n, V] bfloat16, float16 or float32, rows contiguous. block: a power of two.
+    Args: logits: [n, V] bfloat16, float16 or float32, rows contiguous. part, read: tokens, powers
+        of two.
     Raises: ValueError if k is not in 1 … 16, or above V.
     """
     n, V = logits.shape
     if not 1 <= k <= min(MAX_TOP, V):
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
-    blocks = best_of_blocks(logits, k, 0, block, warps)
-    count, device = blocks.keys.shape[1], logits.device
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    parts, blocks, device = triton.cdiv(V, part), triton.cdiv(V, read), logits.device
+    maxima = torch.empty(n, parts, device=device)
+    largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
     found = TopTokens(
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
     )
+    overlap = launches_overlap(device)
+    maxima_kernel[(blocks, n)](
+        logits,
+        maxima,
+        largest,
+        total,
+        V,
+        logits.stride(0),
+        parts,
+        PART=part,
+        PARTS=read // part,
+        NAN=False,
+        OVERLAP=overlap,
+        num_warps=warps,
+        launch_pdl=overlap,
+    )
     _merge_kernel[(n,)](
-        *blocks,
+        logits,
+        maxima,
+        largest,
+        total,
         *found,
-        count,
+        V,
+        logits.stride(0),
+        parts,
+        blocks,
         K=k,
-        BLOCKS=triton.next_power_of_2(count),
-        KEYS=triton.next_power_of_2(count * k),
-        num_warps=1 if count * k <= 256 else 4,
+        KP=triton.next_power_of_2(k),
+        PART=part,
+        PARTS=triton.next_power_of_2(parts),
+        BLOCKS=triton.next_power_of_2(blocks),
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
     )
     return found
