@@ -33,8 +33,9 @@ class LlamaLayer(Layer):
         self.total = Total()
 
     def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        hidden = hidden + self.total(self.self_attn(self.input_layernorm(hidden), ctx))
-        return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
+        made = self.self_attn(self.input_layernorm(hidden), ctx)
+        normed, hidden = self.post_attention_layernorm.after(hidden, made)
+        return hidden + self.total(self.mlp(normed))
 
 
 class LlamaForCausalLM(CausalLM):

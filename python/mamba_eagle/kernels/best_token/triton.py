@@ -130,7 +130,7 @@ def _place_kernel(
     tl.store(tokens + row, tl.where(is_finite, place, NO_TOKEN).to(tl.int64))
 
 
-def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 8) -> Tensor:
+def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) -> Tensor:
     """The best token where all scores are on one rank: [..., V] -> [...] int64, as torch.py's."""
     flat = scores.flatten(0, -2)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()

@@ -242,10 +242,10 @@ class Config(NamedTuple):
     warps: int
 
 
-def choose_config(batch: int, nodes: int) -> Config:
+def choose_config(nodes: int) -> Config:
     """For Hopper; measured with benchmark/kernels/bench_step_kernels.py. With 256 channels per warp
     a thread has 8 of each node, which are read and written at once."""
-    return Config(1 if nodes == 1 or batch * nodes <= 64 else 2, 1024, 4)
+    return Config(min(nodes, 2), 1024, 4)
 
 
 def tree_conv(
@@ -272,7 +272,7 @@ def tree_conv(
     H, P, G, N = sizes
     padded = triton.next_power_of_2(T)
     C = torch.empty(b, T, G * N, dtype=xbc.dtype, device=xbc.device)
-    config = config or choose_config(b, T)
+    config = config or choose_config(T)
     head_block = 16 if padded > 16 else 32
     low, high = weights.step_limit
     overlap = launches_overlap(xbc.device)

@@ -90,6 +90,11 @@ def _norm_kernel(
         tl.store(to, normed, mask=inside_row(exists, column, block, SIZE, BLOCK))
 
 
+def choose_warps(numbers: int) -> int:
+    """For Hopper; numbers: of a program. 4480 take 1.2 µs with 16 warps and 1.6 with 4."""
+    return 16 if numbers > 4096 else warps_of_row(numbers)
+
+
 def _launch_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, out: Tensor, eps: float, warps: int = 0
 ) -> None:
@@ -113,7 +118,7 @@ def _launch_norm(
         BLOCKS=blocks,
         ROWS=rows,
         OVERLAP=overlap,
-        num_warps=warps or warps_of_row(rows * block * blocks),
+        num_warps=warps or choose_warps(rows * block * blocks),
         launch_pdl=overlap,
     )
 

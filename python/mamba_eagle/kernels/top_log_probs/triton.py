@@ -27,7 +27,7 @@ from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
 
 BLOCK = 2048
 PART = 256  # tokens, of which one maximum is kept
-READ = 8192  # tokens of a program that finds maxima
+READ = 4096  # tokens of a program that finds maxima
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
 NO_KEY = tl.constexpr(-(2**63))
 
@@ -208,7 +208,7 @@ def best_of_blocks(
 
 
 def top_log_probs(
-    logits: Tensor, k: int, part: int = PART, read: int = READ, warps: int = 8
+    logits: Tensor, k: int, part: int = PART, read: int = READ, warps: int = 4
 ) -> TopTokens:
     """As torch.py's top_log_probs; of equal logits the lower token id comes first.
 
