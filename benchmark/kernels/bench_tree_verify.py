@@ -1,7 +1,7 @@
 """Times the Triton kernels of a verify step on one Mamba2 layer, beside the bytes they must move.
 
     PYTHONPATH=python python benchmark/kernels/bench_tree_verify.py --output FILE.jsonl
-    … --sweep CONFIGS.jsonl    # first find the best configurations
+    … --sweep CONFIGS.jsonl    # triton.py's kernel, with its best configurations
 
 Launches are captured in a CUDA graph that goes round the buffers of several layers, more than the
 L2 cache holds, so that every state comes from memory, as it does in a model. ``floor`` is the time
@@ -21,20 +21,22 @@ from mamba_eagle.bench import results
 from mamba_eagle.bench.launches import Report, compile_all, graph_us
 from mamba_eagle.bench.verify_inputs import JOURNAL, NANO_9B, ROWS, Inputs, Mode, bytes_moved
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
-from mamba_eagle.kernels.tree_verify.triton import Config, choose_config
+from mamba_eagle.kernels.tree_verify.triton import Config
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 
 LAYERS = 27  # of Nemotron-Nano-9B-v2 are Mamba2
 MODES = {
     "tree": Mode(16, None),
-    "tree_fold": Mode(16, True),
-    "tree_fold_unused": Mode(16, False),
+    "tree_fold": Mode(16, 1),
+    "tree_fold_quarter": Mode(16, 0.25),
+    "tree_fold_unused": Mode(16, 0),
     "decode": Mode(1, None),
-    "decode_fold": Mode(1, True),
-    "decode_fold_unused": Mode(1, False),
+    "decode_fold": Mode(1, 1),
+    "decode_fold_unused": Mode(1, 0),
     "tree_8": Mode(8, None),
-    "tree_8_fold": Mode(8, True),
-    "tree_8_fold_unused": Mode(8, False),
+    "tree_8_fold": Mode(8, 1),
+    "tree_8_fold_quarter": Mode(8, 0.25),  # as in a server, with 3 tokens accepted per step
+    "tree_8_fold_unused": Mode(8, 0),
 }
 GOALS_US = {
     "tree": {1: 6, 8: 22, 32: 72},
@@ -50,8 +52,6 @@ def measure_mode(
     fields = {"mode": mode_name, "batch": batch, "nodes": mode.nodes, "rows": JOURNAL}
     inputs = Inputs(batch, mode)
     config = best.get((mode_name.removesuffix("_unused"), batch))
-    working = bool(mode.fold)  # of two launches, the one that has requests
-    usual = choose_config(batch, mode.nodes, JOURNAL, inputs.sizes, torch.bfloat16, working)
     verify = inputs.verify(config)
     found.add(
         f"verify {mode_name} {batch}",
@@ -60,7 +60,7 @@ def measure_mode(
         bytes_moved(batch, mode),
         GOALS_US.get(mode_name, {}).get(batch),
         **fields,
-        config=list(config or usual),
+        config=list(config) if config else None,
     )
     if mode_name not in ("tree", "decode"):
         return
@@ -101,7 +101,7 @@ def report(output: str | None, best: dict[tuple[str, int], Config]) -> None:
     found = Report(output)
     for batch in (1, 8, 32):
         measure_fold(found, batch)
-    for mode_name, batch in itertools.product(MODES, (1, 8, 32)):
+    for mode_name, batch in itertools.product(MODES, (1, 8, 32, 128)):
         measure_mode(found, mode_name, batch, best)
 
 

@@ -13,6 +13,7 @@ from mamba_eagle.bench.launches import ROTATED_BYTES, Launch
 from mamba_eagle.kernels.causal_conv.triton import Config as ConvConfig
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
+from mamba_eagle.kernels.tree_verify import gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout, pack_ancestors
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.kernels.tree_verify.triton_snapshot import (
@@ -29,7 +30,7 @@ ROWS = 32
 
 class Mode(NamedTuple):
     nodes: int
-    fold: bool | None  # what all requests' flags say; None: a step without flags
+    fold: float | None  # share of the requests that fold; None: a step without flags
 
 
 class Inputs:
@@ -84,15 +85,17 @@ class Inputs:
             parents=parents,
             ancestors=pack_ancestors(ancestors)[..., 0],
             tail=path[:, -(CONV_KERNEL - 1) :],
-            fold=None if mode.fold is None else torch.full((batch,), mode.fold),
+            fold=None if mode.fold is None else torch.arange(batch) < round(batch * mode.fold),
         )
         parts = (part if part is None else part.contiguous().cuda() for part in step)
         self.step = TreeLayout._make(parts)
 
     def verify(self, config: Config | None = None) -> list[Launch]:
+        """config: of triton.py's kernel; None: what a server launches."""
+
         def launch(layer: int) -> Tensor:
-            args = (self.buffers[layer], self.C, self.D, self.state[layer])
-            return tree_verify(*args, self.step, self.sizes, config)
+            args = (self.buffers[layer], self.C, self.D, self.state[layer], self.step, self.sizes)
+            return tree_verify(*args, config) if config else gluon.tree_verify(*args)
 
         return [partial(launch, layer) for layer in range(len(self.state))]
 
@@ -118,9 +121,9 @@ def bytes_moved(batch: int, mode: Mode, sizes: Sizes = NANO_9B) -> int:
     """Each input once, each output once."""
     H, P, G, N = sizes
     T = mode.nodes
-    state = H * P * N * 4 * (2 if mode.fold else 1)
+    state = H * P * N * 4 * (1 + (mode.fold or 0))
     rows = (JOURNAL + T) * (2 * (H * P + G * N) + 8 * H)
-    return batch * (state + rows + 2 * T * (G * N + H * P))
+    return int(batch * (state + rows + 2 * T * (G * N + H * P)))
 
 
 class SnapshotInputs(Inputs):

@@ -14,7 +14,7 @@ from triton_rig import BFLOAT16_ERROR, NANO, assert_mostly_equal, to_device, tre
 from verify_rig import random_tree
 
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
-from mamba_eagle.kernels.tree_verify import naive
+from mamba_eagle.kernels.tree_verify import gluon, naive
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton import Config, tree_verify
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -35,6 +35,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     largest_step: float = 0.3
     state_dtype: torch.dtype = torch.float32
+    tiles: int = 0  # per program of gluon.py; 0: triton.py
 
 
 SMALL = Sizes(8, 20, 2, 16)  # 4 heads are 5 tiles of 16, three of which lie in two heads
@@ -104,7 +105,37 @@ def gpu_cases() -> list[object]:
     ):
         case = cases["nano-fold"]._replace(config=config, dtype=torch.bfloat16)
         found.append(pytest.param(case, id=f"nano-fold-{config}"))
+    for name, case in registers_cases().items():
+        found.append(pytest.param(case, id=f"registers-{name}"))
     return found
+
+
+def registers_cases() -> dict[str, Case]:
+    """Of gluon.py, which only runs on a GPU."""
+    fold, half = (True, True, False), torch.float16
+    tree = Case(NANO, 8, 14, (14, 0, 5), fold, None, torch.bfloat16, tiles=5)
+    wide = Case(Sizes(8, 128, 2, 256), 8, 8, (8, 3), (True, False), None, torch.bfloat16, tiles=4)
+    return {
+        "no-fold": tree._replace(fold=None),
+        "tree": tree,
+        "tile-a-program": tree._replace(tiles=1),
+        "16-nodes": tree._replace(nodes=16),
+        "decode": tree._replace(nodes=1, fold=None),
+        "decode-fold": tree._replace(nodes=1, tiles=1),
+        "64-rows": tree._replace(nodes=16, max_journal=48, journal_lens=(48, 0, 31)),
+        "underflow": tree._replace(largest_step=60.0),
+        "float16-rows": tree._replace(dtype=half),
+        "bfloat16-state": tree._replace(state_dtype=torch.bfloat16),
+        "float16-all": tree._replace(dtype=half, state_dtype=half),
+        "p128-n256": wide,
+        "p128-n256-tile-a-program": wide._replace(tiles=1),
+        "p64-n64": Case(
+            Sizes(8, 64, 1, 64), 12, 20, (20, 3), (True, False), None, torch.bfloat16, tiles=2
+        ),
+        "p16-n32": Case(
+            Sizes(8, 16, 4, 32), 7, 9, (9, 3), (True, False), None, torch.bfloat16, tiles=1
+        ),
+    }
 
 
 @dataclass
@@ -120,9 +151,11 @@ class Batch:
 
     def verify(self) -> Tensor:
         case = self.case
-        return tree_verify(
-            self.buffers, self.C, self.D, self.state, self.step, case.sizes, case.config
-        )
+        inputs = (self.buffers, self.C, self.D, self.state, self.step, case.sizes)
+        if case.tiles:
+            assert gluon.supports(self.buffers, self.step, case.sizes)
+            return gluon.tree_verify(*inputs, tiles=case.tiles)
+        return tree_verify(*inputs, case.config)
 
 
 def make_batch(case: Case, seed: int = 0) -> Batch:
@@ -217,16 +250,19 @@ def test_outputs_and_folds_equal_the_recurrence(case: Case) -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("sizes", [SMALL, SMALL._replace(head_dim=16, state_size=32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_folded_state_is_rounded_with_its_requests_noise(dtype: torch.dtype) -> None:
-    case = Case(SMALL, 5, 12, (12, 7, 4), (True, True, False), None, torch.bfloat16)
+def test_a_folded_state_is_rounded_with_its_requests_noise(
+    dtype: torch.dtype, sizes: Sizes
+) -> None:
+    case = Case(sizes, 5, 12, (12, 7, 4), (True, True, False), None, torch.bfloat16)
     batch = make_batch(case._replace(state_dtype=dtype))
     exact = batch.state.float()
     keys = token_keys(torch.arange(3), torch.arange(3) + 70).to(DEVICE)
     rounding = batch.step._replace(round_keys=keys)
     inputs = (batch.buffers, batch.C, batch.D)
-    tree_verify(*inputs, batch.state, rounding, SMALL, layer=4)
-    tree_verify(*inputs, exact, batch.step, SMALL)
+    gluon.tree_verify(*inputs, batch.state, rounding, sizes, layer=4)
+    gluon.tree_verify(*inputs, exact, batch.step, sizes)
     slots = batch.step.state_slots[:2]
     wanted = round_states(exact[slots], keys[:2], 4, dtype)
     assert_mostly_equal(batch.state[slots], wanted)
@@ -260,7 +296,7 @@ def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
         log_decay = (dt.double() * A).cumsum(1).float()
         log_decay[:, M] = dt[:, M] * A
         C = torch.randn(1, 1, G * N, device=DEVICE).to(dtype)
-        tree_verify(RowBuffers(xB, dt, log_decay), C, D, state, step, sizes)
+        gluon.tree_verify(RowBuffers(xB, dt, log_decay), C, D, state, step, sizes)
         x, B = xB[0, :M].split([H * P, G * N], dim=1)
         rows = naive.Rows(x.unflatten(1, (H, P)), dt[0, :M], B.unflatten(1, (G, N)))
         exact = naive.fold(rows, A, exact)
@@ -271,8 +307,9 @@ def test_state_stays_true_over_many_folds(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @runs_kernels
-def test_a_graph_replays_with_other_lengths() -> None:
-    case = Case(NANO, 16, 16, (16, 0, 5), (True, False, True), dtype=torch.bfloat16)
+@pytest.mark.parametrize("tiles", [0, 5])
+def test_a_graph_replays_with_other_lengths(tiles: int) -> None:
+    case = Case(NANO, 16, 16, (16, 0, 5), (True, False, True), dtype=torch.bfloat16, tiles=tiles)
     batch = make_batch(case)
     first = batch.state.clone()
     wanted = batch.verify().clone()  # compiles, too

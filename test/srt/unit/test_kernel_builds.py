@@ -32,10 +32,18 @@ from triton.runtime.jit import JITFunction
 
 from mamba_eagle.backend.triton import attention
 from mamba_eagle.backend.triton.backend import TritonBackend
-from mamba_eagle.backend.triton.builds import Build, DryRun, KernelBuilds, dry_run
+from mamba_eagle.backend.triton.builds import (
+    Build,
+    DryRun,
+    KernelBuilds,
+    compile_build,
+    dry_run,
+)
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.compilations import Compilations
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
+from mamba_eagle.kernels.tree_verify import gluon
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.layers.block_attention import block_mask
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.runner import loading
@@ -244,6 +252,26 @@ def test_what_a_dry_run_finds_is_compiled_once(
     assert [process.returncode for process in other.builders.processes] == [0]
 
 
+def test_a_kernel_in_registers_compiles(
+    hopper: None, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but a GPU can run it; Triton's version decides whether it compiles."""
+    monkeypatch.setattr(gluon, "capability", lambda _: (9, 0))
+    sizes, b, T, M = Sizes(heads=2, head_dim=32, groups=1, state_size=32), 1, 5, 12
+    H, P, G, N = sizes
+    numbers, some = torch.zeros(b, M + T, H), torch.zeros(b, dtype=torch.int64)
+    rows = RowBuffers(torch.zeros(b, M + T, H * P + G * N).bfloat16(), numbers, numbers)
+    nodes, path = torch.zeros(b, T, dtype=torch.int64), torch.zeros(b, M, dtype=torch.int64)
+    step = TreeLayout(some, some, path, some, nodes, nodes, nodes, path, some != 0, some)
+    state = torch.zeros(b, H, P, N).bfloat16()
+    with dry_run() as run:
+        gluon.tree_verify(rows, rows.xB[:, :T, -N:], numbers[0, 0], state, step, sizes)
+    (build,) = run.builds
+    compile_build(build)
+    (machine_code,) = cache.glob("*/*.cubin")
+    assert machine_code.name == "_tree_verify_kernel.cubin"
+
+
 def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) -> None:
     with dry_run() as run:
         launch_noise()
@@ -251,8 +279,6 @@ def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) ->
     assert json.loads(build.data)["options"]["num_warps"] == 4
     seen = Compilations()
     assert seen.count == 0
-    from mamba_eagle.backend.triton.builds import compile_build
-
     compile_build(build)
     assert seen.names == ["_gumbel_kernel"]
     knobs.compilation.listener = None

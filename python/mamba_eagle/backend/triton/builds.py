@@ -34,6 +34,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -139,7 +140,8 @@ def compile_build(build: Build) -> None:
     }
     signature = {name: _tuples(kind) for name, kind in data["signature"].items()}
     kernel = getattr(importlib.import_module(build.module), build.name)
-    source = ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attributes)
     options = {name: _tuples(value) for name, value in data["options"].items()}
     triton.compile(source, target=GPUTarget(*build.target), options=options)
 
