@@ -114,7 +114,7 @@ only_triton = pytest.mark.parametrize("form", [TRITON])
 def test_rounded_rms_norm(form: str, has_added: bool, static: float | None) -> None:
     from mamba_eagle.kernels.rms_norm.triton import rounded_rms_norm
 
-    x, added, weight = normal(3, 72), normal(3, 72, seed=1), normal(72, seed=2)
+    x, added, weight = normal(3, 330), normal(3, 330, seed=1), normal(330, seed=2)
     exact = rms_norm(x + added if has_added else x, weight, EPS)
     device = device_of(form)
     stream = x.to(device, copy=True)
@@ -142,9 +142,9 @@ def test_rounded_gated_norm(form: str, groups: int, static: float | None) -> Non
     """The gate is a view of wider rows, as in_proj leaves it."""
     from mamba_eagle.kernels.gated_norm.triton import rounded_gated_norm
 
-    y, wide, weight = normal(3, 72), normal(3, 80, seed=1), normal(72, seed=2)
+    y, wide, weight = normal(3, 360), normal(3, 368, seed=1), normal(360, seed=2)
     device = device_of(form)
-    exact = gated_group_rms_norm(y, wide[:, 4:-4], weight, 72 // groups, EPS)
+    exact = gated_group_rms_norm(y, wide[:, 4:-4], weight, 360 // groups, EPS)
     given = (y.to(device), wide.to(device)[:, 4:-4], weight.to(device))
     found = rounded_gated_norm(*given, groups, EPS, make_rounding(form, static))
     check_rounded(found, exact, static)

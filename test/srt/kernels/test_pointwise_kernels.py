@@ -67,6 +67,7 @@ NORMS = {
     "one-row": NormCase(1, 256, 128),
     "odd-size": NormCase(5, 30, 15),
     "a-group-a-channel": NormCase(4, 7, 1),
+    "blocks-of-128": NormCase(3, 660, 330),
     "gates-that-saturate": NormCase(3, 96, 24, gate=60.0),
 }
 

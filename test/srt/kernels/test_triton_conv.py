@@ -13,7 +13,7 @@ from triton_rig import NANO, to_device, tree_layout
 from verify_rig import random_tree
 
 from mamba_eagle.kernels.causal_conv import naive
-from mamba_eagle.kernels.causal_conv.triton import ConvWeights, tree_conv
+from mamba_eagle.kernels.causal_conv.triton import Config, ConvWeights, tree_conv
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.tree.tree import Tree
 
@@ -32,12 +32,14 @@ class Case(NamedTuple):
     bias: bool = True
     step_limit: tuple[float, float] = (0.0, float("inf"))
     dtype: torch.dtype = torch.float32
+    config: Config | None = None
 
 
 SMALL = Sizes(4, 24, 2, 16)
 CASES = [
     pytest.param(Case(SMALL, 7, (5, 0, 1)), id="tree"),
     pytest.param(Case(SMALL, 1, (5, 0)), id="decode"),
+    pytest.param(Case(SMALL, 7, (0, 2), config=Config(4, 32, 1)), id="tree-in-blocks"),
     pytest.param(Case(SMALL, 5, (5, 3, 0), (True, False, True)), id="fold"),
     pytest.param(Case(SMALL, 20, (2, 4), None, 2, False, (0.1, 0.5)), id="two-taps-no-bias-clamp"),
 ]
@@ -126,7 +128,7 @@ def check(case: Case) -> None:
     weights, buffers = to_device(weights), to_device(buffers)
     conv_in, projected = conv_in.to(DEVICE), projected.to(DEVICE)
     xbc, dt_raw = projected[:, 64 : 64 + conv_dim], projected[:, 64 + conv_dim :]
-    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, layout, case.sizes)
+    C = tree_conv(xbc, dt_raw, weights, conv_in, buffers, layout, case.sizes, case.config)
 
     close = {"rtol": 2e-6, "atol": 2e-6}
     rounded = close if case.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
