@@ -251,7 +251,7 @@ def _tree_verify_kernel(
             # the next one into the same registers, while this one's outputs are formed
             if c + 1 < CHUNKS:
                 before = _state_tile(state + i * 16 * N + (c + 1) * SIZE, N, SIZE, state_in)
-            elif TILES > 1:
+            elif TILES > 1:  # noqa: SIM102 - as above
                 if i + 1 < TILES:
                     before = _state_tile(state + (i + 1) * 16 * N, N, SIZE, state_in)
                     x = gl.load(x_rows + (i + 1) * 16, mask=valid_x, other=0.0)
