@@ -264,7 +264,7 @@ class ModelDrafter(Drafter):
         table, network = self.table, self.network
         root = table.processed[slots]  # [b]: position of the root
         grown = self.backend.candidates(table.last_token[slots], shape.topk, shape.depth)
-        frontier = grown.expand(self._best(0, above, root + 1, noise, shape.topk))
+        frontier = grown.expand(self._best(0, above, root, noise, shape.topk))
         if noise is not None:
             noise.follow(frontier)
         if shape.depth > 1:
@@ -279,14 +279,16 @@ class ModelDrafter(Drafter):
             if noise is not None and (told := noise.forced(len(slots), shape.topk, left)):
                 self._add_told(grown, told, noise, left)
                 break
-            index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
+            if network.reads_above:
+                index = frontier.lanes[..., None].expand(-1, -1, above.shape[2])
+                above = above.gather(1, index)
             above = network.lanes(
                 depth,
                 frontier.tokens.reshape(-1),
-                above.gather(1, index).flatten(0, 1),
+                above.flatten(0, 1),
                 lanes.context(frontier.lanes, root + depth),
             ).unflatten(0, frontier.tokens.shape)
-            frontier = grown.expand(self._best(depth, above, root + depth + 1, noise, shape.topk))
+            frontier = grown.expand(self._best(depth, above, root, noise, shape.topk))
             doubts = grown.doubts(least)
             if noise is not None:
                 noise.follow(frontier)
@@ -305,15 +307,15 @@ class ModelDrafter(Drafter):
                 children = told
 
     def _best(
-        self, depth: int, outputs: Tensor, positions: Tensor, noise: KeyedNoise | None, k: int
+        self, depth: int, outputs: Tensor, root: Tensor, noise: KeyedNoise | None, k: int
     ) -> TopTokens:
-        """The k best next tokens of each lane: outputs [b, lanes, O], positions [b] of the tokens
-        that they predict -> [b, lanes, k]."""
+        """The k best next tokens of each lane at a depth: outputs [b, lanes, O], root [b], the
+        roots' positions -> [b, lanes, k]."""
         shape = outputs.shape[:2]
         logits = self.network.logits(depth, outputs.flatten(0, 1)).unflatten(0, shape)
         if noise is None:
             return self.vocabulary.best(logits, k)
-        return noise.best(logits, self.vocabulary, positions, k)
+        return noise.best(logits, self.vocabulary, root + (depth + 1), k)
 
     def _lanes(self, slots: Tensor, prefix: Tensor, depth: int) -> Lanes:
         """Lanes that continue the first ``prefix`` [b] tokens, which include the root."""

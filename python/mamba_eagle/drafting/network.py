@@ -22,6 +22,7 @@ class DraftNetwork(ABC):
     feature_size: int  # F; 0: entries take tokens alone
     output_size: int  # O
     carry_size: int = 0  # C: first columns of an output, which the next entry needs
+    reads_above: bool = True  # whether ``lanes`` does anything with the outputs of parents
     max_depth: int | None = None  # deepest tree that the network can draft; None: no limit
 
     def entry_features(self, target: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class StandaloneNetwork(DraftNetwork):
     """Entries take no features: the model's own caches hold the context."""
 
     feature_size = 0
+    reads_above = False
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model

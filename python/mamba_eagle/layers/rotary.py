@@ -32,7 +32,7 @@ class Rotary:
         """positions [n] int64 on any device -> angles on ``device``."""
         if self.frequencies.device != device:
             self.frequencies = self.frequencies.to(device)
-        angles = positions.to(device).float()[:, None, None] * self.frequencies
+        angles = positions.to(device)[:, None, None] * self.frequencies  # float32
         cos, sin = angles.cos(), angles.sin()
         if self.magnitude != 1.0:
             cos, sin = cos * self.magnitude, sin * self.magnitude

@@ -5,10 +5,12 @@ These serve as plain targets to compare the hybrids with, and as small draft mod
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
@@ -32,15 +34,35 @@ class LlamaLayer(Layer):
         self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias)
         self.total = Total()
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        made = self.self_attn(self.input_layernorm(hidden), ctx)
+    def forward(
+        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden`` with what attention makes of its norm, and what the MLP adds to that, of a
+        rank a part of it. hidden may be overwritten."""
+        made = self.self_attn(normed, ctx)
         normed, hidden = self.post_attention_layernorm.after(hidden, made)
-        return hidden + self.total(self.mlp(normed))
+        return hidden, self.mlp(normed)
 
 
 class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, [LlamaLayer(config, i) for i in range(len(config.blocks))])
+
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """Leaves each sum to the norm that follows, which may have a kernel for both."""
+        if not layers:
+            return hidden
+        run = ctx.run(layers, hidden)
+        if run is not None:
+            return run
+        first, *others = cast(Sequence[LlamaLayer], layers)
+        hidden, made = first(hidden, first.input_layernorm(hidden), ctx)
+        for layer in others:
+            normed, hidden = layer.input_layernorm.after(hidden, made)
+            hidden, made = layer(hidden, normed, ctx)
+        return hidden + first.total(made)
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:
