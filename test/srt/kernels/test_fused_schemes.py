@@ -80,17 +80,21 @@ def test_a_request_is_the_same_alone_and_in_a_batch(scheme: str) -> None:
             assert torch.equal(whole[own], one)
 
 
-@pytest.mark.parametrize("config", ["even", "P5_N7_K3"])
-def test_a_replay_gives_the_bits_of_decode_steps(config: str) -> None:
-    """From rows that were kept of accepted tokens: states and histories."""
+@pytest.mark.parametrize("config, count", [("even", 2), ("P5_N7_K3", 1)])
+def test_a_replay_gives_the_bits_of_decode_steps(
+    config: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From rows that were kept of accepted tokens: states and histories, on so many threads."""
+    monkeypatch.setattr(threads, "_threads", count)
+    monkeypatch.setattr(threads, "MIN_PARALLEL", 0)
     rig, rng = rig_of(True, "deferred", 16, config), torch.Generator().manual_seed(1)
     slot, state_slot, start = 4, 2, 17
     states, histories = (part[:, state_slot].clone() for part in (rig.pool.ssm, rig.pool.conv))
-    for nodes, count in ((1, 1), (5, 3), (7, 4), (4, 2)):
+    for nodes, most in ((1, 1), (5, 3), (7, 4), (4, 2)):
         tree, inputs = random_tree(1, nodes, 6, rng), rig.random_inputs(1, nodes)
         rig.verify([slot], tree, inputs)
         paths = [max((path_to(tree, 0, end) for end in range(nodes)), key=len)]
-        accepted = truncated(paths, [min(count, len(paths[0]))])
+        accepted = truncated(paths, [min(most, len(paths[0]))])
         rig.accept([slot], accepted, inputs.hidden)
         rig.scheme.keep_rows(torch.tensor([slot]), accepted, inputs.hidden, rig.kept)
     rows = int(rig.table.processed[slot]) - start

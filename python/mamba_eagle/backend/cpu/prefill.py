@@ -59,7 +59,8 @@ class CpuPrefillContext(PrefillContext):
         )
         A, bias, D = weights.heads
         steps = np.empty((n, c.num_heads), np.float32)
-        step_sizes(steps.size * SOFTPLUS, dt.numpy(), bias, weights.low, weights.high, steps)
+        limits = (weights.low, weights.high)
+        step_sizes(steps.size * SOFTPLUS, dt.contiguous().numpy(), bias, *limits, steps)
         scan(
             n * c.inner_size * (2 * c.state_size + CHUNK // 2),
             *(xBC, steps, A, D, state),

@@ -70,7 +70,7 @@ def step_sizes(raw, bias, low, high, out):
     """out [n, H] = clamp(softplus(raw + bias)), a number at a time, as decode steps compute it:
     torch rounds the last few of a tensor in another way, so a token's would depend on the batch.
 
-    raw [n, columns], the first H of which are read; bias [H]; low, high float32.
+    raw [n, H]; bias [H]; low, high float32.
     """
     for t in prange(out.shape[0]):
         for h in range(out.shape[1]):

@@ -259,6 +259,19 @@ def fold(slots, lengths, path, state_slots, history, buffers):
             _fold_head(slots[f], rows, buffers.state[state_slots[f], h], h, buffers)
 
 
+@kernel
+def _enter_again(k, raw, parents, tail, steps, weights, inputs):
+    """Row k of a replay; raw [K-1 + count, C], parents [count], tail [K-1], steps [H]."""
+    xB, dt, decay = inputs
+    convolved, rates = np.empty(raw.shape[1], np.float32), weights.heads[0]
+    _convolve(convolved, weights.conv, raw, np.arange(len(parents)), parents, tail, k)
+    own = xB[k]
+    for c in range(own.shape[0]):
+        own[c] = convolved[c]
+    for h in range(steps.shape[0]):
+        dt[k, h], decay[k, h] = steps[h], decay_of(steps[h], rates[h])
+
+
 @threaded
 def replay(first, count, weights, conv_in, dt, history, state):
     """The state after ``count`` rows of a journal slot, of which the first is row ``first``, and
@@ -267,7 +280,6 @@ def replay(first, count, weights, conv_in, dt, history, state):
     weights: LayerWeights; conv_in [S, C], dt [S, H]: a journal slot; history [K-1, C]; state
     [H, P, N].
     """
-    conv, A = weights.conv, weights.heads[0]
     (size, C), (H, P, N), before = conv_in.shape, state.shape, history.shape[0]
     raw, parents = np.empty((before + count, C), np.float32), np.arange(count) - 1
     rows, tail = np.arange(count), np.arange(before)
@@ -283,13 +295,8 @@ def replay(first, count, weights, conv_in, dt, history, state):
         np.empty((count, H), np.float32),
     )
     for k in prange(count):
-        convolved, own = np.empty(C, np.float32), inputs.xB[k]
-        _convolve(convolved, conv, raw, rows, parents, tail, k)
-        for c in range(own.shape[0]):
-            own[c] = convolved[c]
-        steps = dt[(first + k) % size]
-        for h in range(H):
-            inputs.dt[k, h], inputs.decay[k, h] = steps[h], decay_of(steps[h], A[h])
+        row = np.int64(k)  # prange counts without a sign
+        _enter_again(row, raw, parents, tail, dt[(first + row) % size], weights, inputs)
     for h in prange(H):
         _pass(state[h], h, inputs, rows, count, True, _no_nodes(H, P, G, N))
     for k in range(before):
