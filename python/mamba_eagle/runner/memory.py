@@ -163,7 +163,7 @@ def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str)
 
 def graph_bytes(tokens: int, model: ModelConfig) -> int:
     """Bytes that graphed steps of up to ``tokens`` nodes need: their logits, of at most 32 bits,
-    and as much again for activations, the logits of a drafter's lanes, and the graphs themselves."""
+    as much again for activations and the logits of a drafter's lanes, and the graphs."""
     return 2 * tokens * model.vocab_size * 4 + MIN_GRAPH_BYTES
 
 
