@@ -45,6 +45,12 @@ def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if numba is None else numba.njit(fastmath={"contract"}, **_OPTIONS)(function)
 
 
+def strictly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile; each operation is rounded as it is written, so the bits of what is computed do not
+    depend on the code around it."""
+    return function if numba is None else numba.njit(**_OPTIONS)(function)
+
+
 ZERO, HALF, ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 _LOG2_E = np.float32(1.44269504088896341)
@@ -90,6 +96,14 @@ def exp(x):  # noqa: ANN001, ANN201
 @exactly
 def silu(x):  # noqa: ANN001, ANN201
     return x / (ONE + exp(-x))
+
+
+@exactly
+def sigmoid(x, out):  # noqa: ANN001, ANN201
+    """x, out [n, size] float32: torch's own rounds the last numbers of a tensor in another way."""
+    for r in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            out[r, c] = ONE / (ONE + exp(-x[r, c]))
 
 
 @exactly

@@ -12,7 +12,6 @@ import numpy as np
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.grouped.cpu import GROUP, round_rows
 from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
-from mamba_eagle.kernels.numba_sums import LANES
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.tree_attention.cpu import _tree_head
@@ -31,6 +30,7 @@ class Frame:
     # what attention reads: the slot table and its columns, by request the slot and the prefix,
     # nodes' KV slots and parents, their number (drafted lanes: those of all depths), and trees
     TABLE, TABLE_ROWS, POSITIONS, ATTENDED, PREFIX, OWN, ABOVE, FAMILY, TREES = range(13, 22)
+    FOLD = 22  # TreeLayout's, bytes
     COUNT = 24
 
 
@@ -142,17 +142,17 @@ class Recurrence:
     """Words of the two spans of a layer's recurrence."""
 
     FRAME, PROJECTED, WIDTH, CONV, HEADS, LIMITS = range(6)
-    CONV_IN, XB, DT, LOG_DECAY, STATE = range(6, 11)
+    CONV_IN, XB, DT, DECAY, STATE = range(6, 11)
     # R request slots; K, W, channels, H, P, N, G as in tree_verify/cpu.py; state slots
     SLOTS, TAPS, ROWS, CHANNELS, NUM_HEADS, HEAD_DIM, STATE_SIZE, GROUPS, STATES = range(11, 20)
-    SEEN_C, SEEN_DECAY, SEEN_ROWS, SEEN_COUNT, SEEN_SCORES, SEEN_WEIGHTS, OUT = range(20, 27)
-    COUNT = 27
+    SEEN_C, SEEN_ROWS, SEEN_ORDER, SEEN_KEPT, OUT = range(20, 25)
+    COUNT = 25
 
 
 @kernel
 def _recurrence(arguments):
     """What ``_enter`` and ``_head`` take."""
-    w = _words(arguments, 27)
+    w = _words(arguments, 25)
     f = _words(w[0], 24)
     n, b, T, most = f[1], f[9], f[10], f[11]
     R, K, rows, channels, H, P, N, G = w[11], w[12], w[13], w[14], w[15], w[16], w[17], w[18]
@@ -166,6 +166,7 @@ def _recurrence(arguments):
         _integers(f[7], b, T),
         None,
         _integers(f[8], b, f[12]),
+        numba.carray(pointer_to(f[22]), b, np.bool_),
     )
     limits = numba.carray(pointer_to(w[5]), 2, np.float32)
     weights = LayerWeights(
@@ -180,14 +181,12 @@ def _recurrence(arguments):
     )
     seen = Seen(
         numba.carray(pointer_to(w[20]), (b, T, G, N), np.float32),
-        numba.carray(pointer_to(w[21]), (b, T, H), np.float32),
-        numba.carray(pointer_to(w[22]), (b, T, most + T), np.int64),
-        numba.carray(pointer_to(w[23]), (b, T), np.int64),
-        numba.carray(pointer_to(w[24]), (b, T, G, most + T), np.float32),
-        numba.carray(pointer_to(w[25]), (b, T, (most + T) * H + LANES), np.float32),
+        _integers(w[21], b, most + T),
+        _integers(w[22], b, T),
+        _integers(w[23], b, T),
     )
     projected = _floats(w[1], n, w[2])
-    return projected, nodes, weights, buffers, seen, _floats(w[26], n, inner)
+    return projected, nodes, weights, buffers, seen, _floats(w[24], n, inner)
 
 
 def _begin_requests(arguments, first, last):
@@ -204,10 +203,9 @@ def _begin_requests(arguments, first, last):
 def _heads(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``_head``."""
     _, nodes, weights, buffers, seen, y = _recurrence(arguments)
-    H = buffers.state.shape[1]
+    H, skip = buffers.state.shape[1], weights.heads[2]
     for task in range(first, last):
-        h = task % H
-        _head(task // H, h, nodes, weights.heads[2][h], buffers, seen, y)
+        _head(task // H, task % H, nodes, skip, buffers, seen, y)
 
 
 class Attended:

@@ -22,7 +22,14 @@ from mamba_eagle.kernels.numba_spans import (
     _words,
 )
 from mamba_eagle.kernels.numba_words import places, pointer_to
-from mamba_eagle.kernels.tree_verify.cpu import _fold_head, begin, extend_journals, move_history
+from mamba_eagle.kernels.tree_verify.cpu import (
+    _fold_head,
+    begin,
+    empty_journals,
+    extend_journals,
+    fold_in_step,
+)
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.kernels.vector_code import SpanKernel
 
 
@@ -48,7 +55,8 @@ class Step:
     # [b]; positions of the states [b]
     TARGET, D, PATH_NODES, PATH_TOKENS, NUMBER, FINISHED, FOLDED_AT = range(38, 45)
     PREFIX = 45  # [b]: as ``processed`` was before the step
-    COUNT = 46
+    FOLD = 46  # [b] bytes: whether the step itself folds a journal
+    COUNT = 47
 
 
 FRAME, AT = places(Frame), places(Step)
@@ -119,7 +127,7 @@ def _crowded(arguments, first, last):
 def _fold(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``fold``. Words: those of a recurrence, which
     begin with the frame, and the step's address behind them."""
-    w = _words(_words(arguments, 28)[27], AT.COUNT)
+    w = _words(_words(arguments, 26)[25], AT.COUNT)
     b, R, history = w[AT.B], w[AT.R], w[AT.HISTORY]
     slots, folded, state_slot = (
         _ints(w[AT.ITS_SLOTS], b),
@@ -135,30 +143,23 @@ def _fold(arguments, first, last):
         if length > 0:
             slot = slots[r]
             rows = path[slot, history : history + length] - history
-            _fold_head(slot, rows, length, buffers.state[state_slot[slot], h], h, buffers)
+            _fold_head(slot, rows, buffers.state[state_slot[slot], h], h, buffers)
 
 
 @kernel
-def _follow_folds(w):
-    """Features and convolution inputs of journals that were folded; these are empty now."""
-    b, R, history, W, F = w[AT.B], w[AT.R], w[AT.HISTORY], w[AT.W], w[AT.SIZE]
-    slots, folded = _ints(w[AT.ITS_SLOTS], b), _ints(w[AT.FOLDED], b)
-    state_slot, lengths = _ints(w[AT.STATE_SLOT], R), _ints(w[AT.JOURNAL_LEN], R)
-    path = _integers(w[AT.PATH], R, w[AT.PLACES])
-    conv_in = numba.carray(
-        pointer_to(w[AT.CONV_IN]), (w[AT.LAYERS], R, history + W, w[AT.CHANNELS]), np.float32
+def _kept(w):
+    """What ``empty_journals`` takes behind slots and lengths."""
+    R, history, W, F = w[AT.R], w[AT.HISTORY], w[AT.W], w[AT.SIZE]
+    inputs = (w[AT.LAYERS], R, history + W, w[AT.CHANNELS])
+    return (
+        _ints(w[AT.STATE_SLOT], R),
+        _integers(w[AT.PATH], R, w[AT.PLACES]),
+        _ints(w[AT.JOURNAL_LEN], R),
+        history,
+        numba.carray(pointer_to(w[AT.CONV_IN]), inputs, np.float32),
+        numba.carray(pointer_to(w[AT.ROW_FEATURES]), (R, W, F), np.float32),
+        _floats(w[AT.POOL_FEATURES], w[AT.STATES], F),
     )
-    for r in range(b):
-        length = folded[r]
-        if length > 0:
-            slot = slots[r]
-            row = path[slot, history + length - 1] - history
-            kept = _floats(w[AT.POOL_FEATURES] + state_slot[slot] * F * 4, 1, F)[0]
-            feature = _floats(w[AT.ROW_FEATURES] + (slot * W + row) * F * 4, 1, F)[0]
-            for c in range(F):
-                kept[c] = feature[c]
-            move_history(slots[r : r + 1], folded[r : r + 1], path, history, conv_in)
-            lengths[slot] = 0
 
 
 def _open(arguments, first, last):
@@ -167,16 +168,29 @@ def _open(arguments, first, last):
     frame, w = _words(given[0], FRAME.COUNT), _words(given[1], AT.COUNT)
     b, T, R, history, W = w[AT.B], w[AT.T], w[AT.R], w[AT.HISTORY], w[AT.W]
     slots, processed = _ints(w[AT.ITS_SLOTS], b), _ints(w[AT.PROCESSED], R)
-    _follow_folds(w)
-    begin(
+    kept = _kept(w)
+    empty_journals(slots, _ints(w[AT.FOLDED], b), *kept)
+    nodes = TreeLayout(
         slots,
-        _ints(w[AT.STATE_SLOT], R),
-        _integers(w[AT.PATH], R, w[AT.PLACES]),
-        _ints(w[AT.JOURNAL_LEN], R),
         _ints(w[AT.STATE_SLOTS], b),
         _integers(w[AT.JOURNAL], b, W),
-        _ints(w[AT.LENGTHS], b), _integers(w[AT.ROWS], b, T), _integers(w[AT.TAIL], b, history),
-    )  # fmt: skip
+        _ints(w[AT.LENGTHS], b),
+        _integers(w[AT.ROWS], b, T),
+        None,
+        None,
+        _integers(w[AT.TAIL], b, history),
+        numba.carray(pointer_to(w[AT.FOLD]), b, np.bool_),
+    )
+    begin(
+        slots,
+        *kept[:3],
+        nodes.state_slots,
+        nodes.journal,
+        nodes.journal_len,
+        nodes.rows,
+        nodes.tail,
+    )
+    fold_in_step(nodes, *kept)
     positions, depths, prefix = (
         _integers(w[AT.POSITIONS], b, T),
         _integers(w[AT.DEPTHS], b, T),
@@ -194,7 +208,7 @@ def _open(arguments, first, last):
         w[AT.LENGTHS],
     )
     frame[FRAME.NODE_ROWS], frame[FRAME.PARENTS] = w[AT.ROWS], w[AT.PARENTS]
-    frame[FRAME.TAIL] = w[AT.TAIL]
+    frame[FRAME.TAIL], frame[FRAME.FOLD] = w[AT.TAIL], w[AT.FOLD]
     frame[FRAME.REQUESTS], frame[FRAME.NODES], frame[FRAME.MAX_JOURNAL] = b, T, W
     frame[FRAME.HISTORY] = history
     frame[FRAME.TABLE], frame[FRAME.TABLE_ROWS] = w[AT.TABLE], R

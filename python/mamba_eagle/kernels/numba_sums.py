@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.kernels.numba_tiles import AHEAD, LANES
-from mamba_eagle.kernels.numba_words import ask_for
+from mamba_eagle.kernels.numba_tiles import LANES
 
 try:
     from llvmlite import ir
@@ -79,31 +78,32 @@ class _Code:
             self.builder.store(value, place)
         return made
 
-    def sums_across(self, vectors: list[Any]) -> Any:
-        """A vector with the sum of each of LANES vectors, all in one order: halves, quarters, …"""
-        b, width = self.builder, LANES
-        while len(vectors) > 1:
-            half = width // 2
-            low, high = (self._halves(width, first) for first in (0, half))
-            vectors = [
-                b.fadd(b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high))
-                for x, y in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-            width = half
-        return vectors[0]
 
-    @staticmethod
-    def _halves(width: int, first: int) -> Any:
-        """Of each run of ``width`` lanes the half from lane ``first`` on: those of one vector, then
-        those of another one."""
-        own = [run + first + lane for run in range(0, LANES, width) for lane in range(width // 2)]
-        mask = own + [LANES + lane for lane in own]
-        return ir.Constant(ir.VectorType(ir.IntType(32), LANES), mask)
+def sums_across(builder: Any, vectors: list[Any]) -> Any:
+    """A vector with the sum of each of as many vectors as one has numbers, all in one order:
+    halves, quarters, …"""
+    lanes = width = len(vectors)
+    while len(vectors) > 1:
+        half = width // 2
+        low, high = (_halves(lanes, width, first) for first in (0, half))
+        vectors = [
+            builder.fadd(builder.shuffle_vector(x, y, low), builder.shuffle_vector(x, y, high))
+            for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width = half
+    return vectors[0]
 
 
-def _products(rows: int, asks: bool = False) -> Any:
-    """``add_products_of_…`` in LLVM's language, with so many rows on the left. asks: for what lies
-    behind the rows on the right."""
+def _halves(lanes: int, width: int, first: int) -> Any:
+    """Of each run of ``width`` lanes the half from lane ``first`` on: those of one vector, then
+    those of another one."""
+    own = [run + first + lane for run in range(0, lanes, width) for lane in range(width // 2)]
+    mask = own + [lanes + lane for lane in own]
+    return ir.Constant(ir.VectorType(ir.IntType(32), lanes), mask)
+
+
+def _products(rows: int) -> Any:
+    """``add_products_of_…`` in LLVM's language, with so many rows on the left."""
     columns = LANES // rows
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -121,14 +121,11 @@ def _products(rows: int, asks: bool = False) -> Any:
         with cgutils.for_range(builder, builder.udiv(count, code.index(LANES))) as loop:
             at = code.times(loop.index, LANES)
             own = [code.load(left, builder.add(place, at)) for place in lefts]
-            for place in rights if asks else ():
-                ahead = code.add(builder.add(place, at), AHEAD // 4)
-                ask_for(builder, builder.gep(right, [ahead]))
             others = [code.load(right, builder.add(place, at)) for place in rights]
             for i, place in enumerate(sums):
                 x, y = own[i // columns], others[i % columns]
                 builder.store(code.multiply_add(x, y, builder.load(place)), place)
-        total = code.sums_across([builder.load(place) for place in sums])
+        total = sums_across(builder, [builder.load(place) for place in sums])
         part = ir.VectorType(code.number, columns)
         for r in range(rows):
             own_sums = code.lanes(total, range(r * columns, (r + 1) * columns))
@@ -202,6 +199,18 @@ def _convolution(context: Any, builder: Any, signature: Any, arguments: Any) -> 
     return context.get_dummy_value()
 
 
+def _lanes(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """``add_up_lanes`` in LLVM's language."""
+    code = _Code(context, builder, signature, arguments)
+    out, numbers, count = code.data(0), code.data(1), arguments[2]
+    (total,) = code.variables([ir.Constant(code.vector, [0.0] * LANES)])
+    with cgutils.for_range(builder, builder.udiv(count, code.index(LANES))) as loop:
+        value = code.load(numbers, code.times(loop.index, LANES))
+        builder.store(builder.fadd(builder.load(total), value), total)
+    code.store(builder.load(total), out, code.index(0))
+    return context.get_dummy_value()
+
+
 def _largest(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     """``largest_of`` in LLVM's language."""
     code = _Code(context, builder, signature, arguments)
@@ -229,14 +238,6 @@ def add_products_of_four(  # noqa: PLR0913
     out, factors, left, right: contiguous float32 arrays, read from element ``…_at`` on, with so
     many elements from one row to the next; ids int64. out must not overlap the others.
     """
-    raise NotImplementedError
-
-
-def add_products_of_four_in_order(  # noqa: PLR0913
-    out, out_at, out_row, factors, factor_at, left, left_at, left_row, right, right_at, right_row,
-    ids, first, count,
-):  # fmt: skip
-    """The same where rows on the right are next to each other and come from the memory."""
     raise NotImplementedError
 
 
@@ -303,6 +304,15 @@ def add_taps(out, taps, size, right, ids, count):
     raise NotImplementedError
 
 
+def add_up_lanes(out, numbers, count):
+    """out[l] = numbers[l] + numbers[LANES + l] + …, of the whole vectors among the first ``count``
+    numbers, added up in this order.
+
+    out [LANES], numbers: contiguous float32 arrays.
+    """
+    raise NotImplementedError
+
+
 def largest_of(numbers, count):
     """The largest of the first ``count``, a multiple of LANES; NaN is passed over.
 
@@ -318,7 +328,7 @@ def _checked(*arrays: Any) -> None:
 
 if intrinsic is not None:
 
-    def _of_products(rows: int, asks: bool = False) -> Any:
+    def _of_products(rows: int) -> Any:
         def typed(  # noqa: PLR0913
             context, out, out_at, out_row, factors, factor_at, left, left_at, left_row, right,
             right_at, right_row, ids, first, count,
@@ -326,7 +336,7 @@ if intrinsic is not None:
             _checked(out, factors, left, right, ids)
             n = types.int64
             kinds = (out, n, n, factors, n, left, n, n, right, n, n, ids, n, n)
-            return types.void(*kinds), _products(rows, asks)
+            return types.void(*kinds), _products(rows)
 
         return intrinsic(typed)
 
@@ -344,7 +354,6 @@ if intrinsic is not None:
 
     add_products_of_four, add_products_of_two = _of_products(ROWS), _of_products(2)  # noqa: F811
     add_products_of_one = _of_products(1)  # noqa: F811
-    add_products_of_four_in_order = _of_products(ROWS, True)  # noqa: F811
     add_four_rows, add_two_rows = _of_sums(ROWS, 4), _of_sums(2, 4)  # noqa: F811
     add_one_row = _of_sums(1, 4)  # noqa: F811
     add_narrow_row = _of_sums(1, 1)  # noqa: F811
@@ -354,6 +363,11 @@ if intrinsic is not None:
         _checked(out, taps, right, ids)
         n = types.int64
         return types.void(out, taps, n, right, ids, n), _convolution
+
+    @intrinsic  # type: ignore[no-redef]
+    def add_up_lanes(context, out, numbers, count):  # noqa: F811
+        _checked(out, numbers)
+        return types.void(out, numbers, types.int64), _lanes
 
     @intrinsic  # type: ignore[no-redef]
     def largest_of(context, numbers, count):  # noqa: F811

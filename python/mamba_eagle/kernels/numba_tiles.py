@@ -1,19 +1,16 @@
 """Small products for Numba kernels, in vector instructions that it would not find itself.
 
 Numba gives LLVM loops over arrays that may overlap, so sums pass through memory and wait for each
-other. Here a tile of 4 rows by COLUMNS sums stays in registers for the whole product. And a product
-of rows with one vector, which are read from the memory once, asks for them ahead.
+other. Here a tile of 4 rows by COLUMNS sums stays in registers for the whole product.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mamba_eagle.kernels.numba_words import ask_for
-
 try:
     from llvmlite import binding, ir
-    from numba.core import cgutils, errors, types
+    from numba.core import errors, types
     from numba.extending import intrinsic
 except ImportError:  # as in numba_math
     intrinsic = None
@@ -22,7 +19,6 @@ except ImportError:  # as in numba_math
 LANES = 16 if intrinsic and binding.get_host_cpu_features().get("avx512f") else 8
 ROWS, VECTORS = 4, 2
 COLUMNS = VECTORS * LANES
-AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
 
 
 def _emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -97,62 +93,6 @@ def add_tile(  # noqa: PLR0913
     raise NotImplementedError
 
 
-def _emit_dots(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """``add_dots`` in LLVM's language."""
-
-    def data(place: int) -> Any:
-        return context.make_array(signature.args[place])(context, builder, arguments[place]).data
-
-    out, rows, factors = data(0), data(2), data(3)
-    out_at, scale, count, size = arguments[1], *arguments[4:]
-    number = ir.FloatType()
-    vector = ir.VectorType(number, LANES)
-
-    def vector_at(base: Any, at: Any) -> Any:
-        return builder.bitcast(builder.gep(base, [at]), vector.as_pointer())
-
-    total = cgutils.alloca_once(builder, vector)
-    with cgutils.for_range(builder, count) as row:
-        builder.store(ir.Constant(vector, [0.0] * LANES), total)
-        begin = builder.mul(row.index, size)
-        steps = builder.udiv(size, ir.Constant(size.type, LANES))
-        with cgutils.for_range(builder, steps) as step:
-            column = builder.mul(step.index, ir.Constant(size.type, LANES))
-            place = vector_at(rows, builder.add(begin, column))
-            far = builder.add(builder.ptrtoint(place, size.type), ir.Constant(size.type, AHEAD))
-            ask_for(builder, builder.inttoptr(far, ir.IntType(8).as_pointer()))
-            read = builder.load(place, align=4)
-            factor = builder.load(vector_at(factors, column), align=4)
-            product = builder.fmul(read, factor, flags=("contract",))
-            builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-        place = builder.gep(out, [builder.add(out_at, row.index)])
-        scaled = builder.fmul(scale, _sum(builder, builder.load(total)), flags=("contract",))
-        builder.store(builder.fadd(builder.load(place), scaled, flags=("contract",)), place)
-    return context.get_dummy_value()
-
-
-def _sum(builder: Any, vector: Any) -> Any:
-    """Of a vector's numbers: halves are added until one is left."""
-    size = LANES
-    while size > 1:
-        size //= 2
-        halves = [
-            ir.Constant(ir.VectorType(ir.IntType(32), size), list(range(first, first + size)))
-            for first in (0, size)
-        ]
-        low, high = (builder.shuffle_vector(vector, vector, half) for half in halves)
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, ir.IntType(32)(0))
-
-
-def add_dots(out, out_at, rows, factors, scale, P, N):  # noqa: PLR0913
-    """out[out_at + p] += scale · Σ_n rows[p, n] · factors[n] for p < P, N a multiple of LANES.
-
-    out, rows, factors: contiguous float32 arrays that do not overlap.
-    """
-    raise NotImplementedError
-
-
 if intrinsic is not None:
 
     @intrinsic  # type: ignore[no-redef]
@@ -165,10 +105,3 @@ if intrinsic is not None:
             raise errors.TypingError("add_tile takes contiguous arrays")
         n = types.intp
         return types.void(out, n, n, weights, n, n, n, rows, n, n, n), _emit
-
-    @intrinsic  # type: ignore[no-redef]
-    def add_dots(context, out, out_at, rows, factors, scale, P, N):  # noqa: F811, PLR0913
-        if not all(isinstance(each, types.Array) and each.layout == "C" for each in (out, rows)):
-            raise errors.TypingError("add_dots takes contiguous arrays")
-        n = types.intp
-        return types.void(out, n, rows, factors, types.float32, n, n), _emit_dots

@@ -17,9 +17,16 @@ from mamba_eagle.parallel.shard import Shard
 
 Activation = Callable[[Tensor], Tensor]
 
+
+def gelu(x: Tensor) -> Tensor:
+    """On a CPU a row has the same bits in each batch: torch has one GELU for contiguous tensors, as
+    a single row is, and another one for halves of rows."""
+    return F.gelu(x.contiguous() if x.device.type == "cpu" else x)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
-    "gelu": F.gelu,
+    "gelu": gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 

@@ -14,7 +14,7 @@ from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
-from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.ops import TORCH, LayerOps, Product
 from mamba_eagle.layers.products import GroupedProduct
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig, Span
@@ -29,15 +29,40 @@ class Routes(NamedTuple):
     weights: Tensor  # [n, k] float32
 
 
-class SigmoidRouter(Layer):
+class Router(Layer):
+    """weight [E, hidden_size], which is multiplied in float32 if ``exact``, else in its dtype."""
+
+    exact = False
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self._ops = TORCH
+        self._packed: Product | None = None
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._ops = ops
+        self._packed = ops.pack_linear(self.weight.detach())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, E] float32."""
+        if self._packed is not None:
+            return self._packed(hidden, None).float()
+        if self.exact:
+            return F.linear(hidden.float(), self.weight.float())
+        return F.linear(hidden, self.weight).float()
+
+
+class SigmoidRouter(Router):
     """Sigmoid scores; a learned bias affects which experts are chosen, but not their weights
     (DeepSeek-V3, arXiv 2412.19437). Only experts of the best groups are eligible; a group's score
     is the sum of its two best biased scores."""
 
+    exact = True
+
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(config, hidden_size)
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.e_score_correction_bias = nn.Parameter(
             torch.empty(config.num_experts, dtype=torch.float32)
         )
@@ -45,7 +70,7 @@ class SigmoidRouter(Layer):
     def forward(self, hidden: Tensor) -> Routes:
         """hidden: [n, hidden_size]."""
         c = self.config
-        scores = F.linear(hidden.float(), self.weight.float()).sigmoid()
+        scores = self._ops.sigmoid(self.logits(hidden))
         biased = scores + self.e_score_correction_bias
         if c.num_groups > 1:
             groups = biased.unflatten(-1, (c.num_groups, -1))
@@ -59,17 +84,16 @@ class SigmoidRouter(Layer):
         return Routes(experts, weights * c.scaling)
 
 
-class SoftmaxRouter(Layer):
+class SoftmaxRouter(Router):
     """The top-k logits, with weights from a softmax over these alone (Mixtral, Granite)."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
-        super().__init__()
+        super().__init__(config, hidden_size)
         self.top_k = config.top_k
-        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
 
     def forward(self, hidden: Tensor) -> Routes:
         """hidden: [n, hidden_size]."""
-        best, experts = F.linear(hidden, self.weight).float().topk(self.top_k, dim=-1)
+        best, experts = self.logits(hidden).topk(self.top_k, dim=-1)
         return Routes(experts, best.softmax(-1))
 
 

@@ -96,6 +96,10 @@ class LayerOps:
         """``relu(x)²``. x must not be used afterwards, since the result may overwrite it."""
         return relu_squared(x)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """[n, size] float32."""
+        return x.sigmoid()
+
     def gated_group_rms_norm(
         self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
     ) -> Tensor:

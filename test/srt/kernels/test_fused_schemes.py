@@ -8,8 +8,9 @@ import pytest
 import torch
 from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
 
-from mamba_eagle.backend.cpu.state import CpuScheme
+from mamba_eagle.backend.cpu.state import CpuScheme, layer_weights
 from mamba_eagle.kernels import numba_math, threads
+from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.tree.tree import Tree
 
 pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
@@ -77,6 +78,30 @@ def test_a_request_is_the_same_alone_and_in_a_batch(scheme: str) -> None:
         single = alone.verify([slot], Tree(*(x[own].contiguous() for x in tree)), part)
         for whole, one in zip(outputs, single):
             assert torch.equal(whole[own], one)
+
+
+@pytest.mark.parametrize("config", ["even", "P5_N7_K3"])
+def test_a_replay_gives_the_bits_of_decode_steps(config: str) -> None:
+    """From rows that were kept of accepted tokens: states and histories."""
+    rig, rng = rig_of(True, "deferred", 16, config), torch.Generator().manual_seed(1)
+    slot, state_slot, start = 4, 2, 17
+    states, histories = (part[:, state_slot].clone() for part in (rig.pool.ssm, rig.pool.conv))
+    for nodes, count in ((1, 1), (5, 3), (7, 4), (4, 2)):
+        tree, inputs = random_tree(1, nodes, 6, rng), rig.random_inputs(1, nodes)
+        rig.verify([slot], tree, inputs)
+        paths = [max((path_to(tree, 0, end) for end in range(nodes)), key=len)]
+        accepted = truncated(paths, [min(count, len(paths[0]))])
+        rig.accept([slot], accepted, inputs.hidden)
+        rig.scheme.keep_rows(torch.tensor([slot]), accepted, inputs.hidden, rig.kept)
+    rows = int(rig.table.processed[slot]) - start
+    assert 5 < rows <= rig.kept.feature.shape[1]
+    rig.finish(slot)
+    for i, layer in enumerate(rig.layers):
+        journal = (rig.kept.conv_in[i, slot], rig.kept.dt[i, slot], histories[i], states[i])
+        first = start % rig.kept.feature.shape[1]
+        cpu.replay(0, first, rows, layer_weights(layer), *(part.numpy() for part in journal))
+    assert torch.equal(states, rig.pool.ssm[:, state_slot])
+    assert torch.equal(histories, rig.pool.conv[:, state_slot])
 
 
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

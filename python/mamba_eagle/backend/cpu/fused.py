@@ -25,7 +25,6 @@ from mamba_eagle.kernels import numba_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_spans import Attended, Frame, Recurrence
-from mamba_eagle.kernels.numba_sums import LANES
 from mamba_eagle.kernels.numba_team import Program, call_row
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.vector_code import SpanKernel
@@ -265,11 +264,9 @@ class Builder:
         rows = buffers.xB.shape[1]
         seen = {
             at.SEEN_C: ("C", c.num_groups * c.state_size * 4),
-            at.SEEN_DECAY: ("decay", c.num_heads * 4),
             at.SEEN_ROWS: ("seen rows", 2 * rows * 8),
-            at.SEEN_COUNT: ("count", 8),
-            at.SEEN_SCORES: ("scores", c.num_groups * 2 * rows * 4),
-            at.SEEN_WEIGHTS: ("weights", (2 * rows * c.num_heads + LANES) * 4),
+            at.SEEN_ORDER: ("order", 8),
+            at.SEEN_KEPT: ("kept", 8),
             at.OUT: ("y", c.inner_size * 4),
         }
         call.scratch[at.PROJECTED] = ("wide", 0)
@@ -357,6 +354,7 @@ class FusedLayers:
         )  # fmt: skip
         for i, array in enumerate(arrays):
             frame[Frame.SLOTS + i] = address_of(array)
+        frame[Frame.FOLD] = layout.fold.ctypes.data
         sizes = (b, nodes, layout.journal.shape[1], layout.tail.shape[1])
         frame[Frame.REQUESTS : Frame.HISTORY + 1] = sizes
         return int(b)

@@ -13,6 +13,7 @@ from mamba_eagle.backend.cpu.products import (
 )
 from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
+from mamba_eagle.kernels.numba_math import sigmoid
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.silu_gate.cpu import silu_and_mul
 from mamba_eagle.layers.ops import Normed, Product
@@ -54,6 +55,11 @@ class CpuOps(HostOps):
         out = torch.empty(n, width // 2)
         work = EXPONENTIAL * n * width
         silu_and_mul(work, both.contiguous().numpy(), out.numpy())
+        return out
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        sigmoid(x.numpy(), out.numpy())
         return out
 
     def keeps(self, matrix: Matrix, device: torch.device) -> bool:

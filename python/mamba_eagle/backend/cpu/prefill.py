@@ -11,10 +11,12 @@ from mamba_eagle.backend.cpu.state import layer_weights
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prompt_of
-from mamba_eagle.kernels.causal_conv.cpu import convolve_prompts, save_histories
+from mamba_eagle.kernels.causal_conv.cpu import convolve_prompts, save_histories, step_sizes
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.kernels.ssd.cpu import CHUNK, SLACK, products, scan
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+
+SOFTPLUS = 100  # multiply-adds that take about as long
 
 
 class CpuPrefillContext(PrefillContext):
@@ -55,9 +57,12 @@ class CpuPrefillContext(PrefillContext):
             n * c.num_groups * c.state_size * CHUNK // 2,
             *(xBC, c.inner_size, c.state_size, self.chunks, scores),
         )
+        A, bias, D = weights.heads
+        steps = np.empty((n, c.num_heads), np.float32)
+        step_sizes(steps.size * SOFTPLUS, dt.numpy(), bias, weights.low, weights.high, steps)
         scan(
             n * c.inner_size * (2 * c.state_size + CHUNK // 2),
-            *(xBC, layer.step_size(dt).numpy(), weights.heads[0], weights.heads[2], state),
+            *(xBC, steps, A, D, state),
             *(*places, scores, y.numpy()),
         )
         return y

@@ -127,7 +127,9 @@ class CpuDeferred(CpuScheme):
         if crowded.any():
             folded = host_slots[crowded]
             self._fold(folded, self._journal_len[folded])
-        return self._layout(host_slots, nodes, tree.parents.numpy())
+        layout = self._layout(host_slots, nodes, tree.parents.numpy())
+        cpu.fold_in_step(layout, *self._kept_by_slot())
+        return layout
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         cpu.extend_journals(
@@ -157,7 +159,8 @@ class CpuDeferred(CpuScheme):
         return TreeLayout(*(None if part is None else torch.from_numpy(part) for part in layout))
 
     def lane_layout(self, lanes: TreeLayout) -> TreeLayout:
-        return TreeLayout(*(None if part is None else part.contiguous().numpy() for part in lanes))
+        arrays = (None if part is None else part.contiguous().numpy() for part in lanes)
+        return TreeLayout(*arrays)._replace(fold=np.zeros(len(lanes.slots), np.bool_))
 
     def _layout(self, slots: np.ndarray, nodes: int, parents: np.ndarray | None) -> TreeLayout:
         b = len(slots)
@@ -170,6 +173,7 @@ class CpuDeferred(CpuScheme):
             parents=parents,
             ancestors=None,
             tail=np.empty((b, self.rows.history), np.int64),
+            fold=np.zeros(b, np.bool_),
         )
         cpu.begin(
             slots,
@@ -202,10 +206,13 @@ class CpuDeferred(CpuScheme):
         for layer in range(self.size.layers):
             buffers = self._buffers(layer)
             cpu.fold(work, slots, lengths, self._path, state_slots, history, buffers)
-        last = self._path[slots, history + lengths - 1] - history
-        self.pool.feature.numpy()[state_slots] = self.rows.feature.numpy()[slots, last]
-        cpu.move_history(slots, lengths, self._path, history, self.rows.conv_in.numpy())
-        self._journal_len[slots] = 0
+        cpu.empty_journals(slots, lengths, *self._kept_by_slot())
+
+    def _kept_by_slot(self) -> tuple[Any, ...]:
+        """What ``empty_journals`` takes behind slots and lengths."""
+        rows = self.rows
+        arrays = (part.numpy() for part in (rows.conv_in, rows.feature, self.pool.feature))
+        return (self._state_slot, self._path, self._journal_len, rows.history, *arrays)
 
     @property
     def num_bytes(self) -> int:

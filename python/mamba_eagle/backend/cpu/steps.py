@@ -146,7 +146,7 @@ class TargetProgram:
         w[Step.R], w[Step.TABLE_COLUMNS] = table.kv_slots.shape
         w[Step.PLACES], w[Step.HISTORY], w[Step.W] = rows.path.shape[1], rows.history, size.rows
         w[Step.SIZE], w[Step.LAYERS] = self.size, size.layers
-        w[Step.CHANNELS] = rows.conv_in.shape[3]
+        w[Step.CHANNELS], w[Step.STATES] = rows.conv_in.shape[3], len(self.scheme.pool.feature)
         kept = {
             Step.PROCESSED: table.processed,
             Step.STATE_SLOT: table.state_slot,
@@ -184,6 +184,7 @@ class TargetProgram:
             Step.FOLDED: (b,), Step.PREFIX: (b,), Step.POSITIONS: (b, T),
         }  # fmt: skip
         made = {place: torch.zeros(shape, dtype=torch.int64) for place, shape in shapes.items()}
+        made[Step.FOLD] = torch.zeros(b, dtype=torch.bool)
         words = self.words.copy()
         for place, tensor in made.items():
             words[place] = tensor.data_ptr()
@@ -191,7 +192,11 @@ class TargetProgram:
         words[Step.MAX_JOURNAL] = size.rows - max(T, size.nodes) - size.spare
         names = (Step.ITS_SLOTS, Step.STATE_SLOTS, Step.JOURNAL, Step.LENGTHS, Step.ROWS)
         layout = TreeLayout(
-            *(made[name].numpy() for name in names), None, None, made[Step.TAIL].numpy()
+            *(made[name].numpy() for name in names),
+            None,
+            None,
+            made[Step.TAIL].numpy(),
+            made[Step.FOLD].numpy(),
         )
         return Sized(layout, made[Step.POSITIONS], words, list(made.values()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mamba_eagle.kernels.numba_math import kernel, prange, silu
+from mamba_eagle.kernels.numba_math import kernel, prange, silu, softplus
 from mamba_eagle.kernels.threads import threaded
 
 
@@ -63,3 +63,15 @@ def save_histories(xbc, history, requests, segments):
                     raw = _input(xbc, history, requests, r, first, before)
                     for c in range(kept.shape[0]):
                         kept[c] = raw[c]
+
+
+@threaded
+def step_sizes(raw, bias, low, high, out):
+    """out [n, H] = clamp(softplus(raw + bias)), a number at a time, as decode steps compute it:
+    torch rounds the last few of a tensor in another way, so a token's would depend on the batch.
+
+    raw [n, columns], the first H of which are read; bias [H]; low, high float32.
+    """
+    for t in prange(out.shape[0]):
+        for h in range(out.shape[1]):
+            out[t, h] = min(max(softplus(raw[t, h] + bias[h]), low), high)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange
+from mamba_eagle.kernels.numba_math import ONE, ZERO, exp, kernel, prange, strictly
 from mamba_eagle.kernels.numba_sums import (
     COLUMNS,
     LANES,
@@ -23,6 +23,7 @@ from mamba_eagle.kernels.numba_sums import (
     add_products_of_one,
     add_products_of_two,
     add_two_rows,
+    add_up_lanes,
     largest_of,
 )
 from mamba_eagle.kernels.threads import threaded
@@ -83,14 +84,19 @@ def _add_values(weights, pool_v, kv_head, table, n, result):
         j += 4
 
 
-@kernel
+@strictly
 def _all_scores(queries, pool_k, kv_head, table, scale, weights):
     """weights[m, j] += scale · queries[m] · pool_k[table[j], kv_head], for all of ``table``, whose
     length is that of whole vectors."""
     (M, D), (n, kv), m = queries.shape, (len(table), pool_k.shape[1]), 0
     if D % LANES != 0:
         for j in range(n):
-            _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+            key = pool_k[table[j], kv_head]
+            for m in range(M):
+                total = ZERO
+                for d in range(D):
+                    total += queries[m, d] * key[d]
+                weights[m, j] = scale * total
         return
     flat, scales = pool_k.reshape(pool_k.size), np.empty(ROWS, np.float32)
     scales[:] = scale
@@ -117,14 +123,19 @@ def _all_scores(queries, pool_k, kv_head, table, scale, weights):
         m += 1
 
 
-@kernel
+@strictly
 def _all_values(weights, pool_v, kv_head, table, n, result):
-    """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n; result [M, D]."""
+    """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n, added up in this order;
+    result [M, D]."""
     (M, D), (W, kv), m = result.shape, (weights.shape[1], pool_v.shape[1]), 0
-    if D % LANES != 0:
-        _add_values(weights, pool_v, kv_head, table, n, result)
-        return
     result[:] = ZERO
+    if D % LANES != 0:
+        for m in range(M):
+            for j in range(n):
+                value = pool_v[table[j], kv_head]
+                for d in range(D):
+                    result[m, d] += weights[m, j] * value[d]
+        return
     flat, wide = pool_v.reshape(pool_v.size), D // WIDTH * WIDTH
     while m + ROWS <= M:
         for d in range(0, wide, WIDTH):
@@ -190,11 +201,16 @@ def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
         for h in range(group):
             queries[i * group + h] = q[first + i, before + h]
     _all_scores(queries, pool_k, kv_head, table, scale, weights)
-    hidden = np.empty(whole, np.bool_)
+    hidden, path = np.empty(whole, np.bool_), np.empty(E, np.int64)
     for i in range(T):
         _off_path(hidden, seen, parents[r], old + i)
+        length = 0
+        for e in range(E):
+            if not hidden[seen + e]:
+                path[length] = seen + e
+                length += 1
         for h in range(group):
-            _softmax_of_seen(weights[i * group + h], hidden)
+            _softmax_of_seen(weights[i * group + h], hidden, seen, path[:length])
     _all_values(weights, pool_v, kv_head, table, seen + E, result)
     for i in range(T):
         for h in range(group):
@@ -233,19 +249,30 @@ def _off_path(hidden, seen, parents, node):
         hidden[seen + node] = False
 
 
-@kernel
-def _softmax_of_seen(scores, hidden):
+@strictly
+def _softmax_of_seen(scores, hidden, seen, path):
     """In place: scores become weights; hidden ones get zero. Their number is a multiple of LANES:
-    vectors of exponentials have no remainder."""
+    vectors of exponentials have no remainder. path: places of the nodes' keys, root first.
+
+    The sum is that of LANES sums over every LANES-th *position*, so it has the same bits whether a
+    token is a node of the tree or of the prefix by now, and whatever other nodes there are.
+    """
     for j in range(len(scores)):
         scores[j] = -INFINITY if hidden[j] else scores[j]
     largest, total = largest_of(scores, len(scores)), ZERO
     for j in range(len(scores)):
         scores[j] = ZERO if hidden[j] else exp(scores[j] - largest)
+    sums = np.empty(LANES, np.float32)
+    add_up_lanes(sums, scores, seen)
+    for j in range(seen // LANES * LANES, seen):
+        sums[j % LANES] += scores[j]
+    for i in range(len(path)):
+        sums[(seen + i) % LANES] += scores[path[i]]
+    for lane in range(LANES):
+        total += sums[lane]
+    inverse = ONE / total
     for j in range(len(scores)):
-        total += scores[j]
-    for j in range(len(scores)):
-        scores[j] /= total
+        scores[j] *= inverse
 
 
 @kernel

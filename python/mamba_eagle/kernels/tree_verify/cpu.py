@@ -1,9 +1,14 @@
 """torch.py's tree verification as one pass per layer on a CPU: float32.
 
 One call does all of a Mamba2 layer except its matrix products: convolution along each node's path,
-SiLU, step size, decay, and the dual form. Rows and states are read in place, S0 once. What the
+SiLU, step size, decay, and the recurrence. Rows and states are read in place, S0 once. What the
 nodes feed into the recurrence is written straight into their rows, which count as free until the
 nodes are accepted.
+
+The state itself is stepped, token by token (numba_states.py): through the journal, then through the
+nodes, each from its parent's state, and a fold writes what it is on the way. So a token's output
+and the state after it have the same bits however the tokens before it were drafted, accepted and
+folded, where the dual form of torch.py adds up in an order that depends on all three.
 
 Threads share out requests, then pairs of a request and a head. The order of operations depends on
 nothing but the request: its outputs do not depend on the batch, or on the number of threads.
@@ -19,23 +24,23 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_eagle.kernels.numba_math import ZERO, exp, kernel, prange, silu, softplus
-from mamba_eagle.kernels.numba_sums import (
-    COLUMNS,
-    LANES,
-    ROWS,
-    WIDTH,
-    add_narrow_row,
-    add_one_row,
-    add_products_of_four_in_order,
-    add_products_of_two,
-    add_taps,
+from mamba_eagle.kernels.numba_states import (
+    States,
+    decay_of,
+    depth_first,
+    room_for,
+    step_odd_states,
+    step_states,
 )
-from mamba_eagle.kernels.numba_tiles import COLUMNS as TILE_COLUMNS
-from mamba_eagle.kernels.numba_tiles import ROWS as TILE_ROWS
-from mamba_eagle.kernels.numba_tiles import add_dots, add_tile
+from mamba_eagle.kernels.numba_sums import LANES, add_taps
+from mamba_eagle.kernels.numba_words import places
 from mamba_eagle.kernels.threads import threaded
 
-FIRST = np.arange(LANES)
+AT = places(States)
+VECTOR = 16  # numbers; sizes of states are multiples of it, or else `step_odd_states` takes them
+# Rows of a journal from which on a step writes the state on its way. Writing takes as long as some
+# rows do where states come from the memory.
+FOLDED_FROM = 4
 
 
 class LayerWeights(NamedTuple):
@@ -53,16 +58,8 @@ class Buffers(NamedTuple):
     conv_in: np.ndarray  # [R, K-1 + W, C] raw convolution inputs: history, then rows
     xB: np.ndarray  # [R, W, H*P + G*N] after convolution and SiLU
     dt: np.ndarray  # [R, W, H] after softplus
-    log_decay: np.ndarray  # [R, W, H]: L
+    decay: np.ndarray  # [R, W, H]: exp(dt A)
     state: np.ndarray  # [state slots, H, P, N]: S0
-
-
-@kernel
-def _dot(a, b):
-    total = ZERO
-    for n in range(a.shape[0]):
-        total += a[n] * b[n]
-    return total
 
 
 @kernel
@@ -97,54 +94,32 @@ class Seen(NamedTuple):
     """What the heads of a layer share. M: rows of the longest journal there may be."""
 
     C: np.ndarray  # [b, T, G, N]
-    decay: np.ndarray  # [b, T, H]: exp(L)
-    rows: np.ndarray  # [b, T, M + T]: those that a node sees, the node's own among them
-    count: np.ndarray  # [b, T]: how many
-    scores: np.ndarray  # [b, T, G, M + T]: B of that row · C of the node
-    # [b, T, (M + T) * H + LANES]: what a row's x counts in the node's output, row by row
-    weights: np.ndarray
-
-
-@kernel
-def _weigh(log_decay, dt, node, rows, count, scores, weights):
-    """weights[k * H + h] = exp(L of the node - L of rows[k]) · scores[g, k] · dt of rows[k].
-
-    log_decay, dt [W, H]; scores [G, …].
-    """
-    H, G = dt.shape[1], scores.shape[0]
-    for k in range(count):
-        for h in range(H):
-            weights[k * H + h] = log_decay[node, h] - log_decay[rows[k], h]
-    whole = -(-count * H // LANES) * LANES  # vectors of exponentials have no remainder
-    for k in range(count * H, whole):
-        weights[k] = ZERO
-    for k in range(whole):
-        weights[k] = exp(weights[k])
-    for k in range(count):
-        for g in range(G):
-            score = scores[g, k]
-            for h in range(H // G * g, H // G * (g + 1)):
-                weights[k * H + h] = weights[k * H + h] * score * dt[rows[k], h]
+    rows: np.ndarray  # [b, M + T]: the journal's, then the nodes'
+    order: np.ndarray  # [b, T]: of ``depth_first``, as
+    kept: np.ndarray  # [b, T]
 
 
 @kernel
 def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
     """The nodes of request r: their rows, and what all heads share."""
-    conv_in, xB, dt, log_decay, state = buffers
+    conv_in, xB, dt, decay, state = buffers
     conv, heads, low, high = weights
     A, dt_bias = heads[0], heads[1]
     T = nodes.rows.shape[1]
     history, H, N = conv.shape[0] - 2, state.shape[1], state.shape[3]
-    width, inner = xB.shape[2], H * state.shape[2]
-    G = seen.C.shape[2]
+    width, G = xB.shape[2], seen.C.shape[2]
     slot, first, length = nodes.slots[r], r * T, nodes.journal_len[r]
     inputs, slot_rows, above = conv_in[slot], nodes.rows[r], nodes.parents[r]
-    convolved = np.empty(xbc.shape[1], np.float32)
+    convolved, rows = np.empty(xbc.shape[1], np.float32), seen.rows[r]
+    depth_first(above, seen.order[r], seen.kept[r])
+    for k in range(length):
+        rows[k] = nodes.journal[r, k]
     for i in range(T):
         row = slot_rows[i]
-        raw, kept = xbc[first + i], inputs[history + row]
+        rows[length + i] = row
+        raw, own_inputs = xbc[first + i], inputs[history + row]
         for c in range(raw.shape[0]):
-            kept[c] = raw[c]
+            own_inputs[c] = raw[c]
         _convolve(convolved, conv, inputs, slot_rows, above, nodes.tail[r], i)
         own, C = xB[slot, row], seen.C[r, i]
         for c in range(width):
@@ -152,109 +127,85 @@ def _enter(r, xbc, dt_raw, nodes, weights, buffers, seen):
         for g in range(G):
             for n in range(N):
                 C[g, n] = convolved[width + g * N + n]
-        before = slot_rows[above[i]] if i > 0 else nodes.journal[r, length - 1]
         for h in range(H):
             step = min(max(softplus(dt_raw[first + i, h] + dt_bias[h]), low), high)
-            since = log_decay[slot, before, h] if i > 0 or length > 0 else ZERO
-            L = since + step * A[h]
             dt[slot, row, h] = step
-            log_decay[slot, row, h] = L
-            seen.decay[r, i, h] = exp(L)
-        visible, count, node = seen.rows[r, i], length, i
-        for k in range(length):
-            visible[k] = nodes.journal[r, k]
-        while True:  # after the journal the node itself, then up to the root
-            visible[count] = slot_rows[node]
-            count += 1
-            if node == 0:
-                break
-            node = above[node]
-        seen.count[r, i] = count
-        for g in range(G):
-            of_B = inner + g * N
-            for k in range(count):
-                B = xB[slot, visible[k], of_B : of_B + N]
-                seen.scores[r, i, g, k] = _dot(B, C[g])
-        _weigh(
-            log_decay[slot], dt[slot], row, visible, count, seen.scores[r, i], seen.weights[r, i]
-        )
+            decay[slot, row, h] = decay_of(step, A[h])
+
+
+class Rows(NamedTuple):
+    """Where a pass over a state reads its inputs: of a request slot, or of a replay."""
+
+    xB: np.ndarray  # [W, H*P + G*N]
+    dt: np.ndarray  # [W, H]
+    decay: np.ndarray  # [W, H]
+
+
+class Nodes(NamedTuple):
+    """What a pass computes for the nodes of a request."""
+
+    parents: np.ndarray  # [T]
+    order: np.ndarray  # [T], as in Seen
+    kept: np.ndarray  # [T]
+    C: np.ndarray  # [T, G, N]
+    skip: np.ndarray  # [H]: D
+    y: np.ndarray  # [T, H*P]
 
 
 @kernel
-def _read_rows(out, out_at, P, x, weights, at, step, rows, count, first):
-    """out[out_at + p] += Σ_k weights[at + k * step] · x[rows[k], first + p], p < P."""
-    width, p = x.shape[1], 0
-    while p + WIDTH <= P:
-        add_one_row(out, out_at + p, 0, weights, at, 0, step, x, first + p, width, rows, count)
-        p += WIDTH
-    while p + LANES <= P:
-        add_narrow_row(out, out_at + p, 0, weights, at, 0, step, x, first + p, width, rows, count)
-        p += LANES
-    while p < P:
-        for k in range(count):
-            out[out_at + p] += weights[at + k * step] * x[rows[k], first + p]
-        p += 1
-
-
-@kernel
-def _read_state(out, at, width, S, C, C_at, C_row, decay, T):
-    """out[at + i * width + p] += decay[i] · (S[p] · C[i]), i < T.
-
-    S [P, N]; rows of C begin at ``C_at``, with ``C_row`` numbers from one to the next.
-    """
-    (P, N), i = S.shape, 0
-    if P % LANES != 0 or N % LANES != 0:
-        for i in range(T):
-            for p in range(P):
-                total = ZERO
-                for n in range(N):
-                    total += S[p, n] * C[C_at + i * C_row + n]
-                out[at + i * width + p] += decay[i] * total
+def _pass(S, h, inputs, ids, journal, writes, nodes):
+    """A head's state S [P, N] over ``journal`` rows, after which it is written where asked for, and
+    the outputs of the nodes behind them. ids: the rows of both."""
+    (P, N), (xB, dt, decay) = S.shape, inputs
+    T, H, width = nodes.parents.shape[0], dt.shape[1], xB.shape[1]
+    count, G = journal + T, (width - H * P) // N
+    g = h // (H // G)
+    of_x, of_B = h * P, H * P + g * N
+    room = np.empty(AT.COUNT + (count * (1 + P) + room_for(T)) // 2 + 1, np.int64)
+    words, floats = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
+    added = floats[count:]
+    for k in range(count):
+        row = ids[k]
+        floats[k], step, x = decay[row, h], dt[row, h], xB[row, of_x : of_x + P]
+        for p in range(P):
+            added[k * P + p] = step * x[p]
+    if P % VECTOR != 0 or N % VECTOR != 0:
+        out = nodes.y[:, of_x : of_x + P]
+        step_odd_states(
+            S, floats, added, xB, of_x, of_B, ids, journal, writes, nodes.parents,
+            nodes.C[:, g], nodes.skip[h], out,
+        )  # fmt: skip
         return
-    while i + ROWS <= T:
-        own, of_C = at + i * width, C_at + i * C_row
-        for p in range(0, P, COLUMNS):
-            add_products_of_four_in_order(
-                out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
-            )
-        i += ROWS
-    if i + 2 <= T:
-        own, of_C = at + i * width, C_at + i * C_row
-        for p in range(0, P, LANES // 2):
-            add_products_of_two(
-                out, own + p, width, decay, i, C, of_C, C_row, S, p * N, N, FIRST, 0, N
-            )
-        i += 2
-    while i < T:
-        of_C = C_at + i * C_row
-        add_dots(out, at + i * width, S, C[of_C : of_C + N], decay[i], P, N)
-        i += 1
+    words[AT.STATE], words[AT.N], words[AT.J], words[AT.T] = S.ctypes.data, N, journal, T
+    words[AT.DECAY], words[AT.ADDED], words[AT.P] = floats.ctypes.data, added.ctypes.data, P
+    words[AT.ROWS], words[AT.ROW], words[AT.OF_X] = xB.ctypes.data, width, of_x
+    words[AT.OF_B], words[AT.IDS], words[AT.WRITES] = of_B, ids.ctypes.data, writes
+    words[AT.PARENTS], words[AT.ORDER] = nodes.parents.ctypes.data, nodes.order.ctypes.data
+    words[AT.KEPT] = nodes.kept.ctypes.data
+    words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * g * N, G * N
+    words[AT.SKIP] = nodes.skip.ctypes.data + 4 * h
+    words[AT.OUT], words[AT.OUT_ROW] = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
+    words[AT.SUMS] = added.ctypes.data + 4 * count * P
+    words[AT.TILES] = words[AT.SUMS] + 4 * T * VECTOR * VECTOR
+    step_states(words.ctypes.data, P, N)
 
 
 @kernel
 def _head(r, h, nodes, skip, buffers, seen, y):
     """The outputs of one head for the nodes of request r, once ``_enter`` has seen them."""
-    xB, state = buffers.xB, buffers.state
-    T, G, N = seen.C.shape[1:]
-    H, P = state.shape[1:3]
-    g, first, slot, width = h // (H // G), h * P, nodes.slots[r], y.shape[1]
-    decay = np.empty(T, np.float32)
-    flat, begin = y.reshape(y.size), r * T * width + first
-    for i in range(T):
-        x = xB[slot, nodes.rows[r, i], first : first + P]
-        own = y[r * T + i, first : first + P]
-        for p in range(P):
-            own[p] = skip * x[p]
-        rows, count, weights = seen.rows[r, i], seen.count[r, i], seen.weights[r, i]
-        _read_rows(flat, begin + i * width, P, xB[slot], weights, h, H, rows, count, first)
-        decay[i] = seen.decay[r, i, h]
-    S, C, C_at = state[nodes.state_slots[r], h], seen.C, (r * T * G + g) * N
-    _read_state(flat, begin, width, S, C.reshape(C.size), C_at, G * N, decay, T)
+    slot, T = nodes.slots[r], nodes.rows.shape[1]
+    inputs = Rows(buffers.xB[slot], buffers.dt[slot], buffers.decay[slot])
+    own = Nodes(
+        nodes.parents[r], seen.order[r], seen.kept[r], seen.C[r], skip, y[r * T : (r + 1) * T]
+    )
+    S, journal = buffers.state[nodes.state_slots[r], h], nodes.journal_len[r]
+    _pass(S, h, inputs, seen.rows[r], journal, nodes.fold[r], own)
 
 
 @threaded
 def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
-    """All nodes of b trees in one layer: convolution, torch.py's tree_verify, and D x.
+    """All nodes of b trees in one layer: convolution, torch.py's tree_verify, and D x; and the
+    state after the journal, where ``nodes.fold`` asks for it.
 
     Args:
         xbc: [b*T, C], before the convolution; dt_raw: [b*T, H]; nodes: TreeLayout of arrays;
@@ -264,54 +215,33 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     b, T = nodes.rows.shape
     H, P, N = buffers.state.shape[1:]
     G = (buffers.xB.shape[2] - H * P) // N
-    most = nodes.journal.shape[1] + T
     seen = Seen(
         np.empty((b, T, G, N), np.float32),
-        np.empty((b, T, H), np.float32),
-        np.empty((b, T, most), np.int64),
+        np.empty((b, nodes.journal.shape[1] + T), np.int64),
         np.empty((b, T), np.int64),
-        np.empty((b, T, G, most), np.float32),
-        np.empty((b, T, most * H + LANES), np.float32),
+        np.empty((b, T), np.int64),
     )
     skip = weights.heads[2]
     for r in prange(b):
         _enter(r, xbc, dt_raw, nodes, weights, buffers, seen)
     for task in prange(b * H):
-        _head(task // H, task % H, nodes, skip[task % H], buffers, seen, y)
+        _head(task // H, task % H, nodes, skip, buffers, seen, y)
 
 
 @kernel
-def _fold_head(slot, rows, length, S, h, buffers):
-    """One head of a request: its state S [P, N] becomes that after its journal ``rows``."""
-    _, xB, dt, log_decay, state = buffers
-    H, P, N = state.shape[1:]
-    x = xB[slot]
-    of_B = H * P + h // (H * N // (xB.shape[2] - H * P)) * N
-    B, added = np.empty((length, N), np.float32), np.empty((length, P), np.float32)
-    last = log_decay[slot, rows[length - 1], h]
-    for k in range(length):
-        weight = exp(last - log_decay[slot, rows[k], h]) * dt[slot, rows[k], h]
-        source, own, kept = x[rows[k]], added[k], B[k]
-        for p in range(P):
-            own[p] = weight * source[h * P + p]
-        for n in range(N):
-            kept[n] = source[of_B + n]
-    decay = exp(last)
-    for p in range(P):
-        s = S[p]
-        for n in range(N):
-            s[n] *= decay
-    if P % TILE_ROWS == 0 and N % TILE_COLUMNS == 0:
-        for p in range(0, P, TILE_ROWS):
-            for n in range(0, N, TILE_COLUMNS):
-                add_tile(S, p * N + n, N, added, p, 1, P, B, n, N, length)
-        return
-    for p in range(P):
-        s = S[p]
-        for k in range(length):
-            weight, kept = added[k, p], B[k]
-            for n in range(N):
-                s[n] += weight * kept[n]
+def _no_nodes(H, P, G, N):
+    none = np.empty(0, np.int64)
+    C, y = np.empty((0, G, N), np.float32), np.empty((0, H * P), np.float32)
+    return Nodes(none, none, none, C, np.zeros(H, np.float32), y)
+
+
+@kernel
+def _fold_head(slot, rows, S, h, buffers):
+    """One head of a request: its state S [P, N] becomes that after ``rows`` of its journal."""
+    H, P, N = buffers.state.shape[1:]
+    inputs = Rows(buffers.xB[slot], buffers.dt[slot], buffers.decay[slot])
+    none = _no_nodes(H, P, (buffers.xB.shape[2] - H * P) // N, N)
+    _pass(S, h, inputs, rows, len(rows), True, none)
 
 
 @threaded
@@ -326,7 +256,46 @@ def fold(slots, lengths, path, state_slots, history, buffers):
         length = lengths[f]
         if length > 0:
             rows = path[slots[f], history : history + length] - history
-            _fold_head(slots[f], rows, length, buffers.state[state_slots[f], h], h, buffers)
+            _fold_head(slots[f], rows, buffers.state[state_slots[f], h], h, buffers)
+
+
+@threaded
+def replay(first, count, weights, conv_in, dt, history, state):
+    """The state after ``count`` rows of a journal slot, of which the first is row ``first``, and
+    its history, in one layer and in place.
+
+    weights: LayerWeights; conv_in [S, C], dt [S, H]: a journal slot; history [K-1, C]; state
+    [H, P, N].
+    """
+    conv, A = weights.conv, weights.heads[0]
+    (size, C), (H, P, N), before = conv_in.shape, state.shape, history.shape[0]
+    raw, parents = np.empty((before + count, C), np.float32), np.arange(count) - 1
+    rows, tail = np.arange(count), np.arange(before)
+    for k in range(before + count):
+        source = history[k] if k < before else conv_in[(first + k - before) % size]
+        kept = raw[k]
+        for c in range(C):
+            kept[c] = source[c]
+    G = (C - H * P) // (2 * N)
+    inputs = Rows(
+        np.empty((count, H * P + G * N), np.float32),
+        np.empty((count, H), np.float32),
+        np.empty((count, H), np.float32),
+    )
+    for k in prange(count):
+        convolved, own = np.empty(C, np.float32), inputs.xB[k]
+        _convolve(convolved, conv, raw, rows, parents, tail, k)
+        for c in range(own.shape[0]):
+            own[c] = convolved[c]
+        steps = dt[(first + k) % size]
+        for h in range(H):
+            inputs.dt[k, h], inputs.decay[k, h] = steps[h], decay_of(steps[h], A[h])
+    for h in prange(H):
+        _pass(state[h], h, inputs, rows, count, True, _no_nodes(H, P, G, N))
+    for k in range(before):
+        kept, source = history[k], raw[count + k]
+        for c in range(C):
+            kept[c] = source[c]
 
 
 @kernel
@@ -415,6 +384,58 @@ def begin(slots, state_slot, path, lengths, state_slots, journal, journal_len, r
 
 
 @kernel
+def move_history(slots, lengths, path, history, conv_in):
+    """The history becomes that of the token ``lengths[f]`` tokens along the path, in all layers.
+
+    conv_in [layers, R, K-1 + W, C]. No source is below its target, so copying in rising order is
+    safe.
+    """
+    for layer in range(conv_in.shape[0]):
+        for f in range(slots.shape[0]):
+            inputs = conv_in[layer, slots[f]]
+            for k in range(history):
+                place = path[slots[f], lengths[f] + k]
+                if place != k:
+                    inputs[k] = inputs[place]
+
+
+@kernel
+def empty_journals(slots, lengths, state_slot, path, journal_len, history, conv_in, feature, kept):
+    """After journals of ``lengths`` [f] rows were folded, or before a step that folds them: their
+    features and convolution inputs are the state's. 0: a journal stays.
+
+    slots [f]; by request slot: state_slot [R], path [R, places], journal_len [R]; conv_in [layers,
+    R, K-1 + W, C]; feature [R, W, F]; kept [state slots, F].
+    """
+    for f in range(slots.shape[0]):
+        length, slot = lengths[f], slots[f]
+        if length > 0:
+            row = path[slot, history + length - 1] - history
+            source, target = feature[slot, row], kept[state_slot[slot]]
+            for c in range(target.shape[0]):
+                target[c] = source[c]
+            move_history(slots[f : f + 1], lengths[f : f + 1], path, history, conv_in)
+            journal_len[slot] = 0
+
+
+@kernel
+def fold_in_step(nodes, state_slot, path, journal_len, history, conv_in, feature, kept):
+    """Which journals a step folds on its way: their states are read and stepped anyway, so that
+    saves all later steps these rows. nodes: TreeLayout; others as for ``empty_journals``."""
+    lengths = np.empty(nodes.slots.shape[0], np.int64)
+    for r in range(lengths.shape[0]):
+        length = nodes.journal_len[r]
+        nodes.fold[r] = length >= FOLDED_FROM
+        lengths[r] = length if nodes.fold[r] else 0
+        if nodes.fold[r]:
+            for k in range(history):
+                nodes.tail[r, k] = k
+    empty_journals(
+        nodes.slots, lengths, state_slot, path, journal_len, history, conv_in, feature, kept
+    )
+
+
+@kernel
 def extend_journals(slots, rows, nodes, count, hidden, history, path, journal_len, feature):
     """The first count[r] of nodes[r] join the journal of slots[r], and their features are kept.
 
@@ -464,72 +485,6 @@ def keep_rows(
                 source, target = own_dt[layer, slot, place - history], dt[layer, journal, row]
                 for h in range(target.shape[0]):
                     target[h] = source[h]
-
-
-@kernel
-def begin_replay(first, count, conv, A, conv_in, dt, history, state, x, B):
-    """All of a replay but its matrix product, in one layer: x and B of ``count`` rows, the first of
-    which is row ``first``, the state's decay, and the history.
-
-    conv [K + 1, C]: the taps, the token itself last, then the bias. A [H]. conv_in [S, C] and dt
-    [S, H]: a journal slot. In place: history [K-1, C] becomes that after the rows, and state
-    [H, P, N] is multiplied by ``exp(L)`` of the last row. Out: x [count, H*P], times
-    ``exp(L - L_row) dt_row``, and B [count, G*N].
-    """
-    K = conv.shape[0] - 1
-    size, H, inner = conv_in.shape[0], A.shape[0], x.shape[1]
-    P = inner // H
-    convolved = np.empty(inner + B.shape[1], np.float32)
-    left = np.empty(H, np.float32)  # L of the last row, less that of this one
-    for h in range(H):
-        left[h] = ZERO
-    for k in range(count - 1, -1, -1):
-        bias = conv[K]
-        for c in range(convolved.shape[0]):
-            convolved[c] = bias[c]
-        for tap in range(K):
-            at = k + tap - (K - 1)  # of the rows; before them is the history
-            taps = conv[tap]
-            raw = history[at + K - 1] if at < 0 else conv_in[(first + at) % size]
-            for c in range(convolved.shape[0]):
-                convolved[c] += taps[c] * raw[c]
-        for c in range(convolved.shape[0]):
-            convolved[c] = silu(convolved[c])
-        steps = dt[(first + k) % size]
-        for h in range(H):
-            weight = exp(left[h]) * steps[h]
-            for p in range(h * P, (h + 1) * P):
-                x[k, p] = weight * convolved[p]
-            left[h] += steps[h] * A[h]
-        for n in range(B.shape[1]):
-            B[k, n] = convolved[inner + n]
-    for h in range(H):
-        decay = exp(left[h])
-        for p in range(P):
-            s = state[h, p]
-            for n in range(s.shape[0]):
-                s[n] *= decay
-    for i in range(K - 1):  # no source is below its target
-        at = count + i - (K - 1)
-        raw, kept = history[at + K - 1] if at < 0 else conv_in[(first + at) % size], history[i]
-        for c in range(kept.shape[0]):
-            kept[c] = raw[c]
-
-
-@kernel
-def move_history(slots, lengths, path, history, conv_in):
-    """The history becomes that of the token ``lengths[f]`` tokens along the path, in all layers.
-
-    conv_in [layers, R, K-1 + W, C]. No source is below its target, so copying in rising order is
-    safe.
-    """
-    for layer in range(conv_in.shape[0]):
-        for f in range(slots.shape[0]):
-            inputs = conv_in[layer, slots[f]]
-            for k in range(history):
-                place = path[slots[f], lengths[f] + k]
-                if place != k:
-                    inputs[k] = inputs[place]
 
 
 @kernel
