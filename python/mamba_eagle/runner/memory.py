@@ -162,8 +162,8 @@ def _shortage(plan: MemoryPlan, config: EngineConfig, left: int, available: str)
 
 
 def graph_bytes(tokens: int, model: ModelConfig) -> int:
-    """Bytes that graphed steps of up to ``tokens`` nodes need: their logits in float32, and as much
-    again for activations, the logits of a drafter's lanes, and the graphs themselves."""
+    """Bytes that graphed steps of up to ``tokens`` nodes need: their logits, of at most 32 bits,
+    as much again for activations and the logits of a drafter's lanes, and the graphs."""
     return 2 * tokens * model.vocab_size * 4 + MIN_GRAPH_BYTES
 
 

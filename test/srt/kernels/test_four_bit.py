@@ -113,10 +113,10 @@ def test_the_machine_instructions_decode_every_code_and_scale(dtype: torch.dtype
     """What the interpreter does not run."""
     triton = pytest.importorskip("mamba_eagle.kernels.four_bit.triton")
     if dtype == torch.bfloat16:
-        e2m1, integers = triton._FLOATS_BF16.value, triton._INTEGERS_BF16.value
+        e2m1, integers = triton.FLOATS_BF16.value, triton.INTEGERS_BF16.value
         power, rest, one = 2.0**118, 256.0, 128.0
     else:
-        e2m1, integers = triton._FLOATS_F16.value, triton._INTEGERS_F16.value
+        e2m1, integers = triton.FLOATS_F16.value, triton.INTEGERS_F16.value
         power, rest, one = 2.0**7, 2.0**7, 1024.0
     generator = torch.Generator().manual_seed(3)
     scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -183,16 +183,40 @@ def test_products(form: str, case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [TRITON])
-@pytest.mark.parametrize("tokens", [1, 8, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 13, 32, 64])
 @pytest.mark.parametrize("floats", [True, False], ids=["nvfp4", "int4"])
 def test_products_at_real_sizes(form: str, tokens: int, floats: bool) -> None:
-    from mamba_eagle.kernels.four_bit import triton
+    from mamba_eagle.kernels.four_bit import gluon, triton
 
     device = device_of(form)
-    for rows, columns in ((22656, 4480), (4480, 15616)):
+    for rows, columns in ((22656, 4480), (4480, 15616), (15680, 4480), (4480, 10240)):
         case = Case(tokens, rows, columns, 16 if floats else 128, floats)
         weight = on(device, draw(case))
         x = torch.randn(tokens, columns, device=device).bfloat16()
         exact = x.double() @ four_bit.dequantize(*weight).double().t()
-        found = triton.product(x, triton.weight_of(*weight, x.dtype), None)
-        assert (found.double() - exact).norm() / exact.norm() < 5e-3
+        ready = triton.weight_of(*weight, x.dtype)
+        for product in (triton.product, gluon.product):
+            found = product(x, ready, None)
+            assert (found.double() - exact).norm() / exact.norm() < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [TRITON])
+@pytest.mark.parametrize("shape", [(1, 4, 16), (2, 2, 16), (2, 4, 32), (1, 8, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_products_in_registers(
+    form: str, case: Case, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    from mamba_eagle.kernels.four_bit import gluon, triton
+
+    device = device_of(form)
+    weight, tokens = draw(case), min(case.tokens, gluon.MAX_TOKENS)
+    wide = torch.randn(tokens, case.columns + 8).to(dtype)
+    bias = torch.randn(case.rows).to(dtype)
+    exact = naive.product(wide[:, :-8], *weight) + (bias.double() if case.bias else 0.0)
+    ready = triton.weight_of(*on(device, weight), dtype)
+    given = bias.to(device) if case.bias else None
+    found = gluon.product(wide.to(device)[:, :-8], ready, given, gluon.Config(*shape)).cpu()
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error < (1e-3 if dtype == torch.float16 else 6e-3)

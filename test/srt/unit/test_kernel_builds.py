@@ -12,8 +12,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -41,8 +42,10 @@ from mamba_eagle.backend.triton.builds import (
 )
 from mamba_eagle.kernels import numba_math
 from mamba_eagle.kernels.compilations import Compilations
+from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
+from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gated_norm.triton import gated_norm
-from mamba_eagle.kernels.tree_verify import gluon
+from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
 from mamba_eagle.layers.block_attention import block_mask
 from mamba_eagle.message import PrefillItem
@@ -252,11 +255,7 @@ def test_what_a_dry_run_finds_is_compiled_once(
     assert [process.returncode for process in other.builders.processes] == [0]
 
 
-def test_a_kernel_in_registers_compiles(
-    hopper: None, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing but a GPU can run it; Triton's version decides whether it compiles."""
-    monkeypatch.setattr(gluon, "capability", lambda _: (9, 0))
+def verify_in_registers() -> None:
     sizes, b, T, M = Sizes(heads=2, head_dim=32, groups=1, state_size=32), 1, 5, 12
     H, P, G, N = sizes
     numbers, some = torch.zeros(b, M + T, H), torch.zeros(b, dtype=torch.int64)
@@ -264,12 +263,34 @@ def test_a_kernel_in_registers_compiles(
     nodes, path = torch.zeros(b, T, dtype=torch.int64), torch.zeros(b, M, dtype=torch.int64)
     step = TreeLayout(some, some, path, some, nodes, nodes, nodes, path, some != 0, some)
     state = torch.zeros(b, H, P, N).bfloat16()
+    tree_gluon.tree_verify(rows, rows.xB[:, :T, -N:], numbers[0, 0], state, step, sizes)
+
+
+def multiply_in_registers() -> None:
+    codes, scale = torch.zeros(32, 64, dtype=torch.uint8), torch.ones(32, 8)
+    parts = (codes, scale.to(torch.float8_e4m3fn), None, torch.ones(1, 1))
+    weight = four_bit.weight_of(*parts, torch.bfloat16)
+    four_bit_gluon.product(torch.zeros(3, 128).bfloat16(), weight, None)
+
+
+@pytest.mark.parametrize(
+    "module, launch", [(tree_gluon, verify_in_registers), (four_bit_gluon, multiply_in_registers)]
+)
+def test_a_kernel_in_registers_compiles(
+    hopper: None,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    launch: Callable[[], None],
+) -> None:
+    """Nothing but a GPU can run it; Triton's version decides whether it compiles."""
+    monkeypatch.setattr(module, "capability", lambda _: (9, 0))
     with dry_run() as run:
-        gluon.tree_verify(rows, rows.xB[:, :T, -N:], numbers[0, 0], state, step, sizes)
+        launch()
     (build,) = run.builds
+    assert build.module == module.__name__
     compile_build(build)
-    (machine_code,) = cache.glob("*/*.cubin")
-    assert machine_code.name == "_tree_verify_kernel.cubin"
+    assert len(list(cache.glob("*/*.cubin"))) == 1
 
 
 def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import E4M3, Rounded, Rounding
+from mamba_eagle.kernels.four_bit import gluon as few_tokens
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.gpu import capability
 from mamba_eagle.layers.products import MatrixProduct, PackedProduct
@@ -156,5 +157,5 @@ class FourBitProduct(PackedProduct):
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         assert isinstance(x, Tensor)
         if len(x) <= FEW_TOKENS:
-            return four_bit.product(x, self.weight, bias)
+            return few_tokens.product(x, self.weight, bias)
         return F.linear(x, four_bit.dequantize(self.weight), bias)

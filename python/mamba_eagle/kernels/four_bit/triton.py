@@ -106,10 +106,10 @@ def _placed_integers(kind: str, power: str, one: str) -> str:
     return "{" + " ".join(lines) + "}"
 
 
-_FLOATS_BF16 = tl.constexpr(_placed_floats("bf16x2", PLACES[torch.bfloat16]))
-_FLOATS_F16 = tl.constexpr(_placed_floats("f16x2", PLACES[torch.float16]))
-_INTEGERS_BF16 = tl.constexpr(_placed_integers("bf16x2", "0x43004300", "0x3F803F80"))
-_INTEGERS_F16 = tl.constexpr(_placed_integers("f16x2", "0x64006400", "0x3C003C00"))
+FLOATS_BF16 = tl.constexpr(_placed_floats("bf16x2", PLACES[torch.bfloat16]))
+FLOATS_F16 = tl.constexpr(_placed_floats("f16x2", PLACES[torch.float16]))
+INTEGERS_BF16 = tl.constexpr(_placed_integers("bf16x2", "0x43004300", "0x3F803F80"))
+INTEGERS_F16 = tl.constexpr(_placed_integers("f16x2", "0x64006400", "0x3C003C00"))
 _QUARTERS = tl.constexpr(
     "{.reg .b32 a, b, c, d; mov.b64 {a, b}, $4; mov.b64 {c, d}, $5; "
     "prmt.b32 $0, a, c, 0x5410; prmt.b32 $1, a, c, 0x7632; "
@@ -150,7 +150,7 @@ def _plain_integers(unit, zero):
 # What E2M1's bits stand for in a 16-bit float is too small by 2^126 or 2^14. Most of it is
 # multiplied to the scale, as far as 448 leaves room for it, and the rest to the finished sum.
 @triton.jit
-def _whole_scale(scale, dtype: tl.constexpr):
+def whole_scale(scale, dtype: tl.constexpr):
     """E4M3 -> dtype."""
     if INTERPRETED:
         return scale.to(tl.float32)
@@ -161,7 +161,7 @@ def _whole_scale(scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rest(dtype: tl.constexpr):
+def rest(dtype: tl.constexpr):
     if INTERPRETED:
         return 1.0
     else:
@@ -198,7 +198,7 @@ def _floats(unit, scale, dtype: tl.constexpr):
         n0, n1, n2, n3 = _plain_floats(unit, dtype)
         return n0 * scale, n1 * scale, n2 * scale, n3 * scale
     else:
-        code: tl.constexpr = _FLOATS_BF16 if dtype == tl.bfloat16 else _FLOATS_F16
+        code: tl.constexpr = FLOATS_BF16 if dtype == tl.bfloat16 else FLOATS_F16
         return _four(code, "=r,=r,=r,=r,r,r", [unit, scale], dtype)
 
 
@@ -210,7 +210,7 @@ def _integers(unit, scale, zero, dtype: tl.constexpr):
         n0, n1, n2, n3 = _plain_integers(unit, zero)
         return n0 * scale, n1 * scale, n2 * scale, n3 * scale
     else:
-        code: tl.constexpr = _INTEGERS_BF16 if dtype == tl.bfloat16 else _INTEGERS_F16
+        code: tl.constexpr = INTEGERS_BF16 if dtype == tl.bfloat16 else INTEGERS_F16
         return _four(code, "=r,=r,=r,=r,r,r,r", [unit, scale, zero], dtype)
 
 
@@ -220,7 +220,7 @@ def _quarter(x, number: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _quarters(x, dtype: tl.constexpr):
+def quarters(x, dtype: tl.constexpr):
     """Units of the inputs, int64 -> four tiles of ``dtype``."""
     if INTERPRETED:
         return (
@@ -333,9 +333,9 @@ def _product_kernel(
             t3 = tl.load(tokens + (3 * quarter + unit), mask=is_input, other=0.0)
         else:
             t = tl.load(tokens + unit, mask=is_input, other=0)
-            t0, t1, t2, t3 = _quarters(t, dtype)
+            t0, t1, t2, t3 = quarters(t, dtype)
         if FLOATS:
-            s = _of_units(_whole_scale(s, dtype), UNITS)
+            s = _of_units(whole_scale(s, dtype), UNITS)
             w0, w1, w2, w3 = _floats(w, s, dtype)
         else:
             z = (s >> 16).to(tl.float32)
@@ -353,7 +353,7 @@ def _product_kernel(
     if SLICES > 1:
         acc = tl.sum(acc, 0)
     if FLOATS:
-        acc *= _rest(dtype)
+        acc *= rest(dtype)
     keep = (row < out)[:, None] & (token < n)[None, :]
     at = token.to(tl.int64)[None, :] * out + row[:, None]
     if SPLIT:
@@ -471,7 +471,7 @@ def _splits(tiles: int, largest: int) -> int:
     return best
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x [n, in], whose rows begin where a unit may."""
     if x.stride(0) % UNIT or x.storage_offset() % UNIT or x.stride(1) != 1:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -492,7 +492,7 @@ def _apart_kernel(
     token = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = unit < units
-    t0, t1, t2, t3 = _quarters(tl.load(x + token * x_stride + unit, mask=inside, other=0), dtype)
+    t0, t1, t2, t3 = quarters(tl.load(x + token * x_stride + unit, mask=inside, other=0), dtype)
     quarter = tl.num_programs(0).to(tl.int64) * units
     at = parts + token * units + unit
     tl.store(at, t0, mask=inside)
@@ -531,7 +531,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None, config: Config | Non
     splits, overlap = config.splits, launches_overlap(device)
     groups = weight.scale.shape[1]
     align = math.gcd(groups, 4) if weight.floats else 1  # the least that is copied has 4 bytes
-    tokens = _aligned(x).view(torch.int64)
+    tokens = aligned(x).view(torch.int64)
     if config.apart:
         tokens = _apart(tokens, x.dtype)
     y = torch.empty(n, out, dtype=x.dtype, device=device)
