@@ -15,7 +15,7 @@ from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.tree_attention.cpu import _tree_head
-from mamba_eagle.kernels.tree_verify.cpu import Buffers, LayerWeights, Seen, _enter, _head
+from mamba_eagle.kernels.tree_verify.cpu import Buffers, LayerWeights, Seen, _enter, _head, _room
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.kernels.vector_code import SpanKernel
 
@@ -204,8 +204,9 @@ def _heads(arguments, first, last):
     """Pairs [first, last) of a request and a head, of ``_head``."""
     _, nodes, weights, buffers, seen, y = _recurrence(arguments)
     H, skip = buffers.state.shape[1], weights.heads[2]
+    room = _room(nodes.journal.shape[1], nodes.rows.shape[1], buffers.state.shape[2])
     for task in range(first, last):
-        _head(task // H, task % H, nodes, skip, buffers, seen, y)
+        _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
 
 
 class Attended:

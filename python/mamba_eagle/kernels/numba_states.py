@@ -24,7 +24,7 @@ from mamba_eagle.kernels.vector_code import F32, FLOATS, I8, I64, LANES, Code, h
 
 # Vectors of a state in a tile: with rows of inputs, sums and factors they fill the registers.
 TILE = 16 if numba is not None and has("avx512f") else 4
-AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
+AHEAD = 8192  # bytes, between what is asked for and what is read: about 200 ns
 
 
 class States:

@@ -38,6 +38,7 @@ from mamba_eagle.kernels.threads import threaded
 
 AT = places(States)
 VECTOR = 16  # numbers; sizes of states are multiples of it, or else `step_odd_states` takes them
+LINE = 64  # bytes of a cache line: a vector that crosses one takes twice as long
 # Rows of a journal from which on a step writes the state on its way. Writing takes as long as some
 # rows do where states come from the memory.
 FOLDED_FROM = 4
@@ -152,32 +153,45 @@ class Nodes(NamedTuple):
     y: np.ndarray  # [T, H*P]
 
 
+class Room(NamedTuple):
+    """What passes write to on their way, one after the other."""
+
+    words: np.ndarray  # of States
+    numbers: np.ndarray  # float32
+
+
 @kernel
-def _pass(S, h, inputs, ids, journal, writes, nodes):
+def _room(rows, nodes, P):
+    """For passes over so many rows and nodes of heads of P channels."""
+    count = rows + nodes
+    numbers = np.empty(count * (1 + P) + LINE // 4 + room_for(nodes), np.float32)
+    return Room(np.empty(AT.COUNT, np.int64), numbers)
+
+
+@kernel
+def _pass(S, h, inputs, ids, journal, writes, nodes, room):
     """A head's state S [P, N] over ``journal`` rows, after which it is written where asked for, and
     the outputs of the nodes behind them. ids: the rows of both."""
-    (P, N), (xB, dt, decay) = S.shape, inputs
+    (P, N), (xB, dt, decay), (words, numbers) = S.shape, inputs, room
     T, H, width = nodes.parents.shape[0], dt.shape[1], xB.shape[1]
     count, G = journal + T, (width - H * P) // N
     g = h // (H // G)
     of_x, of_B = h * P, H * P + g * N
-    room = np.empty(AT.COUNT + (count * (1 + P) + room_for(T)) // 2 + 1, np.int64)
-    words, floats = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
-    added = floats[count:]
     for k in range(count):
         row = ids[k]
-        floats[k], step, x = decay[row, h], dt[row, h], xB[row, of_x : of_x + P]
+        numbers[k], step, begin = decay[row, h], dt[row, h], count + k * P
         for p in range(P):
-            added[k * P + p] = step * x[p]
+            numbers[begin + p] = step * xB[row, of_x + p]
     if P % VECTOR != 0 or N % VECTOR != 0:
         out = nodes.y[:, of_x : of_x + P]
         step_odd_states(
-            S, floats, added, xB, of_x, of_B, ids, journal, writes, nodes.parents,
+            S, numbers, numbers[count:], xB, of_x, of_B, ids, journal, writes, nodes.parents,
             nodes.C[:, g], nodes.skip[h], out,
         )  # fmt: skip
         return
     words[AT.STATE], words[AT.N], words[AT.J], words[AT.T] = S.ctypes.data, N, journal, T
-    words[AT.DECAY], words[AT.ADDED], words[AT.P] = floats.ctypes.data, added.ctypes.data, P
+    words[AT.DECAY], words[AT.P] = numbers.ctypes.data, P
+    words[AT.ADDED] = words[AT.DECAY] + 4 * count
     words[AT.ROWS], words[AT.ROW], words[AT.OF_X] = xB.ctypes.data, width, of_x
     words[AT.OF_B], words[AT.IDS], words[AT.WRITES] = of_B, ids.ctypes.data, writes
     words[AT.PARENTS], words[AT.ORDER] = nodes.parents.ctypes.data, nodes.order.ctypes.data
@@ -185,13 +199,13 @@ def _pass(S, h, inputs, ids, journal, writes, nodes):
     words[AT.C], words[AT.C_ROW] = nodes.C.ctypes.data + 4 * g * N, G * N
     words[AT.SKIP] = nodes.skip.ctypes.data + 4 * h
     words[AT.OUT], words[AT.OUT_ROW] = nodes.y.ctypes.data + 4 * of_x, nodes.y.shape[1]
-    words[AT.SUMS] = added.ctypes.data + 4 * count * P
+    words[AT.SUMS] = -(-(words[AT.ADDED] + 4 * count * P) // LINE) * LINE
     words[AT.TILES] = words[AT.SUMS] + 4 * T * VECTOR * VECTOR
     step_states(words.ctypes.data, P, N)
 
 
 @kernel
-def _head(r, h, nodes, skip, buffers, seen, y):
+def _head(r, h, nodes, skip, buffers, seen, y, room):
     """The outputs of one head for the nodes of request r, once ``_enter`` has seen them."""
     slot, T = nodes.slots[r], nodes.rows.shape[1]
     inputs = Rows(buffers.xB[slot], buffers.dt[slot], buffers.decay[slot])
@@ -199,7 +213,7 @@ def _head(r, h, nodes, skip, buffers, seen, y):
         nodes.parents[r], seen.order[r], seen.kept[r], seen.C[r], skip, y[r * T : (r + 1) * T]
     )
     S, journal = buffers.state[nodes.state_slots[r], h], nodes.journal_len[r]
-    _pass(S, h, inputs, seen.rows[r], journal, nodes.fold[r], own)
+    _pass(S, h, inputs, seen.rows[r], journal, nodes.fold[r], own, room)
 
 
 @threaded
@@ -225,7 +239,8 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     for r in prange(b):
         _enter(r, xbc, dt_raw, nodes, weights, buffers, seen)
     for task in prange(b * H):
-        _head(task // H, task % H, nodes, skip, buffers, seen, y)
+        room = _room(nodes.journal.shape[1], T, P)
+        _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
 
 
 @kernel
@@ -241,7 +256,7 @@ def _fold_head(slot, rows, S, h, buffers):
     H, P, N = buffers.state.shape[1:]
     inputs = Rows(buffers.xB[slot], buffers.dt[slot], buffers.decay[slot])
     none = _no_nodes(H, P, (buffers.xB.shape[2] - H * P) // N, N)
-    _pass(S, h, inputs, rows, len(rows), True, none)
+    _pass(S, h, inputs, rows, len(rows), True, none, _room(len(rows), 0, P))
 
 
 @threaded
@@ -298,7 +313,8 @@ def replay(first, count, weights, conv_in, dt, history, state):
         row = np.int64(k)  # prange counts without a sign
         _enter_again(row, raw, parents, tail, dt[(first + row) % size], weights, inputs)
     for h in prange(H):
-        _pass(state[h], h, inputs, rows, count, True, _no_nodes(H, P, G, N))
+        none, room = _no_nodes(H, P, G, N), _room(count, 0, P)
+        _pass(state[h], h, inputs, rows, count, True, none, room)
     for k in range(before):
         kept, source = history[k], raw[count + k]
         for c in range(C):
