@@ -153,26 +153,21 @@ class Nodes(NamedTuple):
     y: np.ndarray  # [T, H*P]
 
 
-class Room(NamedTuple):
-    """What passes write to on their way, one after the other."""
-
-    words: np.ndarray  # of States
-    numbers: np.ndarray  # float32
-
-
 @kernel
 def _room(rows, nodes, P):
-    """For passes over so many rows and nodes of heads of P channels."""
+    """What passes over so many rows and nodes of heads of P channels write to on their way, one
+    after the other: the words of States, then float32 numbers."""
     count = rows + nodes
-    numbers = np.empty(count * (1 + P) + LINE // 4 + room_for(nodes), np.float32)
-    return Room(np.empty(AT.COUNT, np.int64), numbers)
+    numbers = count * (1 + P) + LINE // 4 + room_for(nodes)
+    return np.empty(AT.COUNT + numbers // 2 + 1, np.int64)
 
 
 @kernel
 def _pass(S, h, inputs, ids, journal, writes, nodes, room):
     """A head's state S [P, N] over ``journal`` rows, after which it is written where asked for, and
     the outputs of the nodes behind them. ids: the rows of both."""
-    (P, N), (xB, dt, decay), (words, numbers) = S.shape, inputs, room
+    (P, N), (xB, dt, decay) = S.shape, inputs
+    words, numbers = room[: AT.COUNT], room[AT.COUNT :].view(np.float32)
     T, H, width = nodes.parents.shape[0], dt.shape[1], xB.shape[1]
     count, G = journal + T, (width - H * P) // N
     g = h // (H // G)
@@ -239,7 +234,7 @@ def deferred_verify(xbc, dt_raw, nodes, weights, buffers, y):
     for r in prange(b):
         _enter(r, xbc, dt_raw, nodes, weights, buffers, seen)
     for task in prange(b * H):
-        room = _room(nodes.journal.shape[1], T, P)
+        room = _room(nodes.journal_len[task // H], T, P)
         _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
 
 
