@@ -19,9 +19,9 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def gelu(x: Tensor) -> Tensor:
-    """On a CPU a row has the same bits in each batch: torch has one GELU for contiguous tensors, as
+    """A row has the same bits in each batch: torch has one GELU for contiguous tensors on a CPU, as
     a single row is, and another one for halves of rows."""
-    return F.gelu(x.contiguous() if x.device.type == "cpu" else x)
+    return F.gelu(x.contiguous())
 
 
 ACTIVATIONS: dict[str, Activation] = {

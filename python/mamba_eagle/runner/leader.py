@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.kernels.threads import set_threads
 from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, StepResult, ToRunner
 from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
@@ -113,6 +114,10 @@ class LeadingRunner:
         remove_socket_dir(self.folder)
 
 
-def runner_for(config: EngineConfig) -> ModelRunner | LeadingRunner:
-    """All ranks of ``config``, as one runner. Raises: as ModelRunner."""
-    return ModelRunner(config) if config.num_ranks == 1 else LeadingRunner(config)
+def runner_for(
+    config: EngineConfig, matchers: Matchers | None = None
+) -> ModelRunner | LeadingRunner:
+    """All ranks of ``config``, as one runner. matchers: as ModelRunner's. Raises: as that."""
+    if config.num_ranks == 1:
+        return ModelRunner(config, matchers=matchers)
+    return LeadingRunner(config)

@@ -29,7 +29,8 @@ class LocalRunner:
     def __init__(self, config: EngineConfig) -> None:
         """Raises: ConfigError"""
         threads = config.cpu_threads or default_threads()
-        runner = make_runner(dataclasses.replace(config, cpu_threads=threads))
+        config = dataclasses.replace(config, cpu_threads=threads)
+        runner = make_runner(config, grammars=bool(config.tokenizer_path))
         assert isinstance(runner, ModelRunner)  # others have several ranks
         self._runner = runner
         self._launched: deque[Launched] = deque()
@@ -37,8 +38,6 @@ class LocalRunner:
         self._compiling = Compiling(runner.constraints)
         self._profiler = StepProfiler(self._finish)
         runner.before_waiting = self._finish
-        if config.tokenizer_path:
-            runner.constraints.matchers.prepare()
 
     @property
     def overlaps(self) -> bool:

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import zmq
 
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.message import (
     FromRunner,
@@ -28,6 +29,8 @@ from mamba_eagle.message import (
     ToRunner,
 )
 from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.runner import leader
+from mamba_eagle.runner.make import make_runner
 from mamba_eagle.runner.worker import PATIENCE_MS, Worker
 
 # The runner as it is, with a model to which END_SIGNAL comes at a chosen moment.
@@ -111,6 +114,21 @@ def test_a_runner_that_is_ready_has_the_vocabulary_of_grammars(tmp_path: Path) -
     for path in (str(EMBEDDED_MODEL), ""):
         with running(CHILD.replace("MOMENT", STEP), tmp_path, path) as child:
             assert child.ready.details["has_vocabulary"] == bool(path)
+
+
+def test_so_has_one_in_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``make_runner`` makes it there."""
+
+    class Runner:
+        def __init__(self, config: EngineConfig, matchers: Matchers | None = None) -> None:
+            self.matchers = matchers
+
+    monkeypatch.setattr(leader, "ModelRunner", Runner)
+    folder = str(EMBEDDED_MODEL)
+    config = EngineConfig(model_path=folder, tokenizer_path=folder, cpu_threads=1)
+    made = cast("Runner", make_runner(config, grammars=True))
+    assert made.matchers is not None and made.matchers.has_vocabulary
+    assert cast("Runner", make_runner(config)).matchers is None
 
 
 @pytest.mark.parametrize(

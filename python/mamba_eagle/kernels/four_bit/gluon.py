@@ -46,11 +46,12 @@ def choose_config(n: int, rows: int) -> Config:
     """For n tokens and a weight of so many rows; the best on an H200."""
     programs = triton.cdiv(rows, 16)
     if n > 8:
-        return Config(2, 4, 32) if programs <= FEW_PROGRAMS else Config(2, 2, 16)
+        return Config(2, 4, 32) if programs <= 4 * PROCESSORS else Config(2, 2, 16)
     if programs <= FEW_PROGRAMS:
         return Config(1, 8, 16)
     # six programs of one tile, or four of two, are on a multiprocessor at the same time
-    return Config(1, 4, 16) if _busy(programs, 6) >= _busy(programs / 2, 4) else Config(2, 4, 16)
+    one_is_better = _busy(programs, 6) > _busy(programs / 2, 4) - 0.1
+    return Config(1, 4, 16) if one_is_better else Config(2, 4, 16)
 
 
 def _busy(programs: float, at_once: int) -> float:
