@@ -24,12 +24,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from mamba_eagle.kernels.four_bit import triton as by_compiler
-from mamba_eagle.kernels.four_bit.triton import Weight
+from mamba_eagle.kernels.four_bit.triton import PROCESSORS, Weight
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability, launches_overlap
 from mamba_eagle.kernels.triton_math import previous_done
 
 MAX_TOKENS = 16
-PROCESSORS = 132  # a Hopper GPU's multiprocessors
 FEW_PROGRAMS = 3 * PROCESSORS  # with 16 rows each: then more warps per program
 LONG_ROW = 1600  # pairs, of which triton.py multiplies shares
 
