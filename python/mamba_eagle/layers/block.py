@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.float8.torch import Rounded
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.layer import Layer, Residual, Total
@@ -57,6 +59,35 @@ def run_layers(layers: Sequence[nn.Module], hidden: Tensor, ctx: ForwardContext)
     for layer in layers:
         hidden = layer(hidden, ctx)
     return hidden
+
+
+def run_with_late_sums(
+    layers: Sequence[Any],
+    hidden: Tensor,
+    ctx: ForwardContext,
+    norm: Callable[[Any], RMSNorm],
+    made: Callable[[Any, Tensor, Tensor | Rounded], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Some layers in a row, none if ``layers`` is empty, whose last sums are left to the norm of
+    the next layer, which may have a kernel for both. ``hidden`` [n, hidden_size] may be
+    overwritten.
+
+    Args:
+        norm: a layer's first one.
+        made: of a layer, the stream and its norm: the stream, and what is to be added to it.
+    """
+    if not layers:
+        return hidden
+    run = ctx.run(layers, hidden)
+    if run is not None:
+        return run
+    first, *others = layers
+    hidden, added = made(first, hidden, norm(first)(hidden))
+    for layer in others:
+        normed, hidden = norm(layer).after(hidden, added)
+        hidden, added = made(layer, hidden, normed)
+    total: Tensor = first.total(added)
+    return hidden + total
 
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:

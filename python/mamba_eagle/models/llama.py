@@ -6,11 +6,12 @@ These serve as plain targets to compare the hybrids with, and as small draft mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.float8.torch import Rounded
+from mamba_eagle.layers.block import run_with_late_sums
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import GatedMLP
 from mamba_eagle.layers.layer import Layer, Total
@@ -51,18 +52,13 @@ class LlamaForCausalLM(CausalLM):
     def run_layers(
         self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Leaves each sum to the norm that follows, which may have a kernel for both."""
-        if not layers:
-            return hidden
-        run = ctx.run(layers, hidden)
-        if run is not None:
-            return run
-        first, *others = cast(Sequence[LlamaLayer], layers)
-        hidden, made = first(hidden, first.input_layernorm(hidden), ctx)
-        for layer in others:
-            normed, hidden = layer.input_layernorm.after(hidden, made)
-            hidden, made = layer(hidden, normed, ctx)
-        return hidden + first.total(made)
+        return run_with_late_sums(
+            layers,
+            hidden,
+            ctx,
+            lambda layer: layer.input_layernorm,
+            lambda layer, hidden, normed: layer(hidden, normed, ctx),
+        )
 
 
 def parse_config(values: dict[str, Any]) -> ModelConfig:

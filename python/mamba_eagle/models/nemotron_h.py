@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
-from mamba_eagle.layers.block import Block, make_blocks
+from mamba_eagle.layers.block import make_blocks, run_with_late_sums
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM, Names, Target
@@ -50,18 +50,13 @@ class NemotronHForCausalLM(CausalLM):
     def run_layers(
         self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
     ) -> Tensor:
-        """Leaves each block's sum to the norm of the next one, which may have a kernel for both."""
-        if not layers:
-            return hidden
-        run = ctx.run(layers, hidden)
-        if run is not None:
-            return run
-        first, *others = cast(Sequence[Block], layers)
-        made = first.mixer(first.norm(hidden), ctx)
-        for block in others:
-            normed, hidden = block.norm.after(hidden, made)
-            made = block.mixer(normed, ctx)
-        return hidden + first.total(made)
+        return run_with_late_sums(
+            layers,
+            hidden,
+            ctx,
+            lambda block: block.norm,
+            lambda block, hidden, normed: (hidden, block.mixer(normed, ctx)),
+        )
 
     def target(self, name: str) -> Target | None:
         if name.startswith("mtp."):

@@ -23,7 +23,7 @@ from mamba_eagle.kernels.top_log_probs.triton import (
     PART,
     READ,
     key_number,
-    maxima_kernel,
+    maxima_of,
     ranking_key,
 )
 from mamba_eagle.kernels.triton_math import previous_done, rounded_product
@@ -136,23 +136,8 @@ def best_of(scores: Tensor, part: int = PART, read: int = READ, warps: int = 4) 
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     (n, V), device, overlap = flat.shape, flat.device, launches_overlap(flat.device)
     parts = triton.cdiv(V, part)
-    maxima = torch.empty(n, parts, device=device)
+    maxima = maxima_of(flat, part, read, warps, True)
     tokens = torch.empty(n, dtype=torch.int64, device=device)
-    maxima_kernel[(triton.cdiv(V, read), n)](
-        flat,
-        maxima,
-        None,
-        None,
-        V,
-        flat.stride(0),
-        parts,
-        PART=part,
-        PARTS=read // part,
-        NAN=True,
-        OVERLAP=overlap,
-        num_warps=warps,
-        launch_pdl=overlap,
-    )
     _place_kernel[(n,)](
         flat,
         maxima,

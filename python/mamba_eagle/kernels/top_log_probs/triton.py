@@ -97,7 +97,7 @@ def _exp(x):
 
 
 @triton.jit
-def maxima_kernel(
+def _maxima_kernel(
     logits,  # [n, V], rows stride apart
     maxima,  # [n, parts] float32
     largest,  # [n, blocks] float32, or None, as total
@@ -207,6 +207,44 @@ def best_of_blocks(
     return found
 
 
+def maxima_of(
+    logits: Tensor,
+    part: int,
+    read: int,
+    warps: int,
+    nan: bool,
+    largest: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
+    """The largest logit of every ``part`` tokens: [n, V], numbers of a row contiguous -> [n, parts]
+    float32.
+
+    Args:
+        read: tokens per program. nan: whether a NaN counts as infinite; else there must be none.
+        largest, total: [n, blocks of ``read``] float32, written if given: the largest logit of each
+            block, and the sum of exp(logit - largest).
+    """
+    (n, V), overlap = logits.shape, launches_overlap(logits.device)
+    parts = triton.cdiv(V, part)
+    maxima = torch.empty(n, parts, device=logits.device)
+    _maxima_kernel[(triton.cdiv(V, read), n)](
+        logits,
+        maxima,
+        largest,
+        total,
+        V,
+        logits.stride(0),
+        parts,
+        PART=part,
+        PARTS=read // part,
+        NAN=nan,
+        OVERLAP=overlap,
+        num_warps=warps,
+        launch_pdl=overlap,
+    )
+    return maxima
+
+
 def top_log_probs(
     logits: Tensor, k: int, part: int = PART, read: int = READ, warps: int = 4
 ) -> TopTokens:
@@ -221,27 +259,12 @@ def top_log_probs(
         raise ValueError(f"k = {k}: must be between 1 and {MAX_TOP}, and at most the {V} tokens")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts, blocks, device = triton.cdiv(V, part), triton.cdiv(V, read), logits.device
-    maxima = torch.empty(n, parts, device=device)
+    overlap = launches_overlap(device)
     largest, total = (torch.empty(n, blocks, device=device) for _ in range(2))
     found = TopTokens(
         torch.empty(n, k, device=device), torch.empty(n, k, dtype=torch.int64, device=device)
     )
-    overlap = launches_overlap(device)
-    maxima_kernel[(blocks, n)](
-        logits,
-        maxima,
-        largest,
-        total,
-        V,
-        logits.stride(0),
-        parts,
-        PART=part,
-        PARTS=read // part,
-        NAN=False,
-        OVERLAP=overlap,
-        num_warps=warps,
-        launch_pdl=overlap,
-    )
+    maxima = maxima_of(logits, part, read, warps, False, largest, total)
     _merge_kernel[(n,)](
         logits,
         maxima,
