@@ -18,6 +18,7 @@ from mamba_eagle.bench.served import Scenario, Summary, scenarios
 from mamba_eagle.bench.virtual import (
     CPU,
     H200,
+    H200_FP8,
     H200_PLAIN,
     Costs,
     VirtualServer,
@@ -57,6 +58,7 @@ def setups(requests: int) -> Iterator[Setup]:
     yield Setup("inputs-2048", noisy, replace(many, input_len=2048))
     yield Setup("launches-30-ms", replace(noisy, launch_pass=0.03, launch_jitter=1.0), many)
     yield Setup("plain-64", replace(H200_PLAIN, jitter=0.05), many)
+    yield Setup("fp8-64", replace(H200_FP8, jitter=0.05), many)
     for rate in (5, 30):
         come = replace(many, name="arrivals", clients=400, requests=1)
         yield Setup(f"{rate}-per-second", noisy, come, rate=rate)

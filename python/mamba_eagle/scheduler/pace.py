@@ -9,6 +9,10 @@ With d a step without prompts, m an even step and c the ratio, waiting prompts f
 ``(m - d) / (c m - d)`` of steps. Either that is more than half, and the median step is a long one,
 or ``c m / d`` is the ratio of long steps to the median. For no load that exceeds 2 if c is 4/3.
 
+That is as long as time follows tokens. Where passes of few and of many tokens take the same, as
+those that a host launches more slowly than the device executes them, long passes would need few of
+the steps again. So none takes more tokens than leave prompts in ``MIN_FILL`` of all steps.
+
 What is even is not known when many prompts come at once: these are spread over the steps in which a
 stream makes ``BURST_TOKENS``, from the first of them until none waits.
 
@@ -30,6 +34,7 @@ BURST_TOKENS = 108  # a burst is run in the steps in which a stream makes so man
 WINDOW = 160  # steps that are remembered: one makes a token or more
 RECENT = 5  # decode steps whose median is taken for the next one
 MAX_RATIO = 1.3  # of a step's time to an even step's; 4/3 would leave nothing for noise
+MIN_FILL = 0.55  # of steps have prompts, if passes are worth it: the median step is one of these
 MIN_SHARE = 0.8  # of a step's prompts to its decoding, in time, that disturbs nobody
 MAX_SHARE = 6.0  # of the same, whatever waits
 MAX_COST = 1.35  # of a token, by what it costs in the passes that suit it best
@@ -73,10 +78,13 @@ class PromptPace:
         if not (self._decoding and self._passes):
             return min(self.most, max(FIRST_TOKENS, int(burst)))
         passes, decoding = self._passes, median(self._decoding)
-        even = decoding + passes.seconds(self._even(round(EVEN_TOKENS / made)))
-        spare = max(MIN_SHARE * decoding, MAX_RATIO * even - decoding, passes.seconds(burst))
+        mean = self._even(round(EVEN_TOKENS / made))
+        ratio = passes.tokens(MAX_RATIO * (decoding + passes.seconds(mean)) - decoding)
+        even = min(ratio, mean / MIN_FILL)
+        unnoticed = passes.tokens(MIN_SHARE * decoding)
         least = max(MIN_TOKENS, passes.worthwhile())
-        tokens = max(least, passes.tokens(min(spare, MAX_SHARE * decoding)))
+        most = passes.tokens(MAX_SHARE * decoding)
+        tokens = round(max(least, min(max(unnoticed, even, burst), most)))
         rest = waiting - tokens
         return min(self.most, waiting if 0 < rest < REST * least else tokens)
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from mamba_eagle.bench.served import Scenario, Summary
-from mamba_eagle.bench.virtual import CPU, H200, H200_PLAIN, Costs, VirtualServer, play, ready
+from mamba_eagle.bench.virtual import (
+    CPU,
+    H200,
+    H200_FP8,
+    H200_PLAIN,
+    Costs,
+    VirtualServer,
+    play,
+    ready,
+)
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.scheduler.pace import (
     BURST_TOKENS,
@@ -15,6 +24,7 @@ from mamba_eagle.scheduler.pace import (
     FIRST_TOKENS,
     MAX_RATIO,
     MAX_SHARE,
+    MIN_FILL,
     MIN_SHARE,
     MIN_TOKENS,
     RECENT,
@@ -57,6 +67,7 @@ def ratio(found: Summary) -> float:
         pytest.param(replace(H200, launch_pass=0.02, launch_jitter=0.5), 0.85, id="slow launches"),
         pytest.param(replace(H200, stalls=[(1, 2.5)]), 0.9, id="first pass takes seconds"),
         pytest.param(H200_PLAIN, 0.8, id="plain"),
+        pytest.param(H200_FP8, 0.8, id="launches of passes take longer than they"),
     ],
 )
 def test_streams_of_64_clients_are_even(costs: Costs, least: float) -> None:
@@ -118,6 +129,18 @@ def test_steps_without_prompts_are_part_of_what_is_even() -> None:
         pace.observe(0.01 + 20e-6 * tokens, 0.01, tokens, 1.0)
     wanted = (MAX_RATIO * (0.01 + 20e-6 * 1000) - 0.01) / 20e-6
     assert pace.tokens(decodes=True, waiting=20_000) == pytest.approx(wanted, rel=0.01)
+
+
+def test_more_than_half_of_the_steps_have_prompts_where_small_passes_cost_as_much() -> None:
+    """All passes take 20 ms, so a step of 1.3 times the even one's time has room for any number."""
+    pace = PromptPace(MOST, paced=True)
+    for tokens in (16, 128, 1000, 1100, 4000):
+        pace.observe(0.02, 0.0, tokens, 0.0)
+    for number in range(EVEN_TOKENS):
+        tokens = 0 if number % 2 else 4400
+        pace.observe(0.034 if tokens else 0.014, 0.014, tokens, 1.0)
+    wanted = 2200 / MIN_FILL
+    assert pace.tokens(decodes=True, waiting=20_000) == pytest.approx(wanted, abs=2)
 
 
 @pytest.mark.parametrize("made", [1.0, 3.0])
