@@ -28,6 +28,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
+from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.context import Rotation
@@ -87,10 +88,10 @@ class SavedJournals:
         layers, _, _, channels = pool.conv.shape if self.mixers else (0, 0, 0, 0)
         heads = self.mixers[0].decay_rate().shape[0] if self.mixers else 0
         device, dtype = pool.conv.device, pool.conv.dtype
-        self.conv_in = torch.zeros(layers, slots, size, channels, dtype=dtype, device=device)
-        self.dt = torch.zeros(layers, slots, size, heads, device=device)
+        self.conv_in = zeros(layers, slots, size, channels, dtype=dtype, device=device)
+        self.dt = zeros(layers, slots, size, heads, dtype=torch.float32, device=device)
         features = pool.feature.shape[1]
-        self.feature = torch.zeros(
+        self.feature = zeros(
             slots, size, features, dtype=pool.feature.dtype, device=pool.feature.device
         )
         requests = table.processed.shape[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.rounding import StateRounding
+from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.float8.torch import E4M3, to_e4m3
 from mamba_eagle.message import PrefillItem
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config
@@ -45,8 +46,8 @@ class KVPool:
         shape = (0, num_slots + num_spare, 1, 1)
         if config is not None and num_layers:
             shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
-        self.k = torch.zeros(shape, dtype=stored_as or dtype, device=device)
-        self.v = torch.zeros(shape, dtype=stored_as or dtype, device=device)
+        self.k = zeros(*shape, dtype=stored_as or dtype, device=device)
+        self.v = zeros(*shape, dtype=stored_as or dtype, device=device)
         # the same bytes, in a dtype that can be indexed on every device
         bits = torch.uint8 if self.k.dtype == E4M3 else self.k.dtype
         self._bits = (self.k.view(bits), self.v.view(bits))
@@ -111,9 +112,9 @@ class StatePool:
             state = (config.num_heads, config.head_dim, config.state_size)
             history = (config.conv_kernel - 1, config.conv_dim)
         self.rounding = rounding
-        self.ssm = torch.zeros(num_layers, num_slots, *state, dtype=rounding.dtype, device=device)
-        self.conv = torch.zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
-        self.feature = torch.zeros(num_slots, feature_size, dtype=dtype, device=device)
+        self.ssm = zeros(num_layers, num_slots, *state, dtype=rounding.dtype, device=device)
+        self.conv = zeros(num_layers, num_slots, *history, dtype=dtype, device=device)
+        self.feature = zeros(num_slots, feature_size, dtype=dtype, device=device)
 
     def begin(self, item: PrefillItem) -> None:
         """Initialize the request's own state slot with the state that its prompt starts from."""
@@ -157,16 +158,16 @@ class RequestTable:
         which captured graphs would not see."""
         R = max_running
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return zeros(*shape, dtype=dtype, device=device)
 
         # room for a tree past the end, since its nodes' KV slots are looked up by position as well
-        self.kv_slots = zeros(R, context_length + 64)  # KV slot of each position
-        self.processed = zeros(R)  # tokens the target has processed
-        self.state_slot = zeros(R)  # state slot of S0
-        self.seed = zeros(R)  # of the request's noise
-        self.last_token = zeros(R)  # the root of the next tree: sampled, not yet processed
-        self.remaining = zeros(R)  # output tokens still allowed; 0: the request has ended
+        self.kv_slots = column(R, context_length + 64)  # KV slot of each position
+        self.processed = column(R)  # tokens the target has processed
+        self.state_slot = column(R)  # state slot of S0
+        self.seed = column(R)  # of the request's noise
+        self.last_token = column(R)  # the root of the next tree: sampled, not yet processed
+        self.remaining = column(R)  # output tokens still allowed; 0: the request has ended
         # padded with -1
         self.stop_tokens = torch.full((R, max_stops), -1, dtype=torch.int64, device=device)
         self.wants_logprobs = [False] * R

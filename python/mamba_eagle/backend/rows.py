@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
+from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
 from mamba_eagle.model_config import Mamba2Config
 
@@ -27,14 +28,14 @@ class RequestRows:
         device, dtype = pool.conv.device, pool.conv.dtype
         requests, places = table.processed.shape[0], self.history + size.rows
         # raw convolution inputs by place: K-1 places of history, then one place per row
-        self.conv_in = torch.zeros(
+        self.conv_in = zeros(
             size.layers, requests, places, config.conv_dim, dtype=dtype, device=device
         )
         # a step also writes nodes past ``count``; hence the spare columns
         self.path = torch.zeros(requests, places + size.accepts, dtype=torch.int64, device=device)
         self.path[:, : self.history] = torch.arange(self.history, device=device)
         self.journal_len = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.feature = torch.zeros(requests, size.rows, size.features, dtype=dtype, device=device)
+        self.feature = zeros(requests, size.rows, size.features, dtype=dtype, device=device)
         self.offsets = torch.arange(self.history, device=device)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
@@ -82,7 +83,7 @@ class RequestRows:
 def step_sizes(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Tensor:
     """A buffer for dt of all rows, [layers, R, W, H] float32. like: [layers, R, …]."""
     shape = (*like.shape[:2], size.rows, config.num_heads)
-    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+    return zeros(*shape, dtype=torch.float32, device=like.device)
 
 
 def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> RowBuffers:
@@ -90,7 +91,7 @@ def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Row
     ``like``, whose first dimensions are [layers, R]; dt and log_decay in float32."""
 
     def buffer(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(*like.shape[:2], size.rows, width, dtype=dtype, device=like.device)
+        return zeros(*like.shape[:2], size.rows, width, dtype=dtype, device=like.device)
 
     xB = buffer(config.inner_size + config.num_groups * config.state_size, like.dtype)
     return RowBuffers(xB, buffer(config.num_heads), buffer(config.num_heads))

@@ -17,6 +17,7 @@ from mamba_eagle.backend.rows import (
     step_sizes,
 )
 from mamba_eagle.backend.state import SchemeSize, StateScheme
+from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
@@ -340,7 +341,7 @@ def make_node_states(rows: RequestRows, pool: StatePool) -> Tensor:
     """A buffer for the states of all nodes: [layers, R, W, H, P, N] float32."""
     layers, requests = rows.conv_in.shape[:2]
     shape = (layers, requests, rows.size.rows, *pool.ssm.shape[2:])
-    return torch.zeros(shape, device=rows.path.device)
+    return zeros(*shape, dtype=torch.float32, device=rows.path.device)
 
 
 TORCH_SCHEMES = {"deferred": TorchDeferred, "snapshot": TorchSnapshot}
