@@ -100,12 +100,16 @@ def quantization_problems(quantizations: Mapping[str, str], backend: Backend) ->
 def _host_backend(place: Place, dtype: torch.dtype, prompt_dtype: str) -> Backend:
     # numba takes half a second, which a start on a GPU does without
     from mamba_eagle.backend.cpu.backend import CpuBackend
-    from mamba_eagle.backend.cpu.products import PanelProduct, PromptProduct, has_bfloat16_products
+    from mamba_eagle.backend.cpu.products import (
+        PromptProduct,
+        float_product,
+        has_bfloat16_products,
+    )
     from mamba_eagle.kernels import numba_math
 
     if dtype == torch.float32 and numba_math.numba is not None:
         short = prompt_dtype == "bfloat16" and has_bfloat16_products()
-        return CpuBackend(place, PromptProduct if short else PanelProduct)
+        return CpuBackend(place, PromptProduct if short else float_product)
     return TorchBackend(place, dtype)
 
 

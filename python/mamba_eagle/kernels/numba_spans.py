@@ -11,6 +11,7 @@ import numpy as np
 
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.grouped.cpu import GROUP, round_rows
+from mamba_eagle.kernels.linear.amx import split_rows
 from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm
@@ -56,13 +57,15 @@ def _integers(address, rows, columns):
 
 @kernel
 def _round(made, first, last, rounded, n, size):
-    """Rows [first, last) of ``made`` [n, size] as a product's inputs; rounded: three addresses, the
-    first 0 if its product takes float32."""
-    if rounded[0] != 0:
+    """Rows [first, last) of ``made`` [n, size] as a product's inputs. rounded: three addresses; one
+    alone is that of the parts of inputs, none says that the product takes float32."""
+    if rounded[1] != 0:
         numbers = numba.carray(pointer_to(rounded[0]), (n, size), np.int8)
         scale = numba.carray(pointer_to(rounded[1]), (n, size // GROUP), np.float32)
         total = numba.carray(pointer_to(rounded[2]), (n, size // GROUP), np.int32)
         round_rows(made[first:last], numbers[first:last], scale[first:last], total[first:last])
+    elif rounded[0] != 0:
+        split_rows(made.ctypes.data, rounded[0], size, first, last)
 
 
 def _norm(arguments, first, last):

@@ -72,7 +72,7 @@ def _scale(row, scale):
 @kernel
 def _embedded(arguments, last):
     """Words of a call that embeds, the rows [last, size] that it writes, and the scale."""
-    given = _words(arguments, 9)
+    given = _words(arguments, 10)
     out = _floats(given[1], last, given[2])[:, : given[3]]
     return given, out, numba.carray(pointer_to(given[4]), 1, np.float32)[0]
 
@@ -81,21 +81,23 @@ def _embedded(arguments, last):
 def _begin_of(given, r):
     """Where the embedding has the row of token number r: the place of its first number."""
     token, per_block = numba.carray(pointer_to(given[0]), r + 1, np.int64)[r], given[6]
-    return token // per_block * given[7] + token % per_block
+    return token // per_block * given[7] + token % per_block * given[9]
 
 
 def _embed_16(arguments, first, last):
     """Rows of an embedding in bfloat16, times a scale. Words: tokens, out, its columns, size, scale
     (of a float32), the embedding, and how its rows lie there: so many in a block of so many
-    numbers, from one number of a row to the next."""
+    numbers, from one group of a row's numbers to the next, so many in a group."""
     given, out, scale = _embedded(arguments, last)
-    size, step = given[3], given[8]
+    size, step, group = given[3], given[8], given[9]
     for r in range(first, last):
         at = given[5] + 2 * _begin_of(given, r)
         stored = numba.carray(pointer_to(at), size * step, np.uint16)
         row = out[r]
-        for c in range(size):
-            row[c] = np.uint32(np.uint32(stored[c * step]) << np.uint32(16)).view(np.float32)
+        for c in range(0, size, group):
+            for i in range(group):
+                bits = np.uint32(stored[c // group * step + i])
+                row[c + i] = np.uint32(bits << np.uint32(16)).view(np.float32)
         _scale(row, scale)
 
 

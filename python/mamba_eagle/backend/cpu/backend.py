@@ -21,7 +21,7 @@ from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
 from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
-from mamba_eagle.backend.cpu.products import PanelProduct
+from mamba_eagle.backend.cpu.products import float_product
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES, CpuStateless
 from mamba_eagle.backend.cpu.steps import target_program
@@ -42,6 +42,7 @@ from mamba_eagle.kernels.token_mask import cpu as token_mask
 from mamba_eagle.kernels.top_log_probs import cpu as cpu_top
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
@@ -56,9 +57,11 @@ class CpuBackend(TorchBackend):
 
     name = "cpu"
 
-    def __init__(self, place: Place, panels: type[PanelProduct] = PanelProduct) -> None:
-        """panels: the product with weights of 16 and 32 bits."""
-        super().__init__(place, torch.float32, CpuOps(panels))
+    def __init__(
+        self, place: Place, product: Callable[[Tensor], PackedProduct] = float_product
+    ) -> None:
+        """product: that with weights of 16 and 32 bits."""
+        super().__init__(place, torch.float32, CpuOps(product))
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         if pool.k.dtype != torch.float32:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.fused import Call
-from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct
+from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, TileProduct
 from mamba_eagle.kernels import numba_steps as spans
 from mamba_eagle.kernels.grouped.cpu import Blocks, offset_of
 from mamba_eagle.kernels.grouped.cpu_rows import ROWS, Words
@@ -17,10 +17,13 @@ from mamba_eagle.layers.embedding import Embedding
 class StoredRows:
     """Where the rows of an embedding lie."""
 
-    def __init__(self, numbers: Tensor, per_block: int, block: int, step: int) -> None:
-        """numbers: float32 or bfloat16; those of a row begin at ``row // per_block · block + row %
-        per_block``, ``step`` from one to the next."""
-        self.numbers, self.layout = numbers, (per_block, block, step)
+    def __init__(
+        self, numbers: Tensor, per_block: int, block: int, step: int, neighbours: int = 1
+    ) -> None:
+        """numbers: float32 or bfloat16. Those of a row come in groups of ``neighbours``, of which
+        the first is at ``row // per_block · block + row % per_block · neighbours``, and the next is
+        ``step`` behind."""
+        self.numbers, self.layout = numbers, (per_block, block, step, neighbours)
 
     def call(self, size: int, columns: int, scale: float) -> Call:
         """A call that writes rows of ``size`` numbers, times ``scale``, to the beginning of rows of
@@ -61,9 +64,12 @@ def stored_rows(embedding: Embedding) -> StoredRows | GroupedRows | None:
     if isinstance(holder, GroupedProduct):
         return GroupedRows(holder.weight)
     returned = embedding.dtype or weight.dtype
-    if isinstance(holder, PanelProduct):
+    if isinstance(holder, (PanelProduct, TileProduct)):
         weight, beside = holder.weight, holder.weight.shape[-1]  # outputs, for each input
-        layout = (beside, beside * holder.inputs, beside)
+        layout: tuple[int, ...] = (beside, beside * holder.inputs, beside)
+        if isinstance(holder, TileProduct):
+            weight = weight.view(torch.bfloat16)
+            layout = (beside, beside * holder.inputs, 2 * beside, 2)
     elif holder is None and weight.is_contiguous() and returned == torch.float32:
         layout = (1, weight.shape[1], 1)
     else:

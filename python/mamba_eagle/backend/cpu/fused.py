@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
-from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct
+from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, TileProduct
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels import numba_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
+from mamba_eagle.kernels.linear import amx
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_spans import Attended, Frame, Recurrence
 from mamba_eagle.kernels.numba_team import Program, call_row
@@ -37,6 +38,7 @@ from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
 
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
+PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
 
 
@@ -44,7 +46,7 @@ class Scratch:
     """Memory that a program's calls hand on, by name; it grows with a step's sizes."""
 
     def __init__(self) -> None:
-        self.wanted: dict[str, int] = {}  # bytes per row, and of everything else
+        self.wanted: dict[str, int] = {}  # bytes per row
         self.blocks: dict[str, Tensor] = {}
         self.rows = 0
 
@@ -55,7 +57,9 @@ class Scratch:
     def grow(self, rows: int) -> None:
         self.rows = rows
         for name, each in self.wanted.items():
-            self.blocks[name] = torch.empty(rows * each + 64, dtype=torch.uint8)
+            # parts of inputs lie in tiles of several rows
+            whole = rows + amx.TILE_ROWS if name == PARTS else rows
+            self.blocks[name] = torch.empty(whole * each + 64, dtype=torch.uint8)
 
     def at(self, name: str) -> int:
         return -(-self.blocks[name].data_ptr() // 64) * 64
@@ -132,6 +136,9 @@ class Builder:
             groups = size // grouped.GROUP * 4
             for i, before in enumerate((0, size, size + groups)):
                 call.scratch[place + i] = ("rounded", before)
+        elif isinstance(reader.packed, TileProduct):
+            self.scratch.want(PARTS, -(-amx.parts_bytes(amx.TILE_ROWS, size) // amx.TILE_ROWS))
+            call.scratch[place] = (PARTS, 0)
 
     def _norm(self, layer: Residual, reader: Linear) -> None:
         size, norm = layer.norm.weight.shape[0], layer.norm
@@ -152,7 +159,7 @@ class Builder:
     def product(self, layer: Linear, x: str, y: str) -> int:
         """Returns the columns of its result, y in the scratch."""
         packed = layer.packed
-        assert isinstance(packed, (PanelProduct, GroupedProduct))
+        assert isinstance(packed, (PanelProduct, TileProduct, GroupedProduct))
         product = packed.product
         self.scratch.want(y, product.width * 4)
         given = list(product.call.arguments)
@@ -167,13 +174,13 @@ class Builder:
             call.scratch = {0: ("rounded", 0), 1: ("rounded", size), 2: ("rounded", size + groups)}
             call.scratch[6] = (y, 0)
         else:
-            assert isinstance(product, linear.Product)
-            per_row = product.inputs * product.width // linear.PRODUCTS_PER_NS
+            in_tiles = isinstance(product, amx.Product)
+            per_ns = amx.PRODUCTS_PER_NS if in_tiles else linear.PRODUCTS_PER_NS
             call = Call(
                 product.call.kernel, given, units=product.count, rows_at=3,
-                work=product.read_ns, work_per_row=per_row,
+                work=product.read_ns, work_per_row=product.inputs * product.width // per_ns,
             )  # fmt: skip
-            call.scratch = {0: (x, 0), 2: (y, 0)}
+            call.scratch = {0: (PARTS if in_tiles else x, 0), 2: (y, 0)}
         call.kept.append(packed)
         self.calls.append(call)
         return product.width
@@ -227,7 +234,7 @@ class Builder:
         size = c.num_heads * c.head_dim
         call.scratch |= {at.PACKED: ("wide", 0), at.OUT: ("inputs", 0)}
         self.scratch.want("inputs", size * 4)
-        if isinstance(attention.o_proj.packed, GroupedProduct):
+        if takes_prepared_inputs(attention.o_proj):
             rounding = self.call(spans.ROUND_INPUTS, [0, size, 0, 0, 0, 0], work_per_row=size)
             rounding.scratch[2] = ("inputs", 0)
             self.rounded(rounding, 3, attention.o_proj)
@@ -435,7 +442,12 @@ def multiplies(layer: Linear) -> bool:
 
 def is_called(layer: Linear) -> bool:
     """Whether a program can call its product."""
-    return isinstance(layer.packed, (PanelProduct, GroupedProduct))
+    return isinstance(layer.packed, (PanelProduct, TileProduct, GroupedProduct))
+
+
+def takes_prepared_inputs(layer: Linear) -> bool:
+    """Whether its product reads what the call before made of its inputs, not float32."""
+    return isinstance(layer.packed, (TileProduct, GroupedProduct))
 
 
 def width_of(layer: Linear) -> int:

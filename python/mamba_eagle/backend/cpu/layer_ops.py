@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from mamba_eagle.backend.cpu.products import (
     GroupedExperts,
     GroupedProduct,
-    PanelProduct,
+    float_product,
     multiplies,
 )
 from mamba_eagle.backend.torch.layer_ops import HostOps
@@ -18,7 +20,7 @@ from mamba_eagle.kernels.rms_norm.cpu import rms_norm
 from mamba_eagle.kernels.silu_gate.cpu import silu_and_mul
 from mamba_eagle.layers.ops import Normed, Product
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
-from mamba_eagle.layers.products import MatrixProduct
+from mamba_eagle.layers.products import MatrixProduct, PackedProduct
 from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.grouped import GroupedMatrix
 from mamba_eagle.quantization.matrix import Matrix
@@ -29,9 +31,9 @@ EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's g
 class CpuOps(HostOps):
     name = "numba"
 
-    def __init__(self, panels: type[PanelProduct] = PanelProduct) -> None:
-        """panels: the product with weights of 16 and 32 bits."""
-        self._panels = panels
+    def __init__(self, product: Callable[[Tensor], PackedProduct] = float_product) -> None:
+        """product: that with weights of 16 and 32 bits."""
+        self._product = product
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -69,7 +71,7 @@ class CpuOps(HostOps):
 
     def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
         if isinstance(matrix, DenseMatrix):
-            return self._panels(matrix.values)
+            return self._product(matrix.values)
         if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
             return GroupedProduct(matrix)
         return super().pack_matrix(matrix, dtype)
@@ -80,7 +82,7 @@ class CpuOps(HostOps):
         return super().pack_experts(matrix, dtype)
 
     def pack_linear(self, weight: Tensor) -> Product | None:
-        return self._panels(weight)
+        return self._product(weight)
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import HAS_ONEDNN, onednn_product
 from mamba_eagle.kernels.grouped import cpu as grouped
+from mamba_eagle.kernels.linear import amx
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.vector_code import has
 from mamba_eagle.layers.products import PackedProduct
@@ -20,14 +21,26 @@ def has_bfloat16_products() -> bool:
     return HAS_ONEDNN and has("amx-bf16", "avx512bf16")
 
 
+def as_short_as_exact(weight: Tensor) -> Tensor:
+    """In bfloat16, if all numbers fit into it, which takes half the memory traffic and changes no
+    value."""
+    if weight.dtype != torch.float32:
+        return weight
+    short = weight.bfloat16()
+    return short if torch.equal(short.float(), weight) else weight
+
+
+def float_product(weight: Tensor) -> PanelProduct | TileProduct:
+    """The faster one of those with weights of 16 and 32 bits that fits."""
+    weight = as_short_as_exact(weight)
+    return TileProduct(weight) if amx.usable() and amx.fits(weight) else PanelProduct(weight)
+
+
 class PanelProduct(PackedProduct):
-    """Weights of 16 or 32 bits. Those whose numbers all fit into bfloat16 are kept so, which takes
-    half the memory traffic and changes no value."""
+    """Weights of 16 or 32 bits, multiplied in vectors."""
 
     def __init__(self, weight: Tensor) -> None:
-        if weight.dtype == torch.float32:
-            short = weight.bfloat16()
-            weight = short if torch.equal(short.float(), weight) else weight
+        weight = as_short_as_exact(weight)
         super().__init__(*weight.shape)
         self.weight = linear.panels(weight)
         self.product = linear.Product(self.weight, self.outputs)
@@ -43,9 +56,28 @@ class PanelProduct(PackedProduct):
         return self.product(x)
 
 
+class TileProduct(PackedProduct):
+    """Weights of bfloat16, multiplied in tile registers with inputs in three parts."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*weight.shape)
+        self.weight = amx.paired_panels(weight)
+        self.product = amx.Product(self.weight, self.outputs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return amx.rows_of(self.weight, ids).float()
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
 class PromptProduct(PanelProduct):
-    """The same, and with many rows oneDNN's product in bfloat16, from a second copy of the weight,
-    which is made when it is first needed. Its inputs and outputs are rounded to bfloat16."""
+    """A ``PanelProduct``, and with many rows oneDNN's product in bfloat16, from a second copy of
+    the weight, made when it is first needed. Its inputs and outputs are rounded to bfloat16."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)

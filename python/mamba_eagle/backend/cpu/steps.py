@@ -23,6 +23,7 @@ from mamba_eagle.backend.cpu.fused import (
     multiplies,
     residuals_of,
     table_of,
+    takes_prepared_inputs,
     width_of,
 )
 from mamba_eagle.backend.cpu.products import GroupedProduct
@@ -100,6 +101,7 @@ class TargetProgram:
         self.logits_at = 6
         if not isinstance(parts.logits.packed, GroupedProduct):
             self.logits_at = 2
+        if not takes_prepared_inputs(parts.logits):
             self.features_at.append((self.logits, 0))
             del self.logits.scratch[0]
         del self.logits.scratch[self.logits_at], build.scratch.wanted["logits"]
