@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -165,6 +166,10 @@ class Backend(ABC):
     ) -> PrefillContext:
         """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
         the flat input. slot_table: [R, positions] KV slots."""
+
+    def long_prompts(self) -> AbstractContextManager[None]:
+        """Within, short prompts take the path of long ones, so that its kernels are compiled."""
+        return nullcontext()
 
     # ── trees ──
 

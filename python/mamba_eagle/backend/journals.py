@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold
@@ -249,7 +249,13 @@ class JournaledPrefill:
         return self.inner.positions
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return None
+        return self.inner.run_keeping(layers, hidden, self, self._kept)
+
+    def _kept(self) -> KeptInputs:
+        journals, parts = self.journals, self.inner.parts
+        rows = self.places.tokens.new_full((sum(part.length for part in parts),), -1)
+        rows[self.places.tokens] = self.places.slots * journals.size + self.places.rows
+        return KeptInputs(rows, journals.conv_in, journals.dt)
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.inner.attention(layer, q, k, v)

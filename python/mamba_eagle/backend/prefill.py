@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.prefill_plan import Prompt
 from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import Rotation
+from mamba_eagle.layers.context import ForwardContext, Rotation
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.message import PrefillItem
 
@@ -64,6 +65,14 @@ def start_finished(scheme: StateScheme, items: Sequence[PrefillItem], place: Pla
         scheme.start(*place.to_device(list(zip(*last))))
 
 
+class KeptInputs(NamedTuple):
+    """Where a pass also writes what its tokens feed into the recurrence."""
+
+    rows: Tensor  # [n] int64: slot · size + row, or -1 for tokens that are not kept
+    inputs: Tensor  # [layers, slots, size, conv_dim], before the convolution
+    steps: Tensor  # [layers, slots, size, H]: dt after softplus
+
+
 class PrefillContext(ABC):
     """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
@@ -85,6 +94,16 @@ class PrefillContext(ABC):
         return self.place.to_device(positions_of(self.parts))
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return None
+
+    def run_keeping(
+        self,
+        layers: Sequence[nn.Module],
+        hidden: Tensor,
+        ctx: ForwardContext,
+        kept: Callable[[], KeptInputs],
+    ) -> Tensor | None:
+        """``run`` for a context that wraps this one and keeps what is fed into Mamba2 layers."""
         return None
 
     def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -375,9 +375,12 @@ class ModelRunner:
         compiled or a graph that is captured."""
         self.backend.build_kernels(self._rehearse)
         self._generate()
-        if self.backend.place.on_host and self._most_threads() > 1:
-            with parallel_forms():
+        if self.backend.place.on_host:
+            with self.backend.long_prompts():
                 self._generate()
+                if self._most_threads() > 1:
+                    with parallel_forms():
+                        self._generate()
         if self._capturable():
             self.steps = self._make_steps(GraphedSteps)
         self.step.num_forced.zero_()  # ranks warm up with steps of different kinds

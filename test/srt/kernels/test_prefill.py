@@ -11,7 +11,7 @@ from prefill_rig import PROMPTS, SLOTS, Batch, make_batch
 from tensor_checks import relative_error
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.prefill import chunks_of
+from mamba_eagle.backend.cpu.prefill import tokens_of
 from mamba_eagle.kernels.causal_conv import naive as conv_naive
 from mamba_eagle.kernels.causal_conv.cpu import convolve_prompts, save_histories
 from mamba_eagle.kernels.causal_conv.torch import conv_prompts
@@ -42,7 +42,7 @@ def scanned(batch: Batch, form: str = "serial") -> Tensor:
     slack = torch.full((SLACK, H * P + 2 * G * N), torch.nan)
     xBC, y = torch.cat([torch.cat(list(parts), 1), slack]).numpy(), torch.empty(n, H * P)
     scores = np.full((n, G, CHUNK), np.nan, np.float32)
-    run(products, form, xBC, H * P, N, chunks_of(segments), scores)
+    run(products, form, xBC, H * P, N, tokens_of(requests, segments), scores)
     dt, A, D, state = (part.numpy() for part in (batch.dt, batch.A, batch.D, batch.state))
     dt = np.ascontiguousarray(dt)
     run(scan, form, xBC, dt, A, D, state, requests, segments, scores, y.numpy())
@@ -110,13 +110,13 @@ def test_fused_convolved_prompts_equal_a_loop(form: str, width: int) -> None:
         for shape in ((47, 6), (width, 6), (SLOTS, width - 1, 6), (6,))
     )
     wanted = conv_naive.conv_prompts(xbc, weight, bias, history, PROMPTS)
-    plan, out = prefill_plan(PROMPTS, block=5), torch.empty(47, 6)
-    requests, segments, blocks = (table.numpy() for table in plan[:3])
+    plan, out = prefill_plan(PROMPTS), torch.empty(47, 6)
+    requests, segments = (table.numpy() for table in plan[:2])
     conv = torch.cat([weight, bias[None]]).numpy()
-    places = (xbc.numpy(), conv, history.numpy(), requests, segments, blocks, plan.block)
-    run(convolve_prompts, form, *places, out.numpy())
+    tokens = tokens_of(requests, segments)
+    run(convolve_prompts, form, xbc.numpy(), 0, conv, history.numpy(), tokens, out.numpy())
     torch.testing.assert_close(out.double(), wanted.out, rtol=1e-5, atol=1e-6)
-    save_histories(xbc.numpy(), history.numpy(), requests, segments)
+    save_histories(xbc.numpy(), 0, history.numpy(), requests, segments)
     assert torch.equal(history, wanted.history)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from mamba_eagle.backend.cpu.journals import CpuJournals
 from mamba_eagle.backend.cpu.layer_ops import CpuOps
 from mamba_eagle.backend.cpu.pending import CpuPendingEntries
 from mamba_eagle.backend.cpu.prefill import CpuPrefillContext
-from mamba_eagle.backend.cpu.products import float_product
+from mamba_eagle.backend.cpu.products import MANY_ROWS, PromptProduct, float_product
+from mamba_eagle.backend.cpu.prompt_program import MOST_TOKENS, PromptPrograms
 from mamba_eagle.backend.cpu.rounding import CpuStochastic
 from mamba_eagle.backend.cpu.state import CPU_SCHEMES, CpuStateless
 from mamba_eagle.backend.cpu.steps import target_program
@@ -62,6 +64,8 @@ class CpuBackend(TorchBackend):
     ) -> None:
         """product: that with weights of 16 and 32 bits."""
         super().__init__(place, torch.float32, CpuOps(product))
+        # oneDNN's products of many rows are not for programs
+        self.prompts = PromptPrograms(MANY_ROWS - 1 if product is PromptProduct else MOST_TOKENS)
 
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         if pool.k.dtype != torch.float32:
@@ -118,11 +122,13 @@ class CpuBackend(TorchBackend):
         slot_table: Tensor,
         mamba: Mamba2Config | None,
     ) -> PrefillContext:
-        if mamba is None or pool.ssm.dtype != torch.float32:
+        if pool.ssm.dtype != torch.float32:
             return super().prefill_context(parts, pool, kv, slot_table, mamba)
-        return CpuPrefillContext(
-            parts, pool, self.prompt_attention(kv, slot_table, parts), self.place
-        )
+        attention = self.prompt_attention(kv, slot_table, parts)
+        return CpuPrefillContext(parts, pool, attention, self.place, self.prompts)
+
+    def long_prompts(self) -> AbstractContextManager[None]:
+        return self.prompts.none()
 
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         return CpuCandidates(roots, topk)

@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.calls import Call, table_of
 from mamba_eagle.backend.cpu.embeddings import GroupedRows, StoredRows, stored_rows
 from mamba_eagle.backend.cpu.fused import (
     Builder,
-    Call,
     is_called,
     multiplies,
     residuals_of,
-    table_of,
     width_of,
 )
 from mamba_eagle.backend.drafts import DraftPools, HeadParts

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.fused import Call
+from mamba_eagle.backend.cpu.calls import Call
 from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, TileProduct
 from mamba_eagle.kernels import numba_steps as spans
 from mamba_eagle.kernels.grouped.cpu import Blocks, offset_of

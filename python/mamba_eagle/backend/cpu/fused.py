@@ -8,7 +8,7 @@ are split) run by themselves between two programs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, cast
 from weakref import ref
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
+from mamba_eagle.backend.cpu.calls import Call, Scratch, table_of
 from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, TileProduct
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels import numba_spans as spans
@@ -26,7 +27,7 @@ from mamba_eagle.kernels.grouped import cpu as grouped
 from mamba_eagle.kernels.linear import amx
 from mamba_eagle.kernels.linear import cpu as linear
 from mamba_eagle.kernels.numba_spans import Attended, Frame, Recurrence
-from mamba_eagle.kernels.numba_team import Program, call_row
+from mamba_eagle.kernels.numba_team import Program
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.vector_code import SpanKernel
 from mamba_eagle.layers.attention import Attention
@@ -40,53 +41,6 @@ from mamba_eagle.layers.norm import GatedGroupRMSNorm
 ATTENTION_NS = 10_000  # that attention takes for a node, roughly
 PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
 NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
-
-
-class Scratch:
-    """Memory that a program's calls hand on, by name; it grows with a step's sizes."""
-
-    def __init__(self) -> None:
-        self.wanted: dict[str, int] = {}  # bytes per row
-        self.blocks: dict[str, Tensor] = {}
-        self.rows = 0
-
-    def want(self, name: str, bytes_per_row: int) -> None:
-        """The largest of those that are wanted under this name."""
-        self.wanted[name] = max(self.wanted.get(name, 0), bytes_per_row)
-
-    def grow(self, rows: int) -> None:
-        self.rows = rows
-        for name, each in self.wanted.items():
-            # parts of inputs lie in tiles of several rows
-            whole = rows + amx.TILE_ROWS if name == PARTS else rows
-            self.blocks[name] = torch.empty(whole * each + 64, dtype=torch.uint8)
-
-    def at(self, name: str) -> int:
-        return -(-self.blocks[name].data_ptr() // 64) * 64
-
-
-class Call:
-    """A kernel and its arguments; ``places`` says which of them are addresses in the scratch, that
-    of the frame, or addresses of what is kept here."""
-
-    def __init__(self, kernel: SpanKernel, words: Sequence[int], **columns: int) -> None:
-        kernel.prepare()
-        self.kernel, self.words = kernel, np.array(words, np.int64)
-        self.columns = columns
-        self.scratch: dict[int, tuple[str, int]] = {}  # place -> name, bytes before it per row
-        self.kept: list[Any] = []
-
-    def place(self, scratch: Scratch) -> None:
-        for place, (name, before) in self.scratch.items():
-            self.words[place] = scratch.at(name) + before * scratch.rows
-
-    def keep(self, place: int, values: np.ndarray) -> None:
-        """The address of ``values``, which stays."""
-        self.kept.append(values)
-        self.words[place] = values.ctypes.data
-
-    def row(self) -> list[int]:
-        return call_row(self.kernel.address, self.words.ctypes.data, **self.columns)
 
 
 class Builder:
@@ -137,7 +91,9 @@ class Builder:
             for i, before in enumerate((0, size, size + groups)):
                 call.scratch[place + i] = ("rounded", before)
         elif isinstance(reader.packed, TileProduct):
-            self.scratch.want(PARTS, -(-amx.parts_bytes(amx.TILE_ROWS, size) // amx.TILE_ROWS))
+            # tiles have the parts of several rows
+            each = -(-amx.parts_bytes(amx.TILE_ROWS, size) // amx.TILE_ROWS)
+            self.scratch.want(PARTS, each, spare=amx.TILE_ROWS)
             call.scratch[place] = (PARTS, 0)
 
     def _norm(self, layer: Residual, reader: Linear) -> None:
@@ -186,10 +142,21 @@ class Builder:
         return product.width
 
     def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> tuple[str, int]:
-        c, norm = mixer.config, mixer.norm
+        size, norm = mixer.config.inner_size, mixer.norm
         self._norm(layer, mixer.in_proj)
         width = self.product(mixer.in_proj, "inputs", "wide")
-        words = [0] * Recurrence.COUNT
+        self.recur(mixer, width)
+        words = [0, 0, 0, size, norm.group_size, 0, 0, width, 0, 0, 0, 0]
+        gate = self.call(spans.GATED_NORM, words, work_per_row=size * NS_PER_NUMBER * 2)
+        gate.keep(1, norm.weight.detach().float().contiguous().numpy())
+        gate.keep(2, np.array([norm.eps], np.float64))
+        gate.scratch |= {5: ("y", 0), 6: ("wide", 0), 8: ("inputs", 0)}
+        self.rounded(gate, 9, mixer.out_proj)
+        return "made", self.product(mixer.out_proj, "inputs", "made")
+
+    def recur(self, mixer: Mamba2Mixer, width: int) -> None:
+        """From the columns that a mixer has projected its inputs to, "wide", to "y"."""
+        c, words = mixer.config, [0] * Recurrence.COUNT
         convolving = c.conv_dim * 4 * NS_PER_NUMBER
         enter = self.call(
             spans.BEGIN_REQUESTS, words,
@@ -202,14 +169,6 @@ class Builder:
             units_per_row=0, units_per_request=c.num_heads, work_per_row=reading,
         )  # fmt: skip
         heads.scratch, heads.kept = enter.scratch, enter.kept
-        size = c.inner_size
-        words = [0, 0, 0, size, norm.group_size, 0, 0, width, 0, 0, 0, 0]
-        gate = self.call(spans.GATED_NORM, words, work_per_row=size * NS_PER_NUMBER * 2)
-        gate.keep(1, norm.weight.detach().float().contiguous().numpy())
-        gate.keep(2, np.array([norm.eps], np.float64))
-        gate.scratch |= {5: ("y", 0), 6: ("wide", 0), 8: ("inputs", 0)}
-        self.rounded(gate, 9, mixer.out_proj)
-        return "made", self.product(mixer.out_proj, "inputs", "made")
 
     def _attention(self, layer: Residual, attention: Attention) -> tuple[str, int]:
         c, at = attention.config, Attended
@@ -380,23 +339,30 @@ class FusedLayers:
         def fuses(step: Residual) -> bool:
             return has_program(step, pool is not None)
 
-        steps = all_residuals(layers)
-        if not any(map(fuses, steps)):
-            return None
-        made: list[Any] = []
-        for fused, neighbours in groupby(steps, fuses):
-            if not fused:
-                made += [SingleLayer(step) for step in neighbours]
-                continue
-            builder = Builder(self.frame, self._scheme(), pool)
-            for step in neighbours:
-                builder.add(step)
-            made.append(FusedRun(builder))
-        return made
+        return parts_of(layers, fuses, lambda: Builder(self.frame, self._scheme(), pool), FusedRun)
 
 
-def table_of(calls: Sequence[Call]) -> np.ndarray:
-    return np.array([call.row() for call in calls], np.int64)
+def parts_of(
+    layers: Sequence[nn.Module],
+    fuses: Callable[[Residual], bool],
+    begin: Callable[[], Builder],
+    end: Callable[[Any], Any],
+) -> list[Any] | None:
+    """Neighbours with programs (``fuses``) together, others by themselves; None if none has one.
+    begin, end: make a builder, and of it what runs its calls."""
+    steps = all_residuals(layers)
+    if not any(map(fuses, steps)):
+        return None
+    made: list[Any] = []
+    for fused, neighbours in groupby(steps, fuses):
+        if not fused:
+            made += map(SingleLayer, neighbours)
+            continue
+        builder = begin()
+        for step in neighbours:
+            builder.add(step)
+        made.append(end(builder))
+    return made
 
 
 def all_residuals(layers: Sequence[nn.Module]) -> list[Residual]:

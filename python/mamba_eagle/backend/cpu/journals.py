@@ -7,9 +7,10 @@ twice as long.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.state import layer_weights
+from mamba_eagle.backend.cpu.state import layer_weights, step_sizes_of
 from mamba_eagle.backend.journals import Places, SavedJournals
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
@@ -22,7 +23,8 @@ class CpuJournals(SavedJournals):
     def write(self, layer: Mamba2Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
         for token, slot, row, count in places.runs:
             self.conv_in[layer.index, slot, row : row + count] = xbc[token : token + count]
-        self.dt[layer.index, places.slots, places.rows] = layer.step_size(dt[places.tokens])
+        steps = torch.from_numpy(step_sizes_of(layer, dt[places.tokens]))
+        self.dt[layer.index, places.slots, places.rows] = steps
 
     def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
         count = part.end - part.start

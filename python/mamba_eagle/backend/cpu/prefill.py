@@ -1,22 +1,25 @@
-"""Prompt chunks on a CPU in float32: three fused calls per layer for all requests."""
+"""Prompt chunks on a CPU in float32, of all requests at a time: layers as programs, or one by one
+with a few calls of kernels each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import NewTokenAttention
-from mamba_eagle.backend.cpu.state import layer_weights
+from mamba_eagle.backend.cpu.prompt_program import PromptPrograms, PromptTables
+from mamba_eagle.backend.cpu.state import layer_weights, step_sizes_of
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
-from mamba_eagle.backend.prefill import PrefillContext, PrefillPart, prompt_of
-from mamba_eagle.kernels.causal_conv.cpu import convolve_prompts, save_histories, step_sizes
+from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart, prompt_of
+from mamba_eagle.kernels.causal_conv.cpu import convolve_prompts, save_histories
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.kernels.ssd.cpu import CHUNK, SLACK, products, scan
+from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-
-SOFTPLUS = 100  # multiply-adds that take about as long
 
 
 class CpuPrefillContext(PrefillContext):
@@ -29,38 +32,51 @@ class CpuPrefillContext(PrefillContext):
         pool: StatePool,
         paged: NewTokenAttention | None,
         place: Place,
+        programs: PromptPrograms,
     ) -> None:
-        """pool: in float32."""
+        """pool: in float32; it has no layers if the model has none with states."""
         super().__init__(parts, paged, place)
-        self.pool = pool
+        self.pool, self.programs = pool, programs
         for part in parts:
             if part.item.is_first:
                 pool.begin_feature(part.item)
-        plan = prefill_plan([prompt_of(part) for part in parts])
-        self.requests, self.segments, self.blocks = (table.numpy() for table in plan[:3])
-        self.block = plan.block
-        self.chunks = chunks_of(self.segments)
+        self.tables: PromptTables | None = None
+        if len(pool.ssm):
+            plan = prefill_plan([prompt_of(part) for part in parts])
+            requests, segments = plan.requests.numpy(), plan.segments.numpy()
+            self.tables = PromptTables(tokens_of(requests, segments), requests, segments)
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return self.programs.run(layers, hidden, self, self.pool, self.tables, None)
+
+    def run_keeping(
+        self,
+        layers: Sequence[nn.Module],
+        hidden: Tensor,
+        ctx: ForwardContext,
+        kept: Callable[[], KeptInputs],
+    ) -> Tensor | None:
+        return self.programs.run(layers, hidden, ctx, self.pool, self.tables, kept())
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        assert self.tables is not None
         n, c = xbc.shape[0], layer.config
         raw, weights = xbc.contiguous().numpy(), layer_weights(layer)
         history, state = (part[layer.index].numpy() for part in (self.pool.conv, self.pool.ssm))
-        places = (self.requests, self.segments)
+        tokens, *places = self.tables
         xBC, y = torch.empty(n + SLACK, xbc.shape[1]).numpy(), torch.empty(n, c.inner_size)
         convolve_prompts(
             xbc.numel() * c.conv_kernel * 4,  # with the exponential of the gate
-            *(raw, weights.conv, history, *places, self.blocks, self.block, xBC),
+            *(raw, 0, weights.conv, history, tokens, xBC),
         )
-        save_histories(raw, history, *places)
+        save_histories(raw, 0, history, *places)
         scores = np.empty((n, c.num_groups, CHUNK), np.float32)
         products(
             n * c.num_groups * c.state_size * CHUNK // 2,
-            *(xBC, c.inner_size, c.state_size, self.chunks, scores),
+            *(xBC, c.inner_size, c.state_size, tokens, scores),
         )
-        A, bias, D = weights.heads
-        steps = np.empty((n, c.num_heads), np.float32)
-        limits = (weights.low, weights.high)
-        step_sizes(steps.size * SOFTPLUS, dt.contiguous().numpy(), bias, *limits, steps)
+        A, _, D = weights.heads
+        steps = step_sizes_of(layer, dt)
         scan(
             n * c.inner_size * (2 * c.state_size + CHUNK // 2),
             *(xBC, steps, A, D, state),
@@ -69,11 +85,13 @@ class CpuPrefillContext(PrefillContext):
         return y
 
 
-def chunks_of(segments: np.ndarray) -> np.ndarray:
-    """The chunks that segments [S, 3] consist of: [c, 2], first token and end of each."""
-    chunks = [
-        (at, min(at + CHUNK, end))
-        for begin, end, _ in segments.tolist()
-        for at in range(begin, end, CHUNK)
-    ]
-    return np.array(chunks, np.int64).reshape(-1, 2)
+def tokens_of(requests: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """[n, 3] int32, of each token: the first one of its request, the state slot that its request
+    starts from, the first one of its chunk. requests, segments: of a PrefillPlan."""
+    tokens = np.empty((segments[:, 1].max(), 3), np.int32)
+    for first, last, source in requests.tolist():
+        tokens[segments[first, 0] : segments[last - 1, 1], :2] = segments[first, 0], source
+    for begin, end, _ in segments.tolist():
+        own = np.arange(end - begin)
+        tokens[begin:end, 2] = begin + own - own % CHUNK
+    return tokens

@@ -16,16 +16,20 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.cpu.fused import FusedLayers
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows, step_sizes
+from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
+from mamba_eagle.backend.rows import step_sizes as step_size_rows
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.state import make_node_states
+from mamba_eagle.kernels.causal_conv.cpu import step_sizes
 from mamba_eagle.kernels.tree_verify import cpu
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
+
+SOFTPLUS = 100  # multiply-adds that take about as long
 
 
 class CpuScheme(StateScheme):
@@ -242,7 +246,7 @@ class CpuSnapshot(CpuScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)
-        self.dt = step_sizes(config, size, self.rows.conv_in)
+        self.dt = step_size_rows(config, size, self.rows.conv_in)
         self._accepted = np.zeros_like(
             self._journal_len
         )  # by request slot: tokens of its last step
@@ -323,6 +327,15 @@ def _layer_weights(layer: Mamba2Mixer) -> cpu.LayerWeights:
         np.float32(low),
         np.float32(high),
     )
+
+
+def step_sizes_of(layer: Mamba2Mixer, raw: Tensor) -> np.ndarray:
+    """As the layer's ``step_size``, with the bits that decode steps give it: raw [n, H] -> [n, H]
+    float32."""
+    weights, steps = layer_weights(layer), np.empty(raw.shape, np.float32)
+    limits = (weights.low, weights.high)
+    step_sizes(steps.size * SOFTPLUS, raw.contiguous().numpy(), weights.heads[1], *limits, steps)
+    return steps
 
 
 CPU_SCHEMES = {"deferred": CpuDeferred, "snapshot": CpuSnapshot}

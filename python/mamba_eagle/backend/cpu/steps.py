@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mamba_eagle.backend.cpu.calls import Call, table_of
 from mamba_eagle.backend.cpu.embeddings import GroupedRows, StoredRows, stored_rows
 from mamba_eagle.backend.cpu.fused import (
     Builder,
-    Call,
     multiplies,
     residuals_of,
-    table_of,
     takes_prepared_inputs,
     width_of,
 )

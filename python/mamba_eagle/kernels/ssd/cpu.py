@@ -28,39 +28,45 @@ CHUNK = 64
 SLACK = ROWS  # rows of any content that must follow the inputs of ``scan``
 
 
+@kernel
+def scores_of(t, xBC, inner, N, tokens, scores):
+    """Token t of ``products``."""
+    begin = tokens[t, 2]
+    count = t - begin + 1
+    G = scores.shape[1]
+    for g in range(G):
+        at = inner + g * N
+        own, row = xBC[t, at + G * N : at + G * N + N], scores[t, g]
+        j = 0
+        while j + 4 <= count:
+            b0, b1 = xBC[begin + j, at : at + N], xBC[begin + j + 1, at : at + N]
+            b2, b3 = xBC[begin + j + 2, at : at + N], xBC[begin + j + 3, at : at + N]
+            s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
+            for n in range(N):
+                value = own[n]
+                s0 += value * b0[n]
+                s1 += value * b1[n]
+                s2 += value * b2[n]
+                s3 += value * b3[n]
+            row[j], row[j + 1], row[j + 2], row[j + 3] = s0, s1, s2, s3
+            j += 4
+        while j < count:
+            b0, s0 = xBC[begin + j, at : at + N], ZERO
+            for n in range(N):
+                s0 += own[n] * b0[n]
+            row[j] = s0
+            j += 1
+
+
 @threaded
-def products(xBC, inner, N, chunks, scores):
+def products(xBC, inner, N, tokens, scores):
     """scores[t, g, j] = C_t · B of token j of t's chunk, up to t itself.
 
-    xBC [·, H*P + 2*G*N] after the convolution, inner H*P; chunks [c, 2]: first token and end;
-    scores [n, G, CHUNK].
+    xBC [·, H*P + 2*G*N] after the convolution, inner H*P; tokens [n, 3] int32, whose last column is
+    the first token of each one's chunk; scores [n, G, CHUNK].
     """
-    G = scores.shape[1]
-    for c in prange(chunks.shape[0]):
-        begin = chunks[c, 0]
-        for t in range(begin, chunks[c, 1]):
-            for g in range(G):
-                at = inner + g * N
-                own, row = xBC[t, at + G * N : at + G * N + N], scores[t, g]
-                j, count = 0, t - begin + 1
-                while j + 4 <= count:
-                    b0, b1 = xBC[begin + j, at : at + N], xBC[begin + j + 1, at : at + N]
-                    b2, b3 = xBC[begin + j + 2, at : at + N], xBC[begin + j + 3, at : at + N]
-                    s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-                    for n in range(N):
-                        value = own[n]
-                        s0 += value * b0[n]
-                        s1 += value * b1[n]
-                        s2 += value * b2[n]
-                        s3 += value * b3[n]
-                    row[j], row[j + 1], row[j + 2], row[j + 3] = s0, s1, s2, s3
-                    j += 4
-                while j < count:
-                    b0, s0 = xBC[begin + j, at : at + N], ZERO
-                    for n in range(N):
-                        s0 += own[n] * b0[n]
-                    row[j] = s0
-                    j += 1
+    for t in prange(tokens.shape[0]):
+        scores_of(t, xBC, inner, N, tokens, scores)
 
 
 class Head(NamedTuple):
@@ -178,6 +184,19 @@ def _walk(xBC, dt, own, P, N, state, source, segments, scores, y):
                     state[slot, h, p, n] = rows[CHUNK + n, p]
 
 
+@kernel
+def scan_head(task, xBC, dt, A, D, state, requests, segments, scores, y):
+    """A pair of a request and a head of ``scan``."""
+    H, P, N = state.shape[1:]
+    G = scores.shape[1]
+    r, h = task // H, task % H
+    g = h // (H // G)
+    of_B = H * P + g * N
+    own = Head(h, H, g, of_B, of_B + G * N, A[h], D[h])
+    first, last, source = requests[r, 0], requests[r, 1], requests[r, 2]
+    _walk(xBC, dt, own, P, N, state, source, segments[first:last], scores, y)
+
+
 @threaded
 def scan(xBC, dt, A, D, state, requests, segments, scores, y):
     """torch.py's scan_prompts, from and to state slots.
@@ -186,12 +205,5 @@ def scan(xBC, dt, A, D, state, requests, segments, scores, y):
     [slots, H, P, N]; requests [b, 3], segments [S, 3]: of a PrefillPlan; scores: from ``products``,
     for chunks of CHUNK tokens from each segment's start. Out: y [n, H*P].
     """
-    H, P, N = state.shape[1:]
-    G = scores.shape[1]
-    for task in prange(requests.shape[0] * H):
-        r, h = task // H, task % H
-        g = h // (H // G)
-        of_B = H * P + g * N
-        own = Head(h, H, g, of_B, of_B + G * N, A[h], D[h])
-        first, last, source = requests[r, 0], requests[r, 1], requests[r, 2]
-        _walk(xBC, dt, own, P, N, state, source, segments[first:last], scores, y)
+    for task in prange(requests.shape[0] * state.shape[1]):
+        scan_head(task, xBC, dt, A, D, state, requests, segments, scores, y)
