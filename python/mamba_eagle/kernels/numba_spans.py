@@ -11,7 +11,7 @@ import numpy as np
 
 from mamba_eagle.kernels.gated_norm.cpu import gated_group_rms_norm
 from mamba_eagle.kernels.grouped.cpu import GROUP, round_rows
-from mamba_eagle.kernels.linear.amx import split_rows
+from mamba_eagle.kernels.linear.cpu_tiles import split_rows
 from mamba_eagle.kernels.numba_math import ZERO, kernel, numba, silu
 from mamba_eagle.kernels.numba_words import pointer_to
 from mamba_eagle.kernels.rms_norm.cpu import rms_norm

@@ -11,13 +11,13 @@ from torch import Tensor
 from mamba_eagle.backend.cpu.embeddings import StoredRows, stored_rows
 from mamba_eagle.backend.cpu.products import PanelProduct, TileProduct, float_product
 from mamba_eagle.kernels import threads, vector_code
-from mamba_eagle.kernels.linear import amx
+from mamba_eagle.kernels.linear import cpu_tiles
 from mamba_eagle.kernels.linear import naive as linear_naive
 from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.layers.embedding import Embedding
 
 pytestmark = pytest.mark.skipif(
-    numba is None or not amx.usable(), reason="the processor has no tile registers (AMX)"
+    numba is None or not cpu_tiles.usable(), reason="the processor has no tile registers (AMX)"
 )
 
 SIZES = [(64, 32), (70, 96), (130, 1024)]  # outputs, inputs
@@ -69,10 +69,10 @@ def test_three_parts_are_the_input_exactly() -> None:
     """Sizes from 1e-30 to 1e30, of both signs."""
     rows, inputs = 7, 64
     x = normal(rows, inputs, seed=3) * 10.0 ** torch.linspace(-30, 30, inputs)
-    parts = torch.zeros(amx.parts_bytes(rows, inputs), dtype=torch.uint8)
+    parts = torch.zeros(cpu_tiles.parts_bytes(rows, inputs), dtype=torch.uint8)
     given = (ctypes.c_int64 * 3)(x.data_ptr(), parts.data_ptr(), inputs)
-    amx.SPLIT.prepare()
-    amx.SPLIT.run(rows, 0, ctypes.addressof(given))
+    cpu_tiles.SPLIT.prepare()
+    cpu_tiles.SPLIT.run(rows, 0, ctypes.addressof(given))
     tiles = parts.view(torch.bfloat16).view(-1, inputs // 32, 16, 32).double()
     for row in range(rows):
         own = tiles[row // 5, :, 3 * (row % 5) : 3 * (row % 5) + 3]  # [blocks, parts, 32]

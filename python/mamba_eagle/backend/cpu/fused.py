@@ -24,8 +24,8 @@ from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, TileP
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels import numba_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
-from mamba_eagle.kernels.linear import amx
 from mamba_eagle.kernels.linear import cpu as linear
+from mamba_eagle.kernels.linear import cpu_tiles
 from mamba_eagle.kernels.numba_spans import Attended, Frame, Recurrence
 from mamba_eagle.kernels.numba_team import Program
 from mamba_eagle.kernels.tree_verify import cpu
@@ -92,8 +92,8 @@ class Builder:
                 call.scratch[place + i] = ("rounded", before)
         elif isinstance(reader.packed, TileProduct):
             # tiles have the parts of several rows
-            each = -(-amx.parts_bytes(amx.TILE_ROWS, size) // amx.TILE_ROWS)
-            self.scratch.want(PARTS, each, spare=amx.TILE_ROWS)
+            each = -(-cpu_tiles.parts_bytes(cpu_tiles.TILE_ROWS, size) // cpu_tiles.TILE_ROWS)
+            self.scratch.want(PARTS, each, spare=cpu_tiles.TILE_ROWS)
             call.scratch[place] = (PARTS, 0)
 
     def _norm(self, layer: Residual, reader: Linear) -> None:
@@ -130,8 +130,8 @@ class Builder:
             call.scratch = {0: ("rounded", 0), 1: ("rounded", size), 2: ("rounded", size + groups)}
             call.scratch[6] = (y, 0)
         else:
-            in_tiles = isinstance(product, amx.Product)
-            per_ns = amx.PRODUCTS_PER_NS if in_tiles else linear.PRODUCTS_PER_NS
+            in_tiles = isinstance(product, cpu_tiles.Product)
+            per_ns = cpu_tiles.PRODUCTS_PER_NS if in_tiles else linear.PRODUCTS_PER_NS
             call = Call(
                 product.call.kernel, given, units=product.count, rows_at=3,
                 work=product.read_ns, work_per_row=product.inputs * product.width // per_ns,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import HAS_ONEDNN, onednn_product
 from mamba_eagle.kernels.grouped import cpu as grouped
-from mamba_eagle.kernels.linear import amx
 from mamba_eagle.kernels.linear import cpu as linear
+from mamba_eagle.kernels.linear import cpu_tiles
 from mamba_eagle.kernels.vector_code import has
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.quantization.grouped import GroupedMatrix
@@ -33,7 +33,11 @@ def as_short_as_exact(weight: Tensor) -> Tensor:
 def float_product(weight: Tensor) -> PanelProduct | TileProduct:
     """The faster one of those with weights of 16 and 32 bits that fits."""
     weight = as_short_as_exact(weight)
-    return TileProduct(weight) if amx.usable() and amx.fits(weight) else PanelProduct(weight)
+    return (
+        TileProduct(weight)
+        if cpu_tiles.usable() and cpu_tiles.fits(weight)
+        else PanelProduct(weight)
+    )
 
 
 class PanelProduct(PackedProduct):
@@ -61,15 +65,15 @@ class TileProduct(PackedProduct):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(*weight.shape)
-        self.weight = amx.paired_panels(weight)
-        self.product = amx.Product(self.weight, self.outputs)
+        self.weight = cpu_tiles.paired_panels(weight)
+        self.product = cpu_tiles.Product(self.weight, self.outputs)
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
     def rows(self, ids: Tensor) -> Tensor:
-        return amx.rows_of(self.weight, ids).float()
+        return cpu_tiles.rows_of(self.weight, ids).float()
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.product(x)
