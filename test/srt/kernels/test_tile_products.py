@@ -17,7 +17,7 @@ from mamba_eagle.kernels.numba_math import numba
 from mamba_eagle.layers.embedding import Embedding
 
 pytestmark = pytest.mark.skipif(
-    numba is None or not cpu_tiles.usable(), reason="the processor has no tile registers (AMX)"
+    numba is None or not cpu_tiles.permitted(), reason="the processor has no tile registers (AMX)"
 )
 
 SIZES = [(64, 32), (70, 96), (130, 1024)]  # outputs, inputs

@@ -35,7 +35,7 @@ def float_product(weight: Tensor) -> PanelProduct | TileProduct:
     weight = as_short_as_exact(weight)
     return (
         TileProduct(weight)
-        if cpu_tiles.usable() and cpu_tiles.fits(weight)
+        if cpu_tiles.permitted() and cpu_tiles.fits(weight)
         else PanelProduct(weight)
     )
 

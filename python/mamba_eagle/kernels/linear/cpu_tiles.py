@@ -70,7 +70,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @cache
-def usable() -> bool:
+def permitted() -> bool:
     """Whether the processor has tile registers for bfloat16, and the system lets this process use
     them, which it has to be asked for once."""
     if not has("amx-bf16") or sys.platform != "linux" or platform.machine() != "x86_64":
