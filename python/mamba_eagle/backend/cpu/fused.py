@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.backend.cpu.calls import Call, Scratch, table_of
-from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, TileProduct
+from mamba_eagle.backend.cpu.products import GroupedProduct, OwnProduct, TileProduct
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels import numba_spans as spans
 from mamba_eagle.kernels.grouped import cpu as grouped
@@ -115,7 +115,7 @@ class Builder:
     def product(self, layer: Linear, x: str, y: str) -> int:
         """Returns the columns of its result, y in the scratch."""
         packed = layer.packed
-        assert isinstance(packed, (PanelProduct, TileProduct, GroupedProduct))
+        assert isinstance(packed, OwnProduct)
         product = packed.product
         self.scratch.want(y, product.width * 4)
         given = list(product.call.arguments)
@@ -408,7 +408,7 @@ def multiplies(layer: Linear) -> bool:
 
 def is_called(layer: Linear) -> bool:
     """Whether a program can call its product."""
-    return isinstance(layer.packed, (PanelProduct, TileProduct, GroupedProduct))
+    return isinstance(layer.packed, OwnProduct)
 
 
 def takes_prepared_inputs(layer: Linear) -> bool:

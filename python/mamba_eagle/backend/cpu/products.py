@@ -33,50 +33,50 @@ def as_short_as_exact(weight: Tensor) -> Tensor:
 def float_product(weight: Tensor) -> PanelProduct | TileProduct:
     """The faster one of those with weights of 16 and 32 bits that fits."""
     weight = as_short_as_exact(weight)
-    return (
-        TileProduct(weight)
-        if cpu_tiles.permitted() and cpu_tiles.fits(weight)
-        else PanelProduct(weight)
-    )
+    fits = cpu_tiles.permitted() and cpu_tiles.fits(weight)
+    return TileProduct(weight) if fits else PanelProduct(weight)
 
 
-class PanelProduct(PackedProduct):
-    """Weights of 16 or 32 bits, multiplied in vectors."""
+class OwnProduct(PackedProduct):
+    """One that a kernel of ours computes, called ``product``, from ``weight``."""
 
-    def __init__(self, weight: Tensor) -> None:
-        weight = as_short_as_exact(weight)
-        super().__init__(*weight.shape)
-        self.weight = linear.panels(weight)
-        self.product = linear.Product(self.weight, self.outputs)
+    weight: Tensor | grouped.Blocks
+    product: linear.Product | cpu_tiles.Product | grouped.Product
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def rows(self, ids: Tensor) -> Tensor:
-        return linear.rows_of(self.weight, ids).float()
-
     def multiply(self, x: Tensor) -> Tensor:
         return self.product(x)
 
 
-class TileProduct(PackedProduct):
+class PanelProduct(OwnProduct):
+    """Weights of 16 or 32 bits, multiplied in vectors."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(*weight.shape)
+        self.weight = linear.panels(weight)
+        self.product = linear.Product(self.weight, self.outputs)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return linear.rows_of(self.weight, ids).float()
+
+
+class TileProduct(OwnProduct):
     """Weights of bfloat16, multiplied in tile registers with inputs in three parts."""
+
+    weight: Tensor
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(*weight.shape)
         self.weight = cpu_tiles.paired_panels(weight)
         self.product = cpu_tiles.Product(self.weight, self.outputs)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
     def rows(self, ids: Tensor) -> Tensor:
         return cpu_tiles.rows_of(self.weight, ids).float()
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return self.product(x)
 
 
 class PromptProduct(PanelProduct):
@@ -84,26 +84,28 @@ class PromptProduct(PanelProduct):
     the weight, made when it is first needed. Its inputs and outputs are rounded to bfloat16."""
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__(weight)
+        super().__init__(as_short_as_exact(weight))
         self._second: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self._second is None else 2 * self.outputs * self.inputs)
+        second = 0 if self._second is None else 2 * self.outputs * self.inputs
+        return super().nbytes + second
 
     def multiply(self, x: Tensor) -> Tensor:
         if x.shape[0] < MANY_ROWS or self.weight.dtype != torch.bfloat16:
-            return self.product(x)
+            return super().multiply(x)
         if self._second is None:
             whole = self.rows(torch.arange(self.outputs)).bfloat16()
             self._second = torch.ops.mkldnn._reorder_linear_weight(whole, MANY_ROWS)
         return onednn_product(x.bfloat16(), self._second, None).float()
 
 
-class GroupedProduct(PackedProduct):
+class GroupedProduct(OwnProduct):
     """Weights of int8 or int4 groups, multiplied with inputs that are rounded to int8."""
 
     few_bits = True
+    weight: grouped.Blocks
 
     def __init__(self, matrix: GroupedMatrix) -> None:
         outputs, inputs = matrix.shape
@@ -111,15 +113,8 @@ class GroupedProduct(PackedProduct):
         self.weight = grouped.blocks(matrix.codes, matrix.scale, matrix.minimum)
         self.product = grouped.Product(self.weight, outputs)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
     def rows(self, ids: Tensor) -> Tensor:
         return grouped.rows_of(self.weight, ids)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return self.product(x)
 
 
 class GroupedExperts:
