@@ -18,7 +18,7 @@ help:
 	@echo "make chaos   the long form of test/srt/chaos: SCALE=20 times the clients and rounds"
 	@echo "make exact   as long a comparison of random settings' tokens; SCALE=20, SEED=1"
 	@echo "make soak    an hour of load with aborts; watches the server's memory"
-	@echo "make lint    ruff, mypy and import-linter"
+	@echo "make lint    ruff, mypy, import-linter and a list of words"
 	@echo "make bench   one batch, in this process; see benchmark/ for the others"
 	@echo "make eval    GSM8K-style accuracy of a running server"
 	@echo "make clean   remove .venv, caches and build output"
@@ -53,7 +53,7 @@ exact: $(VENV)/.installed-test
 	$(BIN)/python -m pytest test/srt/chaos/test_exact.py -s $(ARGS)
 
 soak: $(VENV)/.installed
-	$(BIN)/python benchmark/soak.py --own-server --clients 16 --seconds 3600 --abort-rate 0.2 \
+	$(BIN)/python -m benchmark.soak --own-server --clients 16 --seconds 3600 --abort-rate 0.2 \
 		--output $(RESULTS) $(ARGS)
 
 lint: $(VENV)/.installed-test
@@ -61,6 +61,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python test/english.py
 
 constraints: $(VENV)/.installed-test
 	{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \

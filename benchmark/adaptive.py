@@ -1,9 +1,9 @@
 """Is drafting ever slower than not drafting? Engines that choose their trees, beside fixed ones.
 
-    python benchmark/adaptive.py
-    python benchmark/adaptive.py --batch-size 1 8 --rounds 9 --common "--device cpu --cpu-threads 1"
-    python benchmark/adaptive.py --geometry --rounds 7
-    python benchmark/adaptive.py --servers
+    python -m benchmark.adaptive
+    python -m benchmark.adaptive --batch-size 1 8 --rounds 9 --common "--device cpu --cpu-threads 1"
+    python -m benchmark.adaptive --geometry --rounds 7
+    python -m benchmark.adaptive --servers
 
 Starts all at once: without drafts, with each fixed shape, and adaptive ones with the embedded head
 and with one of random weights. They answer the same problems one after the other, in rounds, and
@@ -30,11 +30,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mamba_eagle.bench import adaptive, facts, results
-from mamba_eagle.bench.adaptive import ADAPTIVE, USELESS, Adaptive
-from mamba_eagle.bench.answering import Answering, Engine, RemoteServer
-from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
+from benchmark.lib import adaptive
+from benchmark.lib.adaptive import ADAPTIVE, USELESS, Adaptive
+from benchmark.lib.answering import Answering, Engine, RemoteServer
+from benchmark.lib.rounds import Contestant, Round, play_rounds
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
+from mamba_eagle.bench import facts, results
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval import gsm8k
 

@@ -1,7 +1,7 @@
 """What the prefix cache's indices cost the scheduler, by how much they hold. Indices only: no
 model, no GPU.
 
-    python benchmark/cache_index.py
+    python -m benchmark.cache_index
 
 Appends to --results, one line per measurement; ``value`` is the median time in microseconds:
 
@@ -28,7 +28,7 @@ import msgspec
 
 from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.message import Plan, PrefillItem
 from mamba_eagle.message.indices import from_wire, indices, to_wire

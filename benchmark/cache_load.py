@@ -3,7 +3,7 @@
 - documents: 32 prefixes of 2,048 tokens, 8 requests each, in random order, 32 at a time.
 - chats: 16 conversations of 6 turns, each turn sent as soon as the last has been answered.
 
-    python benchmark/cache_load.py --common "--model-path benchmark/models/nemotron-nano-9b-v2 \\
+    python -m benchmark.cache_load --common "--model-path benchmark/models/nemotron-nano-9b-v2 \\
         --load-format dummy --skip-tokenizer-init" \\
         --config states="--max-journals 0" --config journals="--max-journals 96"
 
@@ -25,9 +25,9 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import Client
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 
 VOCAB = 500  # token ids up to here, which every model has
 

@@ -4,7 +4,7 @@ Shareable is the longest common prefix of a prompt with tokens that an earlier r
 prompt, and its output less the last token), at most the prompt's length - 1. Each line of the
 result is one scenario under one budget: cached tokens and shareable ones, summed over requests.
 
-    python benchmark/cache_scenarios.py --results benchmark/results/cache_scenarios.jsonl
+    python -m benchmark.cache_scenarios --results benchmark/results/cache_scenarios.jsonl
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmark.lib.server import ServerProcess
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import Client
-from mamba_eagle.bench.server import ServerProcess
-from mamba_eagle.cache.base import as_tokens, common_prefix
+from mamba_eagle.cache.node import as_tokens, common_prefix
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.eval.prompts import problem_texts
 from mamba_eagle.tokenizer.text import TextTokenizer

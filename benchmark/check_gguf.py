@@ -6,7 +6,7 @@ those of transformers for the checkpoint, and its tokenizer with the checkpoint'
 the tests write themselves (test/srt/models/gguf_writer.py) are compared with the converter's: same
 keys, same tensors.
 
-    python benchmark/check_gguf.py --llama-cpp DIR        # a checkout of ggml-org/llama.cpp
+    python -m benchmark.check_gguf --llama-cpp DIR        # a checkout of ggml-org/llama.cpp
 
 The converter runs by this Python, with the gguf package of the checkout.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "test/srt" / part) for part in ("models", "unit")]
+sys.path[:0] = [str(ROOT / "test/srt" / part) for part in ("models", "rigs")]
 
 import gguf_writer  # noqa: E402
 import peer_models  # noqa: E402

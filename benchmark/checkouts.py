@@ -1,7 +1,7 @@
 """Processor time of servers of two checkouts, in turns: of a start, and of 1,000 tokens.
 
     git worktree add /tmp/before REVISION
-    python benchmark/checkouts.py --before /tmp/before --flags "--speculative-algorithm NONE"
+    python -m benchmark.checkouts --before /tmp/before --flags "--speculative-algorithm NONE"
 
 First ``--rounds`` starts of each, until it answers; then one server of each answers the same
 problems, ``--parallel`` at a time, ``--rounds`` times after one that is not counted. Appends the
@@ -15,10 +15,10 @@ import shlex
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmark.lib.cpu_time import cpu_seconds, family_seconds
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import generate_all
-from mamba_eagle.bench.cpu_time import cpu_seconds, family_seconds
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.eval.prompts import problem_texts
 
 HERE = Path(__file__).parent

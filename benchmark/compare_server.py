@@ -1,7 +1,7 @@
 """The same questions to servers with different settings: equal texts, accuracy, speed.
 
-    python benchmark/compare_server.py --num-questions 200
-    python benchmark/compare_server.py --config plain="--speculative-algorithm NONE" \\
+    python -m benchmark.compare_server --num-questions 200
+    python -m benchmark.compare_server --config plain="--speculative-algorithm NONE" \\
         --config chain="--speculative-eagle-topk 1 --speculative-num-draft-tokens 5"
 
 Starts one server after the other on this machine. The others are compared with the first. Exits
@@ -16,8 +16,8 @@ import shlex
 import sys
 from typing import Any
 
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.few_shot_gsm8k import Outcome, measure
 

@@ -1,7 +1,7 @@
 """What grammars cost and gain: masks of trees, compiling, step times, JSON extraction.
 
-    python benchmark/constrained.py                                  # on a CPU, all parts
-    python benchmark/constrained.py --part steps --batch-size 1 8 32 --load-format dummy \\
+    python -m benchmark.constrained                                  # on a CPU, all parts
+    python -m benchmark.constrained --part steps --batch-size 1 8 32 --load-format dummy \\
         --model-path benchmark/models/nemotron-nano-9b-v2 --speculative-algorithm STANDALONE \\
         --speculative-draft-model-path benchmark/models/llama-2-layers      # on a GPU
 

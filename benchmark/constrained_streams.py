@@ -1,7 +1,7 @@
 """What streams feel of grammars that are compiled: times between tokens of 8 streams while 100
 requests come, without a grammar, with one schema, or each with a schema of its own.
 
-    python benchmark/constrained_streams.py --rounds 5
+    python -m benchmark.constrained_streams --rounds 5
 
 Starts a server of the embedded model. The kinds of requests come in turns, in another order each
 round, at the same pace and with as many tokens, so whatever else the machine does meets all of
@@ -20,12 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from constrained import RESULTS, random_schema
-
+from benchmark.constrained import RESULTS, random_schema
+from benchmark.lib.served import percentile
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import Body, Client
-from mamba_eagle.bench.served import percentile
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 
 STREAMS = 8
 PLAIN, ONE_SCHEMA, SCHEMAS = "without a grammar", "of one schema", "each of its own schema"

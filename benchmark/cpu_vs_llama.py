@@ -2,7 +2,7 @@
 
     python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python
     pip download --no-deps --no-binary=:all: llama-cpp-python   # and unpack it: the converter
-    python benchmark/cpu_vs_llama.py --folder /tmp/models --llama-python /tmp/llama/bin/python \
+    python -m benchmark.cpu_vs_llama --folder /tmp/models --llama-python /tmp/llama/bin/python \
         --llama-source llama_cpp_python-VERSION/vendor/llama.cpp
 
 llama.cpp is built with g++ and cmake, and lives in an environment of its own. --folder gets the
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
-from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.resolve import resolve
@@ -237,7 +237,7 @@ def contestants(args: argparse.Namespace) -> list[Contestant[Player, Round]]:
         for bits in args.bits:
             for threads in args.threads:
                 job = Job(model, bits, threads, args.steps, tuple(shapes))
-                own = [sys.executable, __file__, "--measure", json.dumps(job)]
+                own = [sys.executable, "-m", "benchmark.cpu_vs_llama", "--measure", json.dumps(job)]
                 own += ["--folder", str(args.folder)]
                 players = [Player("ours", job, own, [])]
                 if args.bfloat16_prompts and bits == "16":

@@ -1,6 +1,6 @@
 """CPU throughput beside transformers: same checkpoint, same process, same number of threads.
 
-    python benchmark/cpu_vs_transformers.py --threads 2 [--quantization auto int8 int4] [--ngram]
+    python -m benchmark.cpu_vs_transformers --threads 2 [--quantization auto int8 int4] [--ngram]
 
 Greedy, float32, a fixed number of new tokens (stop tokens are ignored), prefill included in the
 time. Ours is the model runner's time: in a server the scheduler works beside it. Repetitions of the
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
-from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts

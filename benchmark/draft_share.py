@@ -1,6 +1,6 @@
 """What drafting costs on a GPU: a step's time and the part of it that drafting takes, by drafter.
 
-    python benchmark/draft_share.py --results benchmark/results/gpu.jsonl
+    python -m benchmark.draft_share --results benchmark/results/gpu.jsonl
 
 Random weights of a 9B hybrid's geometry; the acceptance length is forced, so that all of a step is
 done although no draft is right. A step is the runner's, from the plan to the end of its work.
@@ -72,7 +72,7 @@ def engine_config(name: str, nodes: int, batches: list[int], bits: str) -> Engin
 @torch.inference_mode()
 def draft_seconds(runner: ModelRunner, batch: int) -> float:
     """Seconds of ``propose`` alone for the first ``batch`` request slots, as a graph."""
-    step, shape, place = runner.step, runner.shape, runner.backend.place
+    step, shape, place = runner.step, runner.config.tree_shape, runner.backend.place
     slots = place.to_device(range(batch))
     kv_slots = slots.new_full((batch, shape.nodes), runner.kv.padding_slot)
     part = step.drafter.prepare(list(range(batch)), shape)

@@ -1,7 +1,7 @@
 """Acceptance length, right answers, tokens/s of every drafter, chain and tree, temperature 0 and 1.
 
-    python benchmark/drafting.py
-    python benchmark/drafting.py --drafter EAGLE EAGLE3=DIR MTP=DIR --batch-size 1 8
+    python -m benchmark.drafting
+    python -m benchmark.drafting --drafter EAGLE EAGLE3=DIR MTP=DIR --batch-size 1 8
 
 The embedded problems as prompts, in batches, in this process. Rounds of the contestants alternate,
 so that a slow minute of the machine hits all; the fastest round of each counts. Appends one JSON
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, sized_for
-from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.eval import gsm8k

@@ -1,7 +1,7 @@
 """What one hostile client does to the others: their streams, /health and the server's memory.
 
-    python benchmark/flood.py --label after --results benchmark/results/reliability.jsonl
-    python benchmark/flood.py --source /path/to/other/python --label before
+    python -m benchmark.flood --label after --results benchmark/results/reliability.jsonl
+    python -m benchmark.flood --source /path/to/other/python --label before
 
 Starts a server from ``--source`` and keeps 16 streams running on it. Each attack is a window in
 which another process sends one kind of body over and over, between two windows without it. A line
@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmark.lib.attacks import ATTACKS, BOMBS, CONTROL, MIB
+from benchmark.lib.server import PACKAGE_ROOT, ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import results
-from mamba_eagle.bench.attacks import ATTACKS, CONTROL, MIB
 from mamba_eagle.bench.facts import facts
-from mamba_eagle.bench.server import PACKAGE_ROOT, ServerProcess, exit_on_sigterm
 
 TOKENS = 400  # of one stream's request
 HEALTH_INTERVAL = 0.02  # seconds
@@ -172,8 +172,9 @@ async def flood(
     """A window with the attack: ``seconds``, and until one request was answered, but no more than a
     minute."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "mamba_eagle.bench.attacks", str(port), name),
+        *(sys.executable, "-m", "benchmark.lib.attacks", str(port), name),
         stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
     )
     assert process.stdout is not None
     answers: Counter[str] = Counter()
@@ -203,7 +204,7 @@ async def measure(args: argparse.Namespace, port: int, pids: list[int]) -> bool:
     made_on = facts("cpu") if args.results else {}
     try:
         await quiet(streams, 3)
-        for name in args.only or [CONTROL, *ATTACKS]:
+        for name in args.only or [CONTROL, *ATTACKS, *BOMBS]:
             before = await quiet(streams, args.seconds)
             during, answers = await flood(streams, name, port, args.seconds)
             after = await quiet(streams, args.seconds)
@@ -265,7 +266,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="goes into each result line")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a window")
-    names = [CONTROL, *ATTACKS]
+    names = [CONTROL, *ATTACKS, *BOMBS]
     parser.add_argument("--only", nargs="*", choices=names, help="these attacks alone")
     parser.add_argument("--results", default="", help="append a line per attack to this file")
     parser.add_argument("flags", nargs="*", help="for the server, after --")

@@ -1,6 +1,6 @@
 """How much of a decode step the GPU is at work, from a profiler's trace.
 
-    python benchmark/gpu_busy.py --model-path benchmark/models/nemotron-nano-9b-v2 \\
+    python -m benchmark.gpu_busy --model-path benchmark/models/nemotron-nano-9b-v2 \\
         --load-format dummy --speculative-algorithm NONE --batch-size 1 32 --results FILE.jsonl
 
 Flags are those of bench_one_batch. The trace covers the decode steps of one batch; its first and
@@ -14,9 +14,9 @@ import sys
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmark.lib.gpu_trace import busy, device_intervals
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.batch import BatchEngine, greedy, sized_for
-from mamba_eagle.bench.gpu_trace import busy, device_intervals
 from mamba_eagle.bench_one_batch import make_parser
 from mamba_eagle.config import EngineConfig, from_arguments
 from mamba_eagle.core import PLAIN

@@ -1,6 +1,6 @@
 """Perplexity of a text by how weights are kept, on this machine.
 
-    python benchmark/perplexity.py --data-path test.jsonl --quantization auto int8 int4
+    python -m benchmark.perplexity --data-path test.jsonl --quantization auto int8 int4
 
 --data-path: problems in GSM8K's form, one JSON object per line; question and answer are read as one
 text each, and every token after the first counts. Prints a row for each --quantization and appends

@@ -1,6 +1,6 @@
 """Tokens per second of pipeline stages that work at the same time, and of the same ones in turns.
 
-    python benchmark/pipeline.py --pp-size 2 --clients 1 8 --stage-ms 4 --row-us 500
+    python -m benchmark.pipeline --pp-size 2 --clients 1 8 --stage-ms 4 --row-us 500
 
 On a CPU, a process per stage, over gloo. With ``--stage-ms`` and ``--row-us`` each stage also
 sleeps for so long per pass and per row (token or node) of it, in place of a device of its own that
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmark.lib.rounds import Contestant, Round, play_rounds
 from mamba_eagle.bench import results
 from mamba_eagle.bench.batch import greedy, sized_for
-from mamba_eagle.bench.rounds import Contestant, Round, play_rounds
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.message import Generate, Plan, RunnerReady, StepResult
@@ -55,11 +55,12 @@ class Sleep(NamedTuple):
 
 def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links) -> None:
     """A stage, as runner/process.py serves it."""
-    from mamba_eagle.kernels.threads import set_threads
-    from mamba_eagle.runner.model_runner import ModelRunner
+    from mamba_eagle.devices import set_threads
+    from mamba_eagle.runner.assemble import assemble
+    from mamba_eagle.runner.ranks import Ranks
 
     set_threads(1)
-    runner = ModelRunner(config, stages=join(rank, config.pp_size, file))
+    runner = assemble(config, Ranks(stages=join(rank, config.pp_size, file)))
     own = runner.model.run_layers
     busy = 0.0
 
@@ -73,7 +74,7 @@ def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links
 
     runner.model.run_layers = run_layers
     plans, answers = links.plans[rank], links.answers
-    if runner.model_config.is_last_stage:
+    if runner.model.config.is_last_stage:
         answers.put(runner.ready)
     received: deque[Plan | None] = deque()
     while True:
@@ -89,7 +90,7 @@ def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links
         if plan.step == 0:
             links.busy.put((rank, busy))
             busy = 0.0
-        if runner.model_config.is_last_stage:
+        if runner.model.config.is_last_stage:
             answers.put(step.result())
 
 

@@ -1,7 +1,7 @@
 """What pacing prompts beside decode steps costs and gains, in virtual time.
 
-    python benchmark/prompt_pace.py
-    python benchmark/prompt_pace.py --chunks 0 512 2048 8192 --scenarios clients-64
+    python -m benchmark.prompt_pace
+    python -m benchmark.prompt_pace --chunks 0 512 2048 8192 --scenarios clients-64
 
 The real scheduler, with clients as in benchmark/served.py, and a runner that takes as long as an
 H200 with Nemotron-Nano-9B-v2's geometry, or as a CPU with the embedded model (bench/virtual.py).
@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mamba_eagle.bench.served import Scenario, Summary, scenarios
-from mamba_eagle.bench.virtual import (
+from benchmark.lib.served import Scenario, Summary, scenarios
+from benchmark.lib.virtual import (
     CPU,
     H200,
     H200_FP8,

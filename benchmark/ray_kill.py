@@ -1,6 +1,6 @@
 """A replica on Ray is killed under load: which requests does it cost, and what does Ray add?
 
-    .venv-ray/bin/python benchmark/ray_kill.py --results benchmark/results/cluster.jsonl
+    .venv-ray/bin/python -m benchmark.ray_kill --results benchmark/results/cluster.jsonl
 
 Two replicas serve streams, 8 at once; one replica is killed (SIGKILL) when a third of the requests
 are done. Counts the requests that failed, and how many of them were sent after the kill, beside
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from benchmark.lib.server import exit_on_sigterm, free_port
 from mamba_eagle.bench import results
-from mamba_eagle.bench.server import exit_on_sigterm, free_port
 
 REQUESTS, CONCURRENCY, NEW_TOKENS, PAIRS = 90, 8, 160, 60
 REPLICAS, START_SECONDS = 2, 300.0

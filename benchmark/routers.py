@@ -1,7 +1,7 @@
 """Chats through a gateway over two servers: what their caches serve, the split, the latency.
 
-    .venv/bin/python benchmark/routers.py --results benchmark/results/cluster.jsonl
-    .venv/bin/python benchmark/routers.py --sglang-router .venv-router/bin/python   # it, too
+    .venv/bin/python -m benchmark.routers --results benchmark/results/cluster.jsonl
+    .venv/bin/python -m benchmark.routers --sglang-router .venv-router/bin/python   # it, too
 
 16 chats of 5 turns, 8 at once, for each setting of each gateway; the servers' caches are flushed
 before. Shares and splits are exact counts; latencies are compared with round robin in the same run.
@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import httpx
 
+from benchmark.lib.server import ServerProcess, exit_on_sigterm, free_port
 from mamba_eagle.bench import results
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm, free_port
 from mamba_eagle.embedded import EMBEDDED_MODEL
 
 SESSIONS, TURNS, CONCURRENCY, NEW_TOKENS = 16, 5, 8, 48

@@ -1,6 +1,6 @@
 """What ``mamba-eagle run-batch`` costs beside the engine alone, on the same problems.
 
-    python benchmark/run_batch.py --batch 8 32
+    python -m benchmark.run_batch --batch 8 32
 
 In turns, ``--rounds`` times after one that is not counted: all problems as lines of a file through
 run-batch, with tokenizer, HTTP bodies and three processes (--in-process: one); and their token ids
@@ -21,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmark.lib import answering
+from benchmark.lib.cpu_time import family_seconds
 from mamba_eagle import Engine, run_batch
-from mamba_eagle.bench import answering, facts, results
-from mamba_eagle.bench.cpu_time import family_seconds
+from mamba_eagle.bench import facts, results
 from mamba_eagle.eval.prompts import problem_texts
 
 HERE = Path(__file__).parent

@@ -1,12 +1,12 @@
 """A server under closed-loop clients: tokens per second, time to first token, between tokens.
 
-    python benchmark/served.py --flags "--model-path benchmark/models/nemotron-nano-9b-v2 \\
+    python -m benchmark.served --flags "--model-path benchmark/models/nemotron-nano-9b-v2 \\
         --load-format dummy --skip-tokenizer-init --max-running-requests 128 \\
         --speculative-algorithm STANDALONE \\
         --speculative-draft-model-path benchmark/models/llama-2-layers \\
         --speculative-eagle-topk 3 --no-speculative-adaptive --simulate-acc-len 3" \\
         --results FILE.jsonl
-    python benchmark/served.py --base-url http://127.0.0.1:30000 --scenarios clients-64 chats
+    python -m benchmark.served --base-url http://127.0.0.1:30000 --scenarios clients-64 chats
 
 Starts the server, or takes a running one. Each scenario runs once to warm the clients up, with one
 request each, and then in full. Exits with 1 if a request failed, or with --strict if a kernel was
@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmark.lib.served import Scenario, Summary, run, scenarios
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import Client
-from mamba_eagle.bench.served import Scenario, Summary, run, scenarios
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 
 TIMEOUT = 300.0  # seconds without a byte
 MAX_RATIO = 2.0  # of p99 to p50 between tokens

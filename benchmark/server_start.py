@@ -1,7 +1,7 @@
 """How long a server takes from its start to its first answer, and what a running request costs.
 
-    python benchmark/server_start.py
-    python benchmark/server_start.py --flags "--max-running-requests 64 \\
+    python -m benchmark.server_start
+    python -m benchmark.server_start --flags "--max-running-requests 64 \\
         --speculative-algorithm STANDALONE --speculative-eagle-topk 4 \\
         --speculative-num-draft-tokens 16 \\
         --speculative-draft-model-path benchmark/models/llama-2-layers"
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmark.lib.adaptive import dummy_model_flags
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
 from mamba_eagle.bench import facts, results
-from mamba_eagle.bench.adaptive import dummy_model_flags
 from mamba_eagle.bench.client import generate_all, server_info
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
 
 HERE = Path(__file__).parent
 GEOMETRY = dummy_model_flags(HERE / "models" / "nemotron-nano-9b-v2")

@@ -1,6 +1,6 @@
 """Load with aborts on a running server, then a check that nothing leaked.
 
-    python benchmark/soak.py --port 30000 --clients 64 --seconds 60
+    python -m benchmark.soak --port 30000 --clients 64 --seconds 60
 
 Clients stream greedy answers to a few prompts. Some requests are left to finish, some are dropped
 by closing the connection, some are ended by /abort_request. A finished text must equal the first
@@ -21,11 +21,11 @@ import sys
 import time
 from typing import Any
 
+from benchmark.lib.memory import MemoryWatch
+from benchmark.lib.server import ServerProcess, exit_on_sigterm
+from benchmark.lib.soak import Load, Soak
 from mamba_eagle.bench import facts, results
 from mamba_eagle.bench.client import Client, ServerError
-from mamba_eagle.bench.memory import MemoryWatch
-from mamba_eagle.bench.server import ServerProcess, exit_on_sigterm
-from mamba_eagle.bench.soak import Load, Soak
 from mamba_eagle.eval import gsm8k
 
 TIMEOUT = 120.0  # seconds without a byte

@@ -1,6 +1,6 @@
 """How far 16-bit recurrent states drift from float64 in 10,000 tokens, by how they are rounded.
 
-    python benchmark/state_drift.py
+    python -m benchmark.state_drift
 
 One layer on the CPU, whose heads forget within 10 to 100,000 tokens. The state is rounded to the
 dtype of the state slots each time it is written: after each token, as plain decoding with snapshots

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import Node
+from mamba_eagle.cache.node import Node
 from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.cache.states import CachedStates
+from mamba_eagle.cache.tree import PrefixTree
 
 # of Nemotron-Nano-9B-v2: 9e9 weights, 4 attention layers of 40 heads of 128
 LINEAR = 2 * 9e9  # FLOPs per token
@@ -29,82 +31,80 @@ def saved_flops(node: Node) -> float:
     return (LINEAR * (end - first) + ATTENTION * (end**2 - first**2) / 2) / LINEAR
 
 
-class Lru(RadixCache):
-    def _score(self, node: Node) -> int:  # type: ignore[override]
+class Lru(CachedStates):
+    def score(self, node: Node) -> int:  # type: ignore[override]
         return node.state_used_at
 
 
-class Flops(RadixCache):
+class Flops(CachedStates):
     """All states are of one size: FLOPs per byte are in the order of FLOPs."""
 
-    def _score(self, node: Node) -> int:  # type: ignore[override]
+    def score(self, node: Node) -> int:  # type: ignore[override]
         return int(node.inflation + saved_flops(node))
 
 
-class RememberedUse(RadixCache):
+class RememberedUse(CachedStates):
     """FLOPs times a decaying count of uses, which outlives the state."""
 
-    def __init__(self, kv: SlotAllocator, state_slots: SlotAllocator) -> None:
+    def __init__(self, tree: PrefixTree, slots: SlotAllocator) -> None:
         self.uses: dict[Node, tuple[float, int]] = {}  # and when they were counted
         self.ghosts: dict[bytes, tuple[float, int]] = {}
-        super().__init__(kv, state_slots)
+        super().__init__(tree, slots)
 
-    def _score(self, node: Node) -> int:  # type: ignore[override]
+    def score(self, node: Node) -> int:  # type: ignore[override]
         uses = self.uses[node][0] if node in self.uses else 1.0
         return int(node.inflation + saved_flops(node) * uses)
 
     def _renew(self, node: Node) -> None:
         super()._renew(node)
         uses, when = self.uses.get(node) or self.ghosts.pop(self._name(node), (0.0, 0))
-        self.uses[node] = 1 + uses * 0.5 ** ((self.clock - when) / HALF_LIFE), self.clock
-        if node in self._states:
-            self._states.put(node)
+        self.uses[node] = 1 + uses * 0.5 ** ((self.tree.clock - when) / HALF_LIFE), self.tree.clock
+        self.order.update(node)
 
-    def _drop_state(self, node: Node) -> None:
+    def drop(self, node: Node) -> None:
         self.ghosts[self._name(node)] = self.uses.pop(node)
-        if len(self.ghosts) > GHOSTS * self.state_slots.total:
+        if len(self.ghosts) > GHOSTS * self.slots.total:
             del self.ghosts[next(iter(self.ghosts))]
-        super()._drop_state(node)
+        super().drop(node)
 
     @staticmethod
     def _name(node: Node) -> bytes:
         return b"".join(part.tokens.tobytes() for part in node.ancestors())
 
 
-def marconi(alpha: float) -> type[RadixCache]:
+def marconi(alpha: float) -> type[CachedStates]:
     """Recency plus ``alpha`` times FLOPs per byte, both scaled to 0 … 1 over all states (arXiv
     2411.19379, section 4.2)."""
 
-    class Marconi(RadixCache):
-        def evict_states(self, count: int, keep: Collection[int] = ()) -> int:
-            for freed in range(count):
-                nodes = [node for node in self._states if node.state_slot not in keep]
-                if not nodes:
-                    return freed
-                values = [saved_flops(node) for node in nodes]
-                times = [node.state_used_at for node in nodes]
-                low, span = min(values), max(values) - min(values) or 1.0
-                first, age = min(times), max(times) - min(times) or 1
+    class Marconi(CachedStates):
+        def least(self, keep: Collection[int]) -> Node | None:
+            nodes = [node for node in self.order if node.state_slot not in keep]
+            if not nodes:
+                return None
+            values = [saved_flops(node) for node in nodes]
+            times = [node.state_used_at for node in nodes]
+            low, span = min(values), max(values) - min(values) or 1.0
+            first, age = min(times), max(times) - min(times) or 1
 
-                def utility(
-                    i: int,
-                    values: list[float] = values,
-                    times: list[int] = times,
-                    scale: tuple[float, float, int, int] = (low, span, first, age),
-                ) -> float:
-                    low, span, first, age = scale
-                    return (times[i] - first) / age + alpha * (values[i] - low) / span
+            def utility(i: int) -> float:
+                return (times[i] - first) / age + alpha * (values[i] - low) / span
 
-                self._drop_state(nodes[min(range(len(nodes)), key=utility)])
-            return max(count, 0)
+            return nodes[min(range(len(nodes)), key=utility)]
 
     return Marconi
 
 
-Policy = Callable[[SlotAllocator, SlotAllocator], RadixCache]
-POLICIES: dict[str, Policy] = {
+def with_policy(
+    policy: type[CachedStates], kv: SlotAllocator, state_slots: SlotAllocator
+) -> RadixCache:
+    cache = RadixCache(kv, state_slots)
+    cache.states = cache.journals.states = policy(cache, state_slots)
+    return cache
+
+
+POLICIES: dict[str, type[CachedStates]] = {
     "lru": Lru,
-    "today": RadixCache,
+    "today": CachedStates,
     "flops": Flops,
     "flops_and_use": RememberedUse,
     **{f"marconi_{alpha}": marconi(alpha) for alpha in (0.25, 0.5, 1.0, 2.0)},

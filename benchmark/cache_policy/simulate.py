@@ -1,7 +1,7 @@
 """Which states are worth keeping? Replays generated requests on the prefix cache, without a model,
 under several policies of eviction.
 
-    python benchmark/cache_policy/simulate.py
+    python -m benchmark.cache_policy.simulate
 
 Requests come one after the other. States are saved where the scheduler saves them: at the end of
 the prompt, where it leaves the tree, at the end of the output, and spare ones at multiples of 64.
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from policies import POLICIES, Policy
-from traces import TRACES, Turn, trace
-
+from benchmark.cache_policy.policies import POLICIES, with_policy
+from benchmark.cache_policy.traces import TRACES, Turn, trace
 from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.cache.states import CachedStates
 from mamba_eagle.message.indices import indices
 
 HERE = Path(__file__).parent
@@ -84,9 +84,9 @@ def bound(turns: Sequence[Turn]) -> int:
     return total
 
 
-def replay(turns: Sequence[Turn], policy: Policy, kv_slots: int, states: int) -> int:
+def replay(turns: Sequence[Turn], policy: type[CachedStates], kv_slots: int, states: int) -> int:
     """Cached prompt tokens, of all turns."""
-    cache = policy(SlotAllocator(kv_slots), SlotAllocator(states))
+    cache = with_policy(policy, SlotAllocator(kv_slots), SlotAllocator(states))
     hits = sum(serve(cache, turn) for turn in turns)
     cache.check_integrity()
     return hits

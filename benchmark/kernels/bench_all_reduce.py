@@ -1,6 +1,6 @@
 """Microseconds of the exchanges of a split model (docs/design/parallel.md), one process per rank.
 
-    python benchmark/kernels/bench_all_reduce.py --ranks 2 --hidden 4480
+    python -m benchmark.kernels.bench_all_reduce --ranks 2 --hidden 4480
 
 On GPUs each operation is captured 56 times in a CUDA graph, as a step of 56 blocks has it; on a CPU
 it is called as it is. Prints one line per size; fails if a sum is wrong or differs between ranks.
@@ -20,8 +20,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from mamba_eagle.backend.choose import choose_backend
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.devices import choose_backend
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
 from mamba_eagle.parallel.distributed import ProcessGroup, meet
 from mamba_eagle.parallel.groups import Group
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=4480)
     parser.add_argument("--vocab", type=int, default=131072)
-    ways = ("nccl", "flashinfer", "symmetric", "auto")
+    ways = ("nccl", "symmetric", "auto")
     parser.add_argument("--all-reduce", choices=ways, help="which table to make")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)

@@ -1,6 +1,6 @@
 """Times products of few bits of a 9B model's shapes, beside bfloat16 and the bytes they must read.
 
-    PYTHONPATH=python python benchmark/kernels/bench_float8.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_float8 --output FILE.jsonl
     … --sweep       # other configurations of the Triton kernel, for few tokens
 
 bf16: cuBLAS. tensor: cuBLASLt with one scale each. row: a scale per row and token, by CUTLASS.
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mamba_eagle.bench.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
+from benchmark.lib.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
 from mamba_eagle.kernels.float8 import triton as float8
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.quantization.matrix import Float8Matrix, quantized

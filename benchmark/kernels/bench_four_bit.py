@@ -1,6 +1,6 @@
 """Times products with weights of four bits, of a 9B model's shapes, beside bfloat16.
 
-    PYTHONPATH=python python benchmark/kernels/bench_four_bit.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_four_bit --output FILE.jsonl
     … --only nvfp4 --sweep       # configurations of the kernel, the best per shape and tokens
 
 nvfp4, int4: the Triton kernel. wide: the weight is dequantized, then cuBLAS. bf16: cuBLAS. Each
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmark.lib.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
 from mamba_eagle.backend.triton.builds import Builders, dry_run
-from mamba_eagle.bench.launches import PRODUCTS, ROTATED_BYTES, Report, graph_us
 from mamba_eagle.kernels.four_bit import triton as four_bit
 from mamba_eagle.kernels.four_bit.torch import dequantize
 from mamba_eagle.kernels.four_bit.triton import Config, Weight

@@ -1,6 +1,6 @@
 """Times the verify kernels of both schemes on one Mamba2 layer against the number of tree nodes.
 
-    PYTHONPATH=python python benchmark/kernels/bench_nodes.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_nodes --output FILE.jsonl
 
 Rows and folds (16 journal rows; without a fold, and with one of every request) read the state once,
 whatever the tree; the other scheme writes one state per node. Measured as in bench_tree_verify.py
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from mamba_eagle.bench.launches import Report, compile_all, graph_us
-from mamba_eagle.bench.verify_inputs import (
+from benchmark.lib.launches import Report, compile_all, graph_us
+from benchmark.lib.verify_inputs import (
     JOURNAL,
     NANO_9B,
     Inputs,

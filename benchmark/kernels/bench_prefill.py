@@ -1,6 +1,6 @@
 """Times the prefill kernels of one Mamba2 layer: convolution and scan, for several batches.
 
-    PYTHONPATH=python python benchmark/kernels/bench_prefill.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_prefill --output FILE.jsonl
     … --sweep    # first find the best configurations
 
 Beside each time stands that in which the device's own copy moves the same bytes (each input once,
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.bench.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
-from mamba_eagle.bench.verify_inputs import CONV_KERNEL, NANO_9B
+from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
+from benchmark.lib.verify_inputs import CONV_KERNEL, NANO_9B
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.causal_conv.triton_prefill import ScanInputs, prefill_conv
 from mamba_eagle.kernels.prefill_plan import CONV_TOKENS, PrefillPlan, Prompt, prefill_plan

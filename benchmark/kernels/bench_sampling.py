@@ -1,6 +1,6 @@
 """Times the choice of tokens: the target's at every node, and the drafter's guesses of them.
 
-    PYTHONPATH=python python benchmark/kernels/bench_sampling.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_sampling --output FILE.jsonl
     … --against FILE.py      # beside the ``sample_nodes`` of another version of kernels/sampling
 
 Trees of 8 nodes and 3 lanes per request, vocabulary 131,072. Each launch is timed within a captured
@@ -19,15 +19,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmark.lib.launches import Report, graph_us
 from mamba_eagle.backend.place import Cuda
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.backend import TritonBackend
-from mamba_eagle.bench.launches import Report, graph_us
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling.tables import SampledNodes
 from mamba_eagle.kernels.sampling.triton import sample_nodes
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-from mamba_eagle.runner.sampler import SamplingState
+from mamba_eagle.runner.sampling_state import SamplingState
 
 VOCAB, NODES, LANES, TOPK = 131_072, 8, 3, 3
 BATCHES = (1, 8, 32)
@@ -86,8 +86,8 @@ def target(report: Report, backend: TritonBackend, forms: dict[str, Callable]) -
 def drafts(report: Report, backend: TritonBackend) -> None:
     for batch in BATCHES:
         state = state_of(batch, KINDS["T1"], backend)
-        slots = torch.arange(batch, device="cuda")
-        noise = NoiseKeys(slots, slots + 256, state.numbers, state.integers, VOCAB)
+        slots, seeds = torch.arange(batch, device="cuda"), state.integer("seed")
+        noise = NoiseKeys(slots, slots + 256, state.number("temperature"), seeds, VOCAB)
         for peaked in (False, True):
             logits = logits_of((batch, LANES, VOCAB), peaked).bfloat16()
             forms = {

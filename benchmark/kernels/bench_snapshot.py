@@ -1,6 +1,6 @@
 """Times the node-snapshot scheme's kernels on one Mamba2 layer, beside the bytes they must move.
 
-    PYTHONPATH=python python benchmark/kernels/bench_snapshot.py --output FILE.jsonl --sweep
+    PYTHONPATH=python python -m benchmark.kernels.bench_snapshot --output FILE.jsonl --sweep
 
 It is what rows and folds are compared with, so it gets the same inputs as bench_tree_verify.py, and
 its ``goal`` is what SGLang's kernel took for as many nodes on an H100. ``floor`` counts the state
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from mamba_eagle.bench.launches import Report, graph_us
-from mamba_eagle.bench.verify_inputs import SnapshotInputs
+from benchmark.lib.launches import Report, graph_us
+from benchmark.lib.verify_inputs import SnapshotInputs
 from mamba_eagle.kernels.tree_verify.triton_snapshot import SnapshotConfig
 
 SGLANG_US = {8: {1: 29, 8: 161, 32: 676}, 16: {1: 55, 8: 309, 32: 1330}}

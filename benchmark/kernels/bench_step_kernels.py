@@ -1,6 +1,6 @@
 """Times the short kernels of a verify step, in rows of Nemotron-Nano-9B-v2, beside their bytes.
 
-    PYTHONPATH=python python benchmark/kernels/bench_step_kernels.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_step_kernels --output FILE.jsonl
     … --sweep    # other configurations, too
 
 Launches are captured in a CUDA graph. Inputs of up to 64 rows stay in the L2 cache, as in a step;
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mamba_eagle.bench.launches import Launch, Report, graph_us
-from mamba_eagle.bench.verify_inputs import NANO_9B, Inputs, Mode
+from benchmark.lib.launches import Launch, Report, graph_us
+from benchmark.lib.verify_inputs import NANO_9B, Inputs, Mode
 from mamba_eagle.kernels.best_token.triton import best_of
 from mamba_eagle.kernels.causal_conv import triton as conv
 from mamba_eagle.kernels.float8.torch import Rounding

@@ -1,6 +1,6 @@
 """Times the attention of one layer in a verify step, beside the bytes it must move.
 
-    PYTHONPATH=python python benchmark/kernels/bench_tree_attention.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_tree_attention --output FILE.jsonl
     … --sweep CONFIGS.jsonl    # first find the Triton kernel's best configurations
 
 The Triton kernel; FlashInfer where it is installed (planned beforehand: planning is not timed, and
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.choose import flashinfer_usable
+from benchmark.lib.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.backend.torch.attention import PagedAttention
 from mamba_eagle.bench import results
-from mamba_eagle.bench.launches import ROTATED_BYTES, Launch, Report, compile_all, graph_us
+from mamba_eagle.devices import flashinfer_usable
 from mamba_eagle.kernels.tree_attention.triton import Config, choose_config, paged_tree_attention
 from mamba_eagle.kernels.tree_verify.layout import pack_ancestors
 from mamba_eagle.model_config import AttentionConfig

@@ -1,6 +1,6 @@
 """Times a step's work on tokens and indices: the Triton kernels beside what torch launches instead.
 
-    PYTHONPATH=python python benchmark/kernels/bench_tree_index.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_tree_index --output FILE.jsonl
 
 Everything but matrix products, attention and recurrence: choosing tokens from a drafter's logits,
 growing and cutting trees, accepting, index tables. Each is timed within a captured graph, so what
@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 
+from benchmark.lib.launches import Launch, Report, graph_us
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.place import Cuda
@@ -23,7 +24,6 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.torch.attention import seen_by_next
 from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.backend import TritonBackend
-from mamba_eagle.bench.launches import Launch, Report, graph_us
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
 from mamba_eagle.kernels.tree_verify import torch_rows, triton_rows

@@ -1,6 +1,6 @@
 """Times the Triton kernels of a verify step on one Mamba2 layer, beside the bytes they must move.
 
-    PYTHONPATH=python python benchmark/kernels/bench_tree_verify.py --output FILE.jsonl
+    PYTHONPATH=python python -m benchmark.kernels.bench_tree_verify --output FILE.jsonl
     … --sweep CONFIGS.jsonl    # triton.py's kernel, with its best configurations
 
 Launches are captured in a CUDA graph that goes round the buffers of several layers, more than the
@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
+from benchmark.lib.launches import Report, compile_all, graph_us
+from benchmark.lib.verify_inputs import JOURNAL, NANO_9B, ROWS, Inputs, Mode, bytes_moved
 from mamba_eagle.bench import results
-from mamba_eagle.bench.launches import Report, compile_all, graph_us
-from mamba_eagle.bench.verify_inputs import JOURNAL, NANO_9B, ROWS, Inputs, Mode, bytes_moved
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
 from mamba_eagle.kernels.tree_verify.triton import Config
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals

@@ -5,7 +5,7 @@ backend for trees is Triton.
 
     python3 -m venv .venv-sglang
     .venv-sglang/bin/pip install 'sglang==0.5.17'
-    PYTHONPATH=python .venv-sglang/bin/python benchmark/peers/sglang_engine.py \\
+    PYTHONPATH=python .venv-sglang/bin/python -m benchmark.peers.sglang_engine \\
         --batch-size 1 8 32 --results benchmark/results/peers.jsonl
 
 One engine after the other: plain, then with a STANDALONE drafter and an acceptance length that

@@ -1,7 +1,7 @@
 """Draws benchmark/plots/*.svg from benchmark/results, and rewrites the tables of the README.
 
     pip install -e '.[bench]'
-    python benchmark/plots/make_plots.py          # --png too, to look at
+    python -m benchmark.plots.make_plots          # --png too, to look at
 
 Series without lines are left out, and a plot without series is not drawn.
 """
@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
-from mamba_eagle.bench import tables
-from mamba_eagle.bench.lines import TREE, Lines, Series
+from benchmark.lib import tables
+from benchmark.lib.lines import TREE, Lines, Series
 
 HERE = Path(__file__).parent
 RESULTS = (HERE.parent / "results/peers.jsonl", HERE.parent / "results/h100.jsonl")

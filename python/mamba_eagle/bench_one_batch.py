@@ -39,6 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure --mamba-verify-mode deferred and snapshot, one after the other, and compare",
     )
+    own.add_argument(
+        "--dummy-routing",
+        choices=("model", "uniform", "same"),
+        default="model",
+        help="experts of each token: by the model's routers, at random, or the same for all",
+    )
     own.add_argument("--correctness-test", action="store_true", help="print texts, measure nothing")
     own.add_argument("--profile", action="store_true", help="write a torch profiler trace")
     return parser

@@ -70,7 +70,7 @@ def _as_flags(values: dict[str, Any], path: str, config: type) -> list[str]:
         if name not in settings:
             close = difflib.get_close_matches(name, settings, 1)
             hint = f"; do you mean {close[0].replace('_', '-')}?" if close else ""
-            problems.append(f"{FLAG} {path}: {shown(key)} is no setting{hint}")
+            problems.append(f"{FLAG} {path}: {shown(key)} is not a setting{hint}")
         elif kinds[name] is bool:
             if not isinstance(value, bool):
                 problems.append(f"{FLAG} {path}: {key}: {shown(value)}: must be true or false")

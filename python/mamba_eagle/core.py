@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from mamba_eagle.limits import (
     GREEDY_BELOW,
+    MAX_INTEGER,
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -25,7 +26,7 @@ from mamba_eagle.limits import (
 
 
 def shown(value: Any, most: int = MAX_SHOWN) -> str:
-    """A value for an error message or a log line: JSON on one line, at most so many characters.
+    """A value for an error message or a log line: JSON on one line, at most this many characters.
 
     The work does not grow with the value, and no control character passes unescaped.
     """
@@ -76,8 +77,58 @@ class Problem(NamedTuple):
         return f"sampling_params.{self.name} = {shown(self.value)}: {self.remedy}"
 
 
-# notes a problem unless the named field fits: field, whether its value does, what it must be
-Need: TypeAlias = Callable[[str, Callable[[Any], bool], str], None]
+class Parameter(NamedTuple):
+    """What a sampling parameter does, and what it may be. Bodies of all routes, their defaults and
+    bounds in errors, in /openapi.json and in docs/http.md are made of these declarations."""
+
+    about: str
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf  # it must be more than this
+    other: float | None = None  # right though it is outside of the bounds
+    must: str = ""  # the remedy, if the bounds alone do not say it
+
+    @property
+    def remedy(self) -> str:
+        if self.must:
+            return self.must
+        if self.above > -math.inf:
+            return f"must be above {self.above:g} and at most {self.most:g}"
+        if self.most < math.inf:
+            return f"must be between {self.least:.15g} and {self.most:.15g}"
+        return f"must be {self.least:g} or more"
+
+    def fits(self, value: float) -> bool:
+        return value == self.other or (self.least <= value <= self.most and value > self.above)
+
+
+TEMPERATURE = Parameter(
+    "0: always the best token",
+    GREEDY_BELOW,
+    MAX_TEMPERATURE,
+    other=0,
+    must=f"must be 0 (greedy), or between {GREEDY_BELOW} and {MAX_TEMPERATURE:.0f}",
+)
+TOP_K = Parameter(
+    "sample from the k most likely tokens; -1: all",
+    1,
+    other=-1,
+    must="must be 1 or more, or -1 for the whole vocabulary",
+)
+FREQUENCY = Parameter("by the token's count in the output", -MAX_PENALTY, MAX_PENALTY)
+PRESENCE = Parameter("for tokens that the output has", -MAX_PENALTY, MAX_PENALTY)
+REPETITION = Parameter(
+    "divides logits of tokens that came before", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+)
+SEED = Parameter(
+    "makes the output repeatable", 0, MAX_INTEGER, must="must be between 0 and 2**63 - 1"
+)
+
+
+# Parameters that depend on how often a token has occurred in the request.
+PENALTIES = frozenset({"frequency_penalty", "presence_penalty", "repetition_penalty"})
+# Parameters that leave tokens out before noise chooses: they change nothing at temperature 0.
+FILTERS = frozenset({"top_k", "top_p", "min_p"})
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,40 +139,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     The server process handles ``stop`` strings, the runner ``stop_token_ids``.
     """
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] = {}
-    seed: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
+    max_new_tokens: Annotated[int, Parameter("the longest output", 0)] = 128
+    min_new_tokens: Annotated[int, Parameter("no end before", 0)] = 0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    top_p: Annotated[float, Parameter("the best tokens of this probability", 0, 1, above=0)] = 1.0
+    top_k: Annotated[int, TOP_K] = -1
+    min_p: Annotated[float, Parameter("least share of the best token's probability", 0, 1)] = 0.0
+    frequency_penalty: Annotated[float, FREQUENCY] = 0.0
+    presence_penalty: Annotated[float, PRESENCE] = 0.0
+    repetition_penalty: Annotated[float, REPETITION] = 1.0
+    stop: Annotated[list[str], Parameter("strings that end the output")] = []
+    stop_token_ids: Annotated[list[int], Parameter("tokens that end the output")] = []
+    ignore_eos: Annotated[bool, Parameter("go on after the model's end")] = False
+    logit_bias: Annotated[dict[int, float], Parameter("token ids, added to their logits")] = {}
+    seed: Annotated[int, SEED] = 0
+    skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
+    spaces_between_special_tokens: Annotated[bool, Parameter("as transformers decodes them")] = True
+    no_stop_trim: Annotated[bool, Parameter("keep what ended the output")] = False
     # what the output may be, as llguidance reads it (constrain/grammar.py); "": anything
     grammar: str = ""
 
     def problems(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> list[Problem]:
         """Every invalid value, with field, value and remedy; [] if all are valid."""
         wrong: list[Problem] = []
-
-        def need(name: str, fits: Callable[[Any], bool], remedy: str) -> None:
+        for name, parameter in BOUNDED:
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
-                remedy = "must be a finite number"
-            elif fits(value):
-                return
-            wrong.append(Problem(name, value, remedy))
-
-        self._check_numbers(need)
-        self._check_tokens(need, vocab_size)
+                wrong.append(Problem(name, value, "must be a finite number"))
+            elif name == "min_new_tokens" and not 0 <= value <= max(self.max_new_tokens, 0):
+                remedy = f"must be between 0 and max_new_tokens ({self.max_new_tokens})"
+                wrong.append(Problem(name, value, remedy))
+            elif not parameter.fits(value):
+                wrong.append(Problem(name, value, parameter.remedy))
+        wrong += self._token_problems(vocab_size)
         if not wrong and self._bans_all(vocab_size, eos_token_ids):
             remedy = (
                 "these and the model's own end every token of the vocabulary, so no output can "
@@ -130,58 +180,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             wrong.append(Problem("stop_token_ids", self.stop_token_ids, remedy))
         return wrong
 
-    def _check_numbers(self, need: Need) -> None:
-        need("max_new_tokens", lambda value: value >= 0, "must be 0 or more")
-        need(
-            "min_new_tokens",
-            lambda value: 0 <= value <= max(self.max_new_tokens, 0),
-            f"must be between 0 and max_new_tokens ({self.max_new_tokens})",
-        )
-        need(
-            "temperature",
-            lambda value: value == 0 or GREEDY_BELOW <= value <= MAX_TEMPERATURE,
-            f"must be 0 (greedy), or between {GREEDY_BELOW} and {MAX_TEMPERATURE:.0f}",
-        )
-        need("top_p", lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-        need(
-            "top_k",
-            lambda value: value == -1 or value >= 1,
-            "must be 1 or more, or -1 for the whole vocabulary",
-        )
-        need("min_p", lambda value: 0 <= value <= 1, "must be between 0 and 1")
-        for name in ("frequency_penalty", "presence_penalty"):
-            need(
-                name,
-                lambda value: abs(value) <= MAX_PENALTY,
-                f"must be between -{MAX_PENALTY:.0f} and {MAX_PENALTY:.0f}",
-            )
-        need(
-            "repetition_penalty",
-            lambda value: MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
-            f"must be between {MIN_REPETITION_PENALTY} and {MAX_REPETITION_PENALTY:.0f}",
-        )
-        need("seed", lambda value: 0 <= value < 2**63, "must be between 0 and 2**63 - 1")
-
-    def _check_tokens(self, need: Need, vocab_size: int) -> None:
-        def bias_fits(bias: dict[int, float]) -> bool:  # which NaN does not
-            return all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values())
-
-        need(
-            "stop_token_ids",
-            lambda ids: all(0 <= token < vocab_size for token in ids),
-            f"each must be between 0 and {vocab_size - 1}",
-        )
-        need(
-            "logit_bias",
-            lambda bias: all(0 <= token < vocab_size for token in bias),
-            f"each token id must be between 0 and {vocab_size - 1}",
-        )
-        need(
-            "logit_bias",
-            bias_fits,
-            f"each bias must be between -{MAX_LOGIT_BIAS:.0f} and {MAX_LOGIT_BIAS:.0f}",
-        )
-        need("stop", all, "stop strings must not be empty")
+    def _token_problems(self, vocab_size: int) -> Iterator[Problem]:
+        last = vocab_size - 1
+        if not all(0 <= token <= last for token in self.stop_token_ids):
+            remedy = f"each must be between 0 and {last}"
+            yield Problem("stop_token_ids", self.stop_token_ids, remedy)
+        bias = self.logit_bias
+        if not all(0 <= token <= last for token in bias):
+            yield Problem("logit_bias", bias, f"each token id must be between 0 and {last}")
+        # NaN does not fit
+        if not all(abs(value) <= MAX_LOGIT_BIAS for value in bias.values()):
+            remedy = f"each bias must be between -{MAX_LOGIT_BIAS:.0f} and {MAX_LOGIT_BIAS:.0f}"
+            yield Problem("logit_bias", bias, remedy)
+        if not all(self.stop):
+            yield Problem("stop", self.stop, "stop strings must not be empty")
 
     def _bans_all(self, vocab_size: int, eos_token_ids: Sequence[int]) -> bool:
         """Until min_new_tokens no stop token may be sampled: some other token must be left.
@@ -201,11 +213,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def needs_history(self) -> bool:
         """Whether a token's probability depends on how often it has occurred in the request."""
-        return (
-            self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        return any(getattr(self, name) != getattr(NEUTRAL, name) for name in PENALTIES)
 
     @property
     def reads_history(self) -> bool:
@@ -220,6 +228,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """
         own = () if self.ignore_eos and not self.grammar else eos_token_ids
         return frozenset(own) | frozenset(self.stop_token_ids)
+
+
+# Takes the best token of the model's own logits: whatever differs from it may change tokens.
+NEUTRAL = SamplingParams(temperature=0.0)
+
+
+def declared() -> dict[str, tuple[Any, Parameter]]:
+    """The kind of each sampling parameter, and its declaration."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    return {
+        name: (get_args(hint)[0], get_args(hint)[1])
+        for name, hint in hints.items()
+        if get_origin(hint) is Annotated
+    }
+
+
+BOUNDED = [
+    (name, parameter) for name, (kind, parameter) in declared().items() if kind in (int, float)
+]
 
 
 class Failure(Enum):

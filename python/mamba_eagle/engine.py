@@ -24,12 +24,13 @@ from mamba_eagle.config import ConfigError, ServerConfig, own_engine_part
 from mamba_eagle.in_process import EngineThread
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
-from mamba_eagle.server.asgi_client import Call
+from mamba_eagle.server.app import make_app
+from mamba_eagle.server.bodies.grammar_trials import ThreadJudge
 from mamba_eagle.server.chat_settings import chat_problems
-from mamba_eagle.server.http import make_app
-from mamba_eagle.server.launch import Ending, Launch
-from mamba_eagle.server.nodes import fault
-from mamba_eagle.server.socket_dir import new_socket_dir
+from mamba_eagle.server.engine.launch import Ending, Launch
+from mamba_eagle.server.engine.nodes import fault
+from mamba_eagle.server.engine.socket_dir import new_socket_dir
+from mamba_eagle.server.http.asgi_client import Call
 from mamba_eagle.server.state import ServerState
 from mamba_eagle.tokenizer.text import TextTokenizer
 
@@ -88,10 +89,9 @@ class Engine:
             )
         if problems:
             raise ConfigError(problems)
-        self.config = resolve(config)
+        self.config, self._last_words = resolve(config), ""
         self._kind = _ThreadLaunch if in_process else _EngineLaunch
         self._ready: Future[_EngineLaunch] = Future()
-        self._last_words = ""
         # Not a daemon: the kernel ends the processes with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="mamba-eagle engine")
         self._thread.start()
@@ -119,8 +119,6 @@ class Engine:
     def tokenizer(self) -> TextTokenizer | None:
         """None with ``skip_tokenizer_init``."""
         return self._launch.manager.tokenizer
-
-    # ── requests ─────────────────────────────────────────────────────────────────────────────
 
     def generate(
         self,
@@ -252,7 +250,7 @@ class Engine:
         future = self._start(work)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C: nobody waits for the reply
+        except BaseException:  # Ctrl-C
             future.cancel()
             raise
 
@@ -261,7 +259,7 @@ class Engine:
 
 
 class _EngineLaunch(Launch):
-    """Serves whoever holds the application."""
+    """Serves the holders of the application."""
 
     def __init__(self, config: ServerConfig, socket_dir: str, ready: Future[_EngineLaunch]) -> None:
         super().__init__(config, socket_dir)
@@ -281,6 +279,7 @@ class _EngineLaunch(Launch):
 class _ThreadLaunch(_EngineLaunch):
     """With scheduler and runner in a thread of this process."""
 
+    judge_kind = ThreadJudge
     engine: EngineThread | None = None
 
     def start_engine(self) -> None:
@@ -298,7 +297,7 @@ class _ThreadLaunch(_EngineLaunch):
             self.engine.end()
 
     async def watch(self) -> None:
-        """Nobody sends heartbeats, and nobody could be ended."""
+        """No one sends heartbeats, and no one could be ended."""
 
 
 # ── requests on that loop ────────────────────────────────────────────────────────────────────

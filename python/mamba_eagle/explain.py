@@ -30,8 +30,8 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
-from mamba_eagle.server.fields import as_text
-from mamba_eagle.server.reply import Reply
+from mamba_eagle.server.apis.generate.reply import Reply
+from mamba_eagle.server.bodies.kinds import as_text
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 

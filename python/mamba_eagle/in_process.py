@@ -27,7 +27,7 @@ COMPILED_MS = 1  # between two looks at grammars that are being compiled
 
 
 class LocalScheduler(SchedulerProcess):
-    """Without heartbeats: nobody could end a thread that hangs."""
+    """Without heartbeats: no one could end a thread that hangs."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = launch(config)
     except ConfigError as error:
-        show_torch()  # for whoever called this as a function
+        show_torch()  # for a caller of this as a function
         return _report(error)
     sys.stdout.flush()
     sys.stderr.flush()

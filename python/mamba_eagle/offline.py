@@ -16,7 +16,7 @@ class LaunchedStep(Protocol):
 
 
 class Runner(Protocol):
-    """The part of runner/model_runner.py that the engine uses."""
+    """The part of ``ModelRunner`` that the engine uses."""
 
     ready: RunnerReady
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mamba_eagle.backend.forecast import multiplies_integers, on_cpu
-from mamba_eagle.config import CPU_CHAIN, ConfigError, EngineConfig, ServerConfig, flag_of
+from mamba_eagle.config import (
+    CPU_CHAIN,
+    ConfigError,
+    DraftSettings,
+    EngineConfig,
+    ServerConfig,
+    flag_of,
+)
 from mamba_eagle.drafters import DRAFTERS, head_algorithm
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.hub import NotFound, checkpoint_folder
@@ -91,7 +98,7 @@ def find_folders(config: EngineConfig, values: dict[str, Any]) -> list[str]:
     return problems
 
 
-def head_problems(config: EngineConfig) -> list[str]:
+def head_problems(config: DraftSettings) -> list[str]:
     """Whether the drafter's folder has a head for another drafter."""
     algorithm, folder = config.speculative_algorithm, config.speculative_draft_model_path
     if algorithm not in DRAFTERS or not folder:

@@ -15,7 +15,7 @@ _modules: dict[str, Any] = sys.modules
 
 def hide_torch() -> None:
     """From now on nothing finds torch, unless it is loaded already. Only for a process that is this
-    program's own: whoever looked for torch meanwhile will not look again."""
+    program's own: code that looked for torch meanwhile will not look again."""
     if "torch" not in _modules:
         _modules["torch"] = None  # which makes imports fail, and find_spec find nothing
         # transformers would say that torch is missing

@@ -27,10 +27,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from mamba_eagle.bench.server import PACKAGE_ROOT, ServerProcess, exit_on_sigterm
 from mamba_eagle.embedded import EMBEDDED_MODEL
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))  # the folder of benchmark/
+
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))  # the folder of benchmark/
+
+from benchmark.lib.server import PACKAGE_ROOT, ServerProcess, exit_on_sigterm  # noqa: E402
+
 MODEL = "mamba2-math-6m"
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--served-model-name", MODEL)
 FORMS = ("--chat-template", str(HERE / "chat_template.jinja"))

@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block_attention import BlockAttention
+from mamba_eagle.layers.context import AttentionView
 
 
 class NewTokenAttention(Protocol):
     """Attention of a step's new tokens; stores their keys and values where needed."""
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
 
 
@@ -35,7 +35,7 @@ class LaneAttention(ABC):
         previous ones. above: [b, topk] int64."""
 
     @abstractmethod
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*topk, heads, D]; k, v [b*topk, kv_heads, D] -> [b*topk, heads, D]."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -23,15 +23,14 @@ from mamba_eagle.backend.attention import (
     NewTokenAttention,
     TreeNodes,
 )
-from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts, HeadParts
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
+from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
 from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.backend.steps import ModelParts, TargetPass
 from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
@@ -70,8 +69,8 @@ class Backend(ABC):
 
     @abstractmethod
     def build_kernels(self, rehearse: Callable[[], None]) -> None:
-        """Compile all kernels that ``rehearse`` launches, which is everything that serving can
-        need, if that takes longer one after the other."""
+        """Compile in parallel all kernels that ``rehearse`` launches, which is everything that
+        serving can need, if that takes longer one after the other."""
 
     # ── which parts may be captured in a graph ──
 
@@ -167,9 +166,10 @@ class Backend(ABC):
         """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
         the flat input. slot_table: [R, positions] KV slots."""
 
-    def long_prompts(self) -> AbstractContextManager[None]:
-        """Within, short prompts take the path of long ones, so that its kernels are compiled."""
-        return nullcontext()
+    def other_forms(self) -> list[AbstractContextManager[None]]:
+        """Within each of them steps take other kernels than they otherwise would, so that those of
+        long prompts, say, are compiled before a request needs them."""
+        return []
 
     # ── trees ──
 
@@ -238,16 +238,16 @@ class Backend(ABC):
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         """A queue of entries that a drafter has yet to process."""
 
-    def target_pass(
-        self, parts: ModelParts, kv: KVPool, table: RequestTable, scheme: StateScheme
-    ) -> TargetPass | None:
+    def step_program(
+        self, target: Network, kv: KVPool, table: RequestTable, scheme: StateScheme
+    ) -> StepProgram | None:
         """What verifies and commits in place of the model's layers, one by one, with the same
         results; None if nothing does."""
         return None
 
-    def greedy_drafts(
-        self, head: HeadParts, pools: DraftPools, scheme: StateScheme
-    ) -> GreedyDrafts | None:
+    def greedy_drafting(
+        self, head: Network, pools: DraftPools, scheme: StateScheme
+    ) -> GreedyDrafting | None:
         """What drafts for greedy requests in place of the drafter's own loop over depths, with the
         same results; None if nothing does. scheme: of the head's layers."""
         return None

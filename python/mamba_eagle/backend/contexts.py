@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import BlockRowAttention, NewTokenAttention
 from mamba_eagle.backend.state import StateScheme
-from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block_attention import BlockAttention
-from mamba_eagle.layers.context import Rotation
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import AttentionView, MambaView, Rotation
 
 
 class VerifyContext:
@@ -35,11 +33,11 @@ class VerifyContext:
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
         return self.scheme.run(layers, hidden, self, self.layout)
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None
         return self.paged.attend(layer, q, k, v)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         return self.scheme.verify(layer, self.layout, xbc, dt)
 
 
@@ -58,5 +56,5 @@ class BlockContext:
     def attention(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.paged.attend(layer, q, k, v)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         raise AssertionError("block drafters consist of attention layers")

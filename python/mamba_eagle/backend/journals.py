@@ -30,8 +30,7 @@ from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold
-from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import Rotation
+from mamba_eagle.layers.context import AttentionView, MambaView, Rotation
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.message import AnchorMove, JournalPart, PrefillItem
 from mamba_eagle.model_config import Mamba2Config
@@ -53,7 +52,7 @@ class Run(NamedTuple):
     token: int  # the first one
     slot: int
     row: int  # the first one's
-    count: int
+    length: int
 
 
 class Places(NamedTuple):
@@ -128,9 +127,12 @@ class SavedJournals:
                 first += count
         for token, slot, row, count in runs:
             found += [(token + k, slot, row + k) for k in range(count)]
-        return Places(*self.place.to_device(list(zip(*found))), runs) if found else None
+        if not found:
+            return None
+        tokens, slots, rows = self.place.to_device(list(zip(*found)))
+        return Places(tokens, slots, rows, runs)
 
-    def write(self, layer: Mamba2Mixer, places: Places, xbc: Tensor, dt: Tensor) -> None:
+    def write(self, layer: MambaView, places: Places, xbc: Tensor, dt: Tensor) -> None:
         """xbc [n, conv_dim] before the convolution and raw dt [n, H], of a pass."""
         at = (layer.index, places.slots, places.rows)
         self.conv_in[at] = xbc[places.tokens].to(self.conv_in.dtype)
@@ -257,10 +259,10 @@ class JournaledPrefill:
         rows[self.places.tokens] = self.places.slots * journals.size + self.places.rows
         return KeptInputs(rows, journals.conv_in, journals.dt)
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.inner.attention(layer, q, k, v)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         self.journals.write(layer, self.places, xbc, dt)
         return self.inner.mamba(layer, xbc, dt)
 

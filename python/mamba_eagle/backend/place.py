@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Numbers: TypeAlias = "Sequence[Any] | np.ndarray"  # numbers, or nested sequences of them
 
 
 class Timestamp:
@@ -83,12 +86,12 @@ class Place(ABC):
     max_kv_slots: int  # upper limit of KV slots unless a flag sets their number
     max_cached_states: int | None  # the same for state slots beyond those of running requests
 
-    def to_device(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-        """``values``, numbers or nested sequences of them, as a tensor on the device."""
+    def to_device(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
+        """``values`` as a tensor on the device."""
         return self.host_tensor(values, dtype).to(self.device, non_blocking=True)
 
     @abstractmethod
-    def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+    def host_tensor(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
         """``values`` as a tensor on the host that can be copied to the device without waiting."""
 
     @abstractmethod
@@ -122,10 +125,10 @@ class Host(Place):
     max_kv_slots = 65536
     max_cached_states = 192
 
-    def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+    def host_tensor(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
-    def to_device(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+    def to_device(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
     def host_buffer(self, size: int) -> Tensor:
@@ -163,7 +166,7 @@ class Cuda(Place):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def host_tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+    def host_tensor(self, values: Numbers, dtype: torch.dtype = torch.int64) -> Tensor:
         # a copy from memory that is not pinned would wait; arrays cannot be made pinned at once
         return torch.tensor(values, dtype=dtype).pin_memory()
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.attention import NewTokenAttention, PromptSpan
 from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.prefill_plan import Prompt
-from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import ForwardContext, Rotation
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.message import PrefillItem
+from mamba_eagle.layers.context import AttentionView, ForwardContext, MambaView, Rotation
+from mamba_eagle.message import PrefillItem, Release
 
 
 @dataclass
@@ -65,6 +64,16 @@ def start_finished(scheme: StateScheme, items: Sequence[PrefillItem], place: Pla
         scheme.start(*place.to_device(list(zip(*last))))
 
 
+def fold_released(
+    table: RequestTable, scheme: StateScheme, releases: Sequence[Release], place: Place
+) -> None:
+    """Bring the states that the prefix cache keeps to the positions at which it has them."""
+    kept = [(release.slot, release.fold_to) for release in releases if release.fold_to >= 0]
+    if kept:
+        slots, ends = place.to_device(list(zip(*kept)))
+        scheme.finish(slots, table.state_slot[slots], ends - scheme.folded(slots))
+
+
 class KeptInputs(NamedTuple):
     """Where a pass also writes what its tokens feed into the recurrence."""
 
@@ -106,11 +115,11 @@ class PrefillContext(ABC):
         """``run`` for a context that wraps this one and keeps what is fed into Mamba2 layers."""
         return None
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.paged is not None, "the model has no attention layer"
         return self.paged.attend(layer, q, k, v)
 
     @abstractmethod
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         """xbc [n, conv_dim] before the convolution, raw dt [n, H] -> y [n, H*P], including the D
         skip."""

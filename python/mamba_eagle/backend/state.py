@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import MambaView
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -59,7 +59,7 @@ class StateScheme(ABC):
         """Prepare to verify one tree per request in ``slots`` [b]. Returns the layout."""
 
     @abstractmethod
-    def verify(self, layer: Mamba2Mixer, layout: Any, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(self, layer: MambaView, layout: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         """Convolution and recurrence of all nodes in one layer: xbc [b*T, conv_dim] before the
         convolution, raw dt [b*T, H] -> y [b*T, H*P], including the D skip."""
 

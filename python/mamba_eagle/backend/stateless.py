@@ -9,7 +9,7 @@ from torch import Tensor, where
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import MambaView
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -41,7 +41,7 @@ class StatelessScheme(StateScheme):
             tail=None,
         )
 
-    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(self, layer: MambaView, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         raise AssertionError("the model has no Mamba2 layer")
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:

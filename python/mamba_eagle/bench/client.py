@@ -18,7 +18,7 @@ Reply = dict[str, Any]
 
 
 class ServerError(RuntimeError):
-    """The server cannot be reached, or its reply is no answer.
+    """The server cannot be reached, or its reply is not an answer.
 
     status: the HTTP status, 0 without a reply. message: the server's own, or why there is none; ""
     where the reply says nothing that can be read.

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from mamba_eagle.bench import facts, results
+from mamba_eagle.bench import experts, facts, results
 from mamba_eagle.bench.batch import BatchEngine, Generation, greedy, sized_for
 from mamba_eagle.bench.report import (
     Speed,
@@ -95,6 +95,8 @@ class Sweep:
         shape, length = self.config.tree_shape, self.args.simulate_acc_len
         if shape != PLAIN:
             print(f"Each step drafts {shape.name}; a server may choose others or none")
+        if isinstance(runner, ModelRunner) and runner.model.config.moe is not None:
+            experts.watch(runner, self.args.dummy_routing)
         if length is not None:
             runner.simulate_accept_length(length)
             print(
@@ -115,7 +117,11 @@ class Sweep:
         print("\n".join(report_lines(made)))
         speed = None
         if made.step_seconds:
-            speed = speed_of(made, config, ready, self.machine["copy_tb_s"])
+            touched = 0.0
+            if isinstance(engine.runner, ModelRunner):
+                nodes = batch_size * config.tree_shape.nodes
+                touched = experts.touched(engine.runner, nodes)
+            speed = speed_of(made, config, ready, self.machine["copy_tb_s"], touched)
             print(speed.line())
         if args.result_filename:
             record = result_record(made, args, config, self.about)

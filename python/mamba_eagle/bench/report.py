@@ -58,6 +58,7 @@ class Speed:
     tokens: float  # per step, of all requests
     least: StepBytes
     copy_tb_s: float | None  # of the GPU; not measured on a CPU
+    experts: float = 0.0  # per layer that a step's tokens went to; 0: not known, or none
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,13 +79,19 @@ class Speed:
             f"Step.    {kind}: {self.seconds * 1e3:.3f} ms, {self.tokens_per_second:.1f} token/s, "
             f"{self.gb_per_second:.1f} GB/s ({' + '.join(gb)} GB)"
         )
+        if self.experts:
+            text += f", {self.experts:.1f} experts per layer"
         if self.copy_tb_s is not None:
             text += f", {self.share:.0%} of the GPU's copy rate of {self.copy_tb_s:.2f} TB/s"
         return text
 
 
 def speed_of(
-    made: Generation, config: EngineConfig, ready: RunnerReady, copy_tb_s: float | None
+    made: Generation,
+    config: EngineConfig,
+    ready: RunnerReady,
+    copy_tb_s: float | None,
+    experts: float = 0.0,
 ) -> Speed:
     """Of the steps in which no request had finished yet; ``made`` has at least one."""
     steps, batch = made.full_steps, len(made.tokens)
@@ -94,13 +101,14 @@ def speed_of(
         batch,
         config.tree_shape.nodes,
         position=(made.prompt_tokens + made.output_tokens / 2) / batch,
+        experts=experts,
     )
     model = read_model_config(config.model_path)
     policy = Policy(config.quantization, config.quantize_lm_head)
     few_bits = FewBits(policy, config.kv_cache_dtype)
     dtype, ssm_dtype = str(ready.details["dtype"]), config.mamba_ssm_dtype
     least = step_bytes(model, size, dtype, ssm_dtype, few_bits)
-    return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s)
+    return Speed(batch, size.nodes, seconds, tokens, least, copy_tb_s, experts)
 
 
 @dataclass
@@ -202,6 +210,10 @@ def result_lines(
         name = "decode_step_ms" if config.tree_shape == PLAIN else "tree_step_ms"
         share = None if speed.share is None else round(speed.share, 4)
         reached = {"gb_s": round(speed.gb_per_second, 1), "share": share}
+        if speed.copy_tb_s is not None:
+            reached["least_ms"] = round(speed.least.total / speed.copy_tb_s / 1e9, 3)
+        if speed.experts:
+            reached |= {"experts": round(speed.experts, 1), "routing": args.dummy_routing}
         lines.append(line(name, speed.seconds * 1e3, **reached))
         lines.append(line("tokens_per_s", speed.tokens_per_second))
     return lines

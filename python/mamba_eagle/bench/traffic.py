@@ -43,6 +43,7 @@ class StepSize(NamedTuple):
     batch: int
     nodes: int  # of each request; 1: plain decoding
     position: float  # mean number of tokens before the step
+    experts: float = 0.0  # per layer that its tokens go to; 0: as many as independent tokens reach
 
 
 class FewBits(NamedTuple):
@@ -64,7 +65,7 @@ def step_bytes(
     itemsize, ssm_itemsize = (getattr(torch, name).itemsize for name in (dtype, ssm_dtype))
     kv_itemsize = kv_dtype(few_bits.kv_cache_dtype, getattr(torch, dtype)).itemsize
     return StepBytes(
-        weight_bytes(model, dtype, size.batch * size.nodes, few_bits.weights),
+        weight_bytes(model, dtype, size.batch * size.nodes, few_bits.weights, size.experts),
         size.batch * state_bytes(model, ssm_itemsize, itemsize),
         size.batch * size.position * kv_slot_bytes(model, kv_itemsize),
     )
@@ -75,9 +76,11 @@ def weight_bytes(
     dtype: str,
     tokens: int,
     policy: Policy = Policy(),  # noqa: B008 (immutable)
+    touched: float = 0.0,
 ) -> float:
     """All parameters except those that are only looked up: an embedding that is not also the
-    lm_head counts one row per token, E experts count ``tokens`` · top_k at most."""
+    lm_head counts one row per token, of E experts those count that are ``touched`` in a layer; 0:
+    E (1 - (1 - top_k / E)^tokens), if tokens choose independently."""
     kind = getattr(torch, dtype)
     with created_as(kind, torch.device("meta")):
         made = model_class(model)(model)
@@ -94,7 +97,8 @@ def weight_bytes(
         experts = size_of(
             p for m in made.modules() if isinstance(m, Experts) for p in m.parameters()
         )
-        total -= experts * (1 - min(1.0, tokens * model.moe.top_k / model.moe.num_experts))
+        missed = (1 - model.moe.top_k / model.moe.num_experts) ** tokens
+        total -= experts * (1 - touched / model.moe.num_experts if touched else missed)
     return total
 
 

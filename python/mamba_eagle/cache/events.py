@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from mamba_eagle.cache.base import CacheWatcher, Journal, Node
+from mamba_eagle.cache.node import CacheWatcher, Journal, Node
 from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.events_config import BLOCK
 

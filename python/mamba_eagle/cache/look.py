@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 
-from mamba_eagle.cache.base import Node
+from mamba_eagle.cache.node import Node
 from mamba_eagle.message import CacheNode
 
 

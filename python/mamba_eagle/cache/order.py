@@ -53,12 +53,26 @@ class LazyHeap(Generic[T]):
                 heapq.heapify(self._heap)
             heapq.heappush(self._heap, self._entry(rank, member))
 
+    def update(self, member: T) -> None:
+        """Its rank may have fallen, if it is a member."""
+        if member in self._current:
+            self.put(member)
+
     def remove(self, member: T) -> None:
-        """It is no member any more, if it was one."""
+        """Remove it, if present."""
         self._current.pop(member, None)
 
-    def first(self) -> T | None:
-        """The member of the lowest rank; None if there is none."""
+    def first(self, unless: Callable[[T], bool] | None = None) -> T | None:
+        """The member of the lowest rank for which ``unless`` is false; None if there is none."""
+        passed: list[T] = []
+        while (member := self._first()) is not None and unless is not None and unless(member):
+            passed.append(member)
+            self.remove(member)
+        for each in passed:
+            self.put(each)
+        return member
+
+    def _first(self) -> T | None:
         while self._heap:
             entry = self._heap[0]
             if self._current.get(entry.member) is not entry:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from mamba_eagle.cache.base import Node
+from mamba_eagle.cache.node import Node
 from mamba_eagle.cache.order import LazyHeap, Rank
 
 

@@ -44,9 +44,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mamba_eagle.cache.allocator import SlotAllocator
-from mamba_eagle.cache.base import Fold, Match, NoCache, Node, PrefixCache, StateKind, Tokens
-from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.cache.node import Match, Node, StateKind, Tokens
+from mamba_eagle.cache.slot_pools import SlotPools
 from mamba_eagle.message.indices import Indices, indices
 
 
@@ -70,6 +69,14 @@ class Trail:
     first: int  # its position when the output began
     inside: list[Behind] = field(default_factory=list)  # in the output
 
+    @property
+    def state_slots(self) -> list[int]:
+        return [self.state_slot, *(each.state_slot for each in self.inside)]
+
+    @property
+    def journals(self) -> list[int]:
+        return [self.journal, *(each.journal for each in self.inside if each.journal >= 0)]
+
 
 @dataclass(slots=True)
 class PromptJournal:
@@ -87,19 +94,14 @@ class HeldSlots:
     slot: int  # its request slot
     state_slot: int  # of S0, its own running state
     kv: Indices  # the KV slot of each position
+    hit: (
+        Match  # what was cached at admission. Its state may be evicted once the first chunk is sent
+    )
     node: Node  # ends at ``inserted``; its prefix is locked
-    hit_kind: StateKind  # of the state at ``hit``, if that is not 0
-    hit: int  # position that prefill starts from: tokens whose KV and state are reused
-    branch: int  # tokens whose KV was cached at admission, hit or not
-    load_from: int  # the cache's state slot at ``hit``; may be evicted once the first chunk is sent
     inserted: int  # tokens that are in the cache's tree
     folded: int  # position that S0 was last known to be at
     salt: int = 0  # of its prefix in the cache
     followed: bool = True  # the drafter has processed all up to ``inserted``, and goes on
-    draft_from: int = 0  # what it lacks before ``hit``, if it is to follow, begins here
-    draft_state: int = -1  # its own state there
-    load_journal: int = -1  # the cache's rows of [load_at, hit), which the state is followed by
-    load_at: int = 0  # position of the state that is loaded
     prompt_journal: PromptJournal | None = None
     trail: Trail | None = None
     duplicates: Indices = field(default_factory=indices)  # own slots of tokens in the tree
@@ -110,14 +112,12 @@ class HeldSlots:
 
     @property
     def num_states(self) -> int:
-        return 1 + (0 if self.trail is None else 1 + len(self.trail.inside))
+        return 1 + (0 if self.trail is None else len(self.trail.state_slots))
 
     @property
     def num_journals(self) -> int:
-        if self.trail is None:
-            return int(self.prompt_journal is not None)
-        inside = sum(each.journal >= 0 for each in self.trail.inside)
-        return (self.prompt_journal is not None) + 1 + inside
+        own = int(self.prompt_journal is not None)
+        return own + (0 if self.trail is None else len(self.trail.journals))
 
 
 class Released(NamedTuple):
@@ -127,42 +127,13 @@ class Released(NamedTuple):
     state_kept: bool  # S0, as the state after the last one
 
 
-class Slots:
+class Slots(SlotPools):
     """Owns the slots of all kinds, and the prefix cache that is filled with those not in use.
 
     free + cached + held by requests + planned trees = total, of every kind.
     """
 
-    def __init__(
-        self,
-        max_kv_slots: int,
-        max_state_slots: int,
-        max_requests: int,
-        use_cache: bool = True,
-        max_journals: int = 0,
-        folds_journals: bool = True,
-    ) -> None:
-        """folds_journals: whether a state can be moved to the end of a journal by its rows alone;
-        otherwise journals leave with their states only."""
-        self.kv = SlotAllocator(max_kv_slots, "KV slot")
-        self.states = SlotAllocator(max_state_slots, "state slot")
-        self.requests = SlotAllocator(max_requests, "request slot")
-        self.journals = SlotAllocator(max_journals if use_cache else 0, "journal slot")
-        self.folds_journals = folds_journals
-        self._folds: list[Fold] = []
-        self.num_trails = 0
-        self.cache: PrefixCache = NoCache()
-        if use_cache:
-            self.cache = RadixCache(
-                self.kv, self.states, self.journals, draft_states=not folds_journals
-            )
-
-    @property
-    def available_kv(self) -> int:
-        """KV slots that are free or could be evicted from the cache."""
-        return self.kv.num_free + self.cache.evictable_kv
-
-    # ── a request's life ─────────────────────────────────────────────────────────────────────
+    num_trails = 0
 
     def admit(
         self,
@@ -178,9 +149,8 @@ class Slots:
 
         match: what the cache has of the prompt's ``num_tokens`` tokens. headroom: KV slots that
         must stay available beyond the prompt. keep: state slots that must not be evicted, besides
-        the match's own. salt: that of the match. in_place: S0 is the slot of the
-        match's state, which the cache gives up. followed: the drafter follows the request, and has
-        followed what is cached of it, or catches up.
+        the match's own. in_place: S0 is the slot of the match's state, which the cache gives up.
+        followed: the drafter follows the request, and has followed what is cached, or catches up.
 
         Returns None, and nothing is held, if there is not enough.
         """
@@ -196,48 +166,12 @@ class Slots:
             if state_slot is not None:
                 kv, slots = self._take_kv(fresh), self.requests.allocate(1)
                 assert kv is not None and slots is not None
+                begin, kv_slots = match.position, match.kv_slots + kv
                 return HeldSlots(
-                    slot=slots[0],
-                    state_slot=state_slot,
-                    kv=match.kv_slots + kv,
-                    node=match.node,
-                    hit_kind=match.kind,
-                    hit=match.position,
-                    branch=match.length,
-                    load_from=match.state_slot,
-                    inserted=match.position,
-                    folded=match.position,
-                    salt=salt,
-                    load_journal=match.journal,
-                    load_at=match.anchor,
-                    followed=followed,
-                    draft_from=match.draft_from,
-                    draft_state=match.draft_state,
+                    slots[0], state_slot, kv_slots, match, match.node, begin, begin, salt, followed
                 )
         cache.unlock(match.node)
         return None
-
-    def reserve_state(self, keep: Collection[int] = ()) -> int | None:
-        """A state slot; one of ``keep`` is not evicted for it. None if there is no other."""
-        if self.states.num_free == 0:
-            self.cache.evict_states(1, keep)
-        slots = self.states.allocate(1)
-        return slots[0] if slots else None
-
-    def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
-        """A journal slot; None if there is none that can be had for it. keep: state slots that are
-        not moved to the end of their journal for it; ``take_folds`` has the one that is."""
-        if self.journals.num_free == 0 and self.folds_journals:
-            fold = self.cache.evict_journal(keep)
-            if fold is not None:
-                self._folds.append(fold)
-        slots = self.journals.allocate(1)
-        return slots[0] if slots else None
-
-    def take_folds(self) -> list[Fold]:
-        """What is to be done first in the plan that is being built."""
-        folds, self._folds = self._folds, []
-        return folds
 
     def start_trail(self, held: HeldSlots, position: int, keep: Collection[int] = ()) -> None:
         """Reserves what is kept behind a request whose prompt ends at ``position``; nothing if a
@@ -257,10 +191,8 @@ class Slots:
     def end_trail(self, held: HeldSlots) -> None:
         """Nothing is kept behind the request any more."""
         if held.trail is not None:
-            self.journals.free([held.trail.journal])
-            self.states.free([held.trail.state_slot])
-            self.states.free(each.state_slot for each in held.trail.inside)
-            self.journals.free(each.journal for each in held.trail.inside if each.journal >= 0)
+            self.states.free(held.trail.state_slots)
+            self.journals.free(held.trail.journals)
             held.trail = None
             self.num_trails -= 1
 
@@ -270,8 +202,12 @@ class Slots:
         journal = held.prompt_journal
         assert journal is not None
         held.prompt_journal = None
-        if not self.cache.attach_journal(held.node, journal.start, journal.slot, journal.end):
-            self.journals.free([journal.slot])
+        self._attach_journal(held, journal.start, journal.slot, journal.end)
+
+    def _attach_journal(self, held: HeldSlots, position: int, slot: int, end: int) -> None:
+        """The cache gets it, or it is free."""
+        if not self.cache.attach_journal(held.node, position, slot, end):
+            self.journals.free([slot])
 
     def drop_prompt_journal(self, held: HeldSlots) -> None:
         if held.prompt_journal is not None:
@@ -281,8 +217,8 @@ class Slots:
     def follow(self, held: HeldSlots) -> None:
         """The first chunk is sent, and before it the drafter processes what it lacked. Where it
         comes past the state that the target starts from, it leaves its own."""
-        passes = held.draft_from < held.load_at
-        self.cache.follow(held.node, held.load_at if passes else -1)
+        passes = held.hit.draft_from < held.hit.anchor
+        self.cache.follow(held.node, held.hit.anchor if passes else -1)
 
     def insert(
         self, held: HeldSlots, tokens: Tokens, heals: bool = False
@@ -293,17 +229,21 @@ class Slots:
         The cache takes the KV slots of those that it lacks. Where it has them already, the
         request's own slots are duplicates: the runner reads these until the request is released.
 
-        heals: as ``PrefixCache.insert`` has it. Returns the request's slots from which the
+        heals: as ``PrefixTree.insert`` has it. Returns the request's slots from which the
         drafter's keys and values are to be copied, and the cache's, to which.
         """
         end = held.inserted + len(tokens)
         fresh = held.kv[held.inserted : end]
+        sources, targets = indices(), indices()
+        if not self.stores:
+            held.duplicates += fresh
+            held.inserted = held.folded = end
+            return sources, targets
         done = self.cache.insert(held.node, tokens, fresh, held.salt, held.followed, heals)
         held.duplicates += fresh[: len(fresh) - done.taken]
         self.cache.lock(done.node)
         self.cache.unlock(held.node)
         held.node, held.inserted, held.folded = done.node, end, end
-        sources, targets = indices(), indices()
         for first, kv_slots in done.healed:
             sources += fresh[first : first + len(kv_slots)]
             targets += kv_slots
@@ -316,11 +256,6 @@ class Slots:
         has one already."""
         if not self.cache.attach_state(held.node, position, state_slot, kind, held.followed):
             self.states.free([state_slot])
-
-    def reserve_tree(self, num_nodes: int) -> Indices | None:
-        """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
-        nothing is evicted, if that many are not available."""
-        return self._take_kv(num_nodes)
 
     def settle(self, held: HeldSlots, tree: Indices, accepted: Sequence[int], folded: int) -> None:
         """The result of a decode step is back: accepted nodes keep their KV slots, the others are
@@ -343,8 +278,7 @@ class Slots:
         tokens: those from ``inserted`` on whose KV slots the cache may have, S0 or the trail being
         good for the state after the last of them; None: the cache gets nothing.
         """
-        stored = tokens is not None and self.cache.stores
-        state_kept = False
+        state_kept, stored = False, tokens is not None and self.stores
         if tokens is not None and stored:
             self.insert(held, tokens)
             # A journal that reaches the end takes the place of the state there.
@@ -364,36 +298,18 @@ class Slots:
     def _keep_trail(self, held: HeldSlots) -> bool:
         """The cache gets what is kept behind the request. Returns whether that serves the
         end: by these rows, or by those that it had of the same tokens."""
-        trail, end, node = held.trail, held.inserted, held.node
+        trail, end = held.trail, held.inserted
         if trail is None or trail.anchor > end:
             return False
         for each in trail.inside:
-            at = (each.position, each.state_slot)
-            if not self.cache.attach_state(node, *at, "spare", held.followed):
-                self.states.free([each.state_slot])
-            if each.journal >= 0 and not self.cache.attach_journal(
-                node, each.position, each.journal, min(each.end, end)
-            ):
-                self.journals.free([each.journal])
-        anchor = (trail.anchor, trail.state_slot)
-        if not self.cache.attach_state(node, *anchor, "output", held.followed):
-            self.states.free([trail.state_slot])
-        if not self.cache.attach_journal(node, trail.anchor, trail.journal, end):
-            self.journals.free([trail.journal])
+            self.attach_state(held, each.position, each.state_slot, "spare")
+            if each.journal >= 0:
+                self._attach_journal(held, each.position, each.journal, min(each.end, end))
+        self.attach_state(held, trail.anchor, trail.state_slot, "output")
+        self._attach_journal(held, trail.anchor, trail.journal, end)
         held.trail = None
         self.num_trails -= 1
         return True
-
-    def _take_kv(self, count: int) -> Indices | None:
-        """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
-        missing = count - self.kv.num_free
-        if missing > 0:
-            if missing > self.cache.evictable_kv:
-                return None
-            self.cache.evict_kv(missing)
-        return self.kv.allocate(count)
-
-    # ── checking ─────────────────────────────────────────────────────────────────────────────
 
     def check_integrity(
         self, held: Iterable[HeldSlots] = (), trees: Iterable[Sequence[int]] = ()
@@ -403,19 +319,10 @@ class Slots:
         held: of all admitted requests. trees: of all plans in flight.
         """
         self.cache.check_integrity()
-        cache, held = self.cache, list(held)
+        held = list(held)
         trails = sum(each.trail is not None for each in held)
         if trails != self.num_trails:
             raise RuntimeError(f"{self.num_trails} trails are counted, but requests have {trails}")
         held_kv = sum(each.num_own_kv for each in held) + sum(map(len, trees))
-        for pool, cached, in_use in (
-            (self.kv, cache.num_kv, held_kv),
-            (self.states, cache.num_states, sum(each.num_states for each in held)),
-            (self.journals, cache.num_journals, sum(each.num_journals for each in held)),
-            (self.requests, 0, len(held)),
-        ):
-            if pool.num_free + cached + in_use != pool.total:
-                raise RuntimeError(
-                    f"{pool.name}s do not add up: {pool.num_free} free + {cached} cached + "
-                    f"{in_use} held by requests != {pool.total}"
-                )
+        states = sum(each.num_states for each in held)
+        self.check_sums(held_kv, states, sum(each.num_journals for each in held), len(held))

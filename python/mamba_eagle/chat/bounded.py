@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 POLL_SECONDS = 0.05
-# A thread waits for others, too. It is given up after so many times its own time on the clock.
+# A thread waits for others, too. It is given up after this many times its own time on the clock.
 PATIENCE = 20
 
 T = TypeVar("T")

@@ -48,7 +48,7 @@ class CallGrammars:
     def __init__(self, family: Family, special: Special = None) -> None:
         if family.calls is None:
             raise GrammarError(
-                f"how calls are written is not known of {family.name}, so they cannot be forced: "
+                f"the tool-call format of {family.name} is unknown, so calls cannot be forced: "
                 "start the server with --tool-call-parser, or leave it to the model (auto)"
             )
         self.form: CallForm = family.calls

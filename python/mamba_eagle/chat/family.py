@@ -83,7 +83,7 @@ class Family:
         return REASONING in self.fields
 
     def with_reasoning_of(self, other: Family | None) -> Family:
-        """These calls, the other's reasoning; None: no reasoning is told apart."""
+        """These calls, the other's reasoning; None: reasoning is not separated."""
         fields = {name: value for name, value in self.fields.items() if name != REASONING}
         if other is not None and other.reads_reasoning:
             fields = {REASONING: other.fields[REASONING], **fields}
@@ -148,7 +148,7 @@ def checked_template(template: Any) -> Mapping[str, Any]:
 def family_of(
     own_template: Any, chat_template: str, call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> Family | None:
-    """The form to expect; None if nothing is told apart.
+    """The form to expect; None if nothing is separated.
 
     own_template: the tokenizer's ``response_template``, if it has one.
     call_parser, reasoning_parser: a name of ``read_family``, ``auto`` or ``none``.

@@ -69,7 +69,7 @@ class ChatFormat:
         return after_last_anchor(self.family.template, prompt)
 
     def reader(self, with_calls: bool, with_reasoning: bool) -> Family | None:
-        """The family as far as a request wants parts told apart; None: it wants none."""
+        """The part of the family that a request wants separated; None: it wants none."""
         family = None if self.problem else self.family
         if family is None:
             return None
@@ -80,7 +80,7 @@ class ChatFormat:
         return family if family.reads_calls or family.reads_reasoning else None
 
     def budget(self, tokens: int, stops: Collection[int]) -> Budget | None:
-        """At most so many tokens of reasoning; None if its end is not one token, which would be
+        """At most this many tokens of reasoning; None if its end is not one token, which would be
         needed to keep count. stops: the tokens that end a text."""
         assert self.family is not None and self.family.reasoning is not None
         end = self.hf.encode(self.family.reasoning.close, add_special_tokens=False)
@@ -110,7 +110,7 @@ class ChatFormat:
 
 
 def after_last_anchor(template: Mapping[str, Any], prompt: str) -> str:
-    """What stands behind the last beginning of an assistant's message; "" if there is none."""
+    """What follows the last beginning of an assistant's message; "" if there is none."""
     anchor = template.get("start_anchor")
     if anchor is None:
         pattern = re.compile(template.get("start_anchor_pattern", "(?!)"), re.DOTALL)

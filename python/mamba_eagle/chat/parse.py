@@ -4,7 +4,7 @@ transformers' ``ResponseParser`` finds where each part begins and ends; this mak
 reply of it. A whole reply is made of the same pieces, so it says what the stream said.
 
 - Text that only looks like a call stays text: bad JSON, no name, arguments that are no object.
-- A call that the end of the output cuts off is no call, and is left out.
+- A call that the end of the output cuts off is not a call, and is left out.
 - White space at both ends of reasoning and content is left out.
 """
 
@@ -35,7 +35,7 @@ def _library() -> Any:
 
 
 def parser_problem() -> str:
-    """Why tool calls and reasoning cannot be told apart here; "" if they can."""
+    """Why tool calls and reasoning cannot be separated here; "" if they can."""
     if _library() is not None:
         return ""
     return (
@@ -106,13 +106,13 @@ class _Text:
         return [piece]
 
     def forget_end(self) -> None:
-        """What comes is another's; what was held is no part of it."""
+        """What comes is another's; what was held is not a part of it."""
         self._held = ""
 
 
 class FamilyParser(OutputParser):
     """By a family's response template. ``prefix``: what of the assistant's message the prompt
-    already has; it decides where the output begins and is no part of the reply."""
+    already has; it decides where the output begins and is not part of the reply."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Form:
         split = {name: _as_text(value) for name, value in fields.items()}
         if all("open" in value or "open_pattern" in value for value in split.values()):
             split["outside"] = {"content": "text", "content_args": {"strip": False}}
-        # The prompt's part is found by whoever made the prompt.
+        # The prompt's part is found by the maker of the prompt.
         load = _library().response_templates.load_response_template
         self.split = load({"fields": split, "start_anchor": "\0\0"})
         self.names = {name: name for name in (REASONING, CALLS) if name in fields}
@@ -263,8 +263,8 @@ def template_problem(family: Family) -> str:
 
 
 def leaves_open(region: str, form: CallForm | None) -> bool:
-    """Whether an argument begins and does not end. It is no call then, and a reader would look for
-    the end of each such argument in all that follows."""
+    """Whether an argument begins and does not end. It is not a call then, and a reader would look
+    for the end of each such argument in all that follows."""
     if form is None or not form.begin_argument:
         return False
     begin, end = form.begin_argument.partition("{key}")[0], form.end_argument.strip()

@@ -39,7 +39,7 @@ def arguments_of(schema: Mapping[str, Any]) -> list[Argument]:
             raise GrammarError(f"{shown(name)} is required but no property", "required")
     for name in properties:
         if not name or any(char in name for char in "<>\n"):
-            raise GrammarError(f"{shown(name)} is no name that a tag can have", "properties")
+            raise GrammarError(f"{shown(name)} is not a name that a tag can have", "properties")
     return [
         Argument(name, standalone(value, schema), name in required)
         for name, value in properties.items()
@@ -76,7 +76,7 @@ def _target(reference: str, root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a value may have, as far as the top of the schema says; empty: any."""
+    """The JSON types that a value may have, which the top of the schema allows; empty: any."""
     declared = schema.get("type")
     if isinstance(declared, str):
         return {declared}

@@ -64,7 +64,7 @@ class ClusterConfig:
 class Replica:
     """A server. Ray calls ``check_health``, and starts another replica when it fails."""
 
-    async def __init__(self, flags: Sequence[str]) -> None:  # Ray awaits it
+    async def __init__(self, flags: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
         self.server = ServerChild(flags)
         await self.server.wait_until_ready(READY_SECONDS)
 
@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--num-replicas", type=int, default=1, metavar="N")
-    add("--max-replicas", type=int, default=0, metavar="N", help="scale up to so many under load")
+    add("--max-replicas", type=int, default=0, metavar="N", help="scale up to this many under load")
     add("--gpus-per-replica", type=float, metavar="F", help="default: 1 where there are GPUs")
     add("--cpus-per-replica", type=float, default=1.0, metavar="F")
     add(

@@ -33,19 +33,22 @@ OPTIONS = "%llguidance {}\n"
 class Grammar:
     """A grammar that starts in ``body`` and may refer to those in ``uses`` as ``@name``."""
 
-    kind: str  # lark_grammar or json_schema
-    body: str  # Lark's text, or a schema as JSON
+    kind: str  # lark_grammar, json_schema or ebnf
+    body: str  # Lark's text, a schema as JSON, or GBNF or Lark of a client's
     uses: tuple[Grammar, ...] = ()
 
     @cached_property
     def name(self) -> str:
         """What other Lark texts call it: equal grammars have equal names."""
         parts = (self.kind, self.body, *(used.name for used in self.uses))
-        return "g" + hashlib.blake2b("\0".join(parts).encode(), digest_size=6).hexdigest()
+        return "g" + hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def text(self) -> str:
-        """What llguidance reads, and what ``SamplingParams.grammar`` carries."""
+        """What llguidance reads, and what ``SamplingParams.grammar`` carries.
+
+        Raises: GrammarError for an ebnf that cannot be read. Many rules take seconds.
+        """
         every = {part.name: part for part in self.parts()}
         texts = (part._json(first=part is self) for part in every.values())
         return f'{{"grammars": [{", ".join(texts)}]}}'
@@ -57,9 +60,11 @@ class Grammar:
             yield from used.parts()
 
     def _json(self, first: bool) -> str:
-        body = self.body if self.kind == "json_schema" else json.dumps(self.body)
         name = "" if first else f'"name": "{self.name}", '
-        return f'{{{name}"{self.kind}": {body}}}'
+        if self.kind == "json_schema":
+            return f'{{{name}"json_schema": {self.body}}}'
+        lark = _lark_of(self.body) if self.kind == "ebnf" else self.body
+        return f'{{{name}"lark_grammar": {json.dumps(lark)}}}'
 
 
 # ── the kinds of constraints ─────────────────────────────────────────────────────────────────
@@ -104,26 +109,18 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
         raise GrammarError(f"{len(choices)} choices are more than the limit of {MAX_CHOICES}")
     for choice in choices:
         _readable(choice, "choice")
-    return Grammar("lark_grammar", "start: " + " | ".join(map(quoted, choices)) + "\n")
+    # As one terminal: as rules each would be one more way to go on.
+    return Grammar("lark_grammar", f"start: TEXT\nTEXT: {' | '.join(map(quoted, choices))}\n")
 
 
 def ebnf_grammar(text: str) -> Grammar:
     """A grammar of the client's: GBNF (``root ::= …``), or Lark as llguidance reads it
-    (``start: …``).
+    (``start: …``). Which one, and whether it can be read, is seen when its text is asked for.
 
     Raises: GrammarError
     """
     _readable(text, "grammar")
-    try:
-        lark = any_to_lark(text)
-    except GbnfToLarkError as error:
-        first = str(error).partition("\n")[0]
-        raise GrammarError(f"neither GBNF (root ::= ...) nor Lark (start: ...): {first}") from None
-    except RecursionError:
-        raise GrammarError("it is nested too deeply: write it flatter") from None
-    except Exception as error:  # the converter raises plain Exceptions, such as for unknown rules
-        raise GrammarError(f"it cannot be read as GBNF: {shown(str(error))}") from None
-    return Grammar("lark_grammar", lark)
+    return Grammar("ebnf", text)
 
 
 def lark_grammar(text: str, *uses: Grammar) -> Grammar:
@@ -144,7 +141,7 @@ def after_reasoning(
 ) -> Grammar:
     """Free text up to the first ``end``, some white space, then ``body``.
 
-    So reasoning is no state beside the grammar, and a draft tree may cross its end. ``end`` is a
+    So reasoning is not a state beside the grammar, and a draft tree may cross its end. ``end`` is a
     special token if ``special`` has it (``Vocabulary.special``), otherwise text. begin: what the
     model has to write before its reasoning, if the prompt does not end with it.
     """
@@ -223,6 +220,19 @@ def regex_literal(pattern: str) -> str:
             out.append(char)
         escaped = char == "\\" and not escaped
     return "/" + "".join(out) + "/"
+
+
+def _lark_of(text: str) -> str:
+    try:
+        lark: str = any_to_lark(text)
+    except GbnfToLarkError as error:
+        first = str(error).partition("\n")[0]
+        raise GrammarError(f"neither GBNF (root ::= ...) nor Lark (start: ...): {first}") from None
+    except RecursionError:
+        raise GrammarError("it is nested too deeply: write it flatter") from None
+    except Exception as error:  # the converter raises plain Exceptions, such as for unknown rules
+        raise GrammarError(f"it cannot be read as GBNF: {shown(str(error))}") from None
+    return lark
 
 
 def _readable(text: str, what: str) -> None:

@@ -17,7 +17,7 @@ from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.constrain.vocabulary import Vocabulary
 from mamba_eagle.core import SamplingParams
 
-KEPT = 64  # compiled grammars; one in use takes up to some megabytes
+KEPT = 32  # compiled grammars: some megabytes each, or up to 60 (MAX_LEXER_STATES)
 THREADS = 2
 NICE = 5  # of these threads: a share of about a quarter beside one that computes steps
 
@@ -38,7 +38,7 @@ class Matchers:
         self._vocabulary: Future[Vocabulary] | None = None
 
     def prepare(self) -> Future[Vocabulary]:
-        """Begin to load the vocabulary, if nobody has."""
+        """Begin to load the vocabulary, unless that has begun."""
         if self._vocabulary is None:
             self._vocabulary = self._threads.submit(self._load)
         return self._vocabulary
@@ -55,7 +55,14 @@ class Matchers:
 
     def start(self, params: SamplingParams) -> RequestGrammar:
         """At the start of ``params.grammar``, which is compiled meanwhile."""
-        return RequestGrammar(self.compile(params.grammar), params, self._eos, self.words)
+        base = self.compile(params.grammar)
+
+        def spoiled() -> None:
+            # Its lexer is shared, may be large, and has an error that it never leaves.
+            if self._bases.get(params.grammar) is base:
+                del self._bases[params.grammar]
+
+        return RequestGrammar(base, params, self._eos, self.words, spoiled)
 
     def compile(self, text: str) -> Future[LLMatcher]:
         """A matcher at the start of a grammar, which others copy."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Row = npt.NDArray[np.uint32]  # [W], one mask
-# of ``Place.forced``: nobody has asked, and any of several tokens may follow
+# of ``Place.forced``: not asked yet, and any of several tokens may follow
 UNKNOWN, FREE = -2, -1
 
 
@@ -23,7 +23,7 @@ class Place:
         """depth: output tokens and drafted tokens up to here."""
         self.above, self.token, self.depth = above, token, depth
         self.below: dict[int, Place | None] = {}  # None: refused
-        self.forced = UNKNOWN  # the one token that may follow, if it is no end token
+        self.forced = UNKNOWN  # the one token that may follow, if it is not an end token
         self.mask: Row | None = None
 
     def way(self) -> list[int]:

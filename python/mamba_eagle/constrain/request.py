@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from mamba_eagle.constrain.place import FREE, UNKNOWN, Place, Row
-from mamba_eagle.constrain.vocabulary import NoVocabulary
+from mamba_eagle.constrain.vocabulary import NoVocabulary, own_words
 from mamba_eagle.core import SamplingParams
 
 
@@ -29,11 +29,16 @@ class RequestGrammar:
     """
 
     def __init__(
-        self, base: Future[LLMatcher], params: SamplingParams, eos: Sequence[int], words: int
+        self,
+        base: Future[LLMatcher],
+        params: SamplingParams,
+        eos: Sequence[int],
+        words: int,
+        spoiled: Callable[[], None],
     ) -> None:
         """base: a matcher at the start of the grammar, which is copied when it is there. words: of
-        a mask."""
-        self._base, self._words = base, words
+        a mask. spoiled: called when the grammar fails."""
+        self._base, self._words, self._spoiled = base, words, spoiled
         self.output: list[int] = []  # tokens taken in
         self.root = Place(None, -1, 0)  # behind the output
         self._here = self.root  # where the matcher stands
@@ -52,14 +57,18 @@ class RequestGrammar:
         try:
             base = self._base.result()
         except NoVocabulary as error:
-            self.problem = str(error)
+            self._fail(str(error))
             return None
         if base.is_error():
-            self.problem = base.get_error()
+            self._fail(base.get_error())
             return None
         matcher = base.deep_copy()
         self._take_in(matcher, self.output)
         return matcher
+
+    def _fail(self, message: str) -> None:
+        self.problem = own_words(message)
+        self._spoiled()
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The request has generated these tokens, or had generated them before it was retracted."""
@@ -88,7 +97,8 @@ class RequestGrammar:
         taken = matcher.try_consume_tokens(list(tokens))
         # the end token behind a finished grammar is not taken: with it the request has ended
         if taken < len(tokens) and tokens[taken] not in self._stops:
-            self.problem = f"it does not go on with token {tokens[taken]}, which was generated"
+            reason = f"it does not go on with token {tokens[taken]}, which was generated"
+            self._fail(matcher.get_error() or reason)
 
     def _stand_at(self, place: Place) -> LLMatcher | None:
         """The matcher, behind the tokens that lead to ``place``; None after an error."""
@@ -169,18 +179,10 @@ class RequestGrammar:
             row = np.empty(self._words, dtype=np.uint32)
             if not self._fill(asked, row, row.ctypes.data, place.depth):
                 if place is self.root:
-                    self.problem = asked.get_error()
+                    self._fail(asked.get_error())
                 return None
             place.mask = row
         return place.mask
-
-    def mask_behind(self, tokens: Sequence[int]) -> Row | None:
-        """The mask behind drafted tokens; None if the grammar refuses one of them, or if nothing
-        can follow."""
-        place: Place | None = self.root
-        for token in tokens:
-            place = self.below(place, token) if place is not None else None
-        return self.mask(place) if place is not None else None
 
     def is_over(self, place: Place) -> bool:
         """Whether nothing but the end can follow."""
@@ -231,7 +233,7 @@ class RequestGrammar:
         """A matcher never leaves its error: behind drafted tokens another takes its place, since
         these need not be accepted."""
         if self._here is self.root:
-            self.problem = message
+            self._fail(message)
             return
         matcher = self._base.result().deep_copy()
         self._take_in(matcher, [*self.output, *self._here.way()])

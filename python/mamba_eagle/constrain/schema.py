@@ -34,15 +34,11 @@ def checked_schema(schema: str | Mapping[str, Any] | bool, whitespace: str | Non
     try:
         text = json.dumps(decoded, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise GrammarError(f"it is no JSON: {shown(str(error))}") from None
+        raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise GrammarError(
             f"the schema has {len(text)} characters but may have at most {MAX_GRAMMAR_CHARACTERS}: "
             "shorten it"
-        )
-    if '"$ref"' in text and not _Finite(decoded).root_is():
-        raise GrammarError(
-            "every value that fits refers to itself without end: let some $ref be optional", "$ref"
         )
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     if whitespace:
@@ -65,7 +61,7 @@ def _decoded(schema: str | Mapping[str, Any] | bool) -> dict[str, Any]:
         except RecursionError:
             raise _too_deep() from None
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise GrammarError(f"it is no JSON: {shown(str(error))}") from None
+            raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
     if schema is True:
         return {}
     if schema is False:
@@ -97,6 +93,17 @@ def _too_deep() -> GrammarError:
 
 
 # ── schemas that refer to themselves ─────────────────────────────────────────────────────────
+
+
+def refuse_endless(schema: str) -> None:
+    """schema: as ``checked_schema`` returned it. Long chains of references take seconds.
+
+    Raises: GrammarError
+    """
+    if '"$ref"' in schema and not _Finite(msgspec.json.decode(schema)).root_is():
+        raise GrammarError(
+            "every value that fits refers to itself without end: let some $ref be optional", "$ref"
+        )
 
 
 class _Finite:

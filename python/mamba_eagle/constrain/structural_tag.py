@@ -139,7 +139,7 @@ def structural_tag_grammar(value: str | Mapping[str, Any], special: Special = No
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise GrammarError(f"it is no JSON: {shown(str(error))}") from None
+            raise GrammarError(f"it is not JSON: {shown(str(error))}") from None
     if not isinstance(value, Mapping):
         raise GrammarError("must be an object, or its JSON text")
     reader = _Reader(special)

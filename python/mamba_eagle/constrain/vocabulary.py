@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mamba_eagle.constrain.grammar import Grammar
-from mamba_eagle.constrain.schema import blamed
+from mamba_eagle.constrain.schema import blamed, refuse_endless
 from mamba_eagle.hub import is_gguf
+from mamba_eagle.limits import MAX_GRAMMAR_ITEMS, MAX_LEXER_STATES
 
 # A grammar of reasonable size needs far less. Lexer fuel is spent at about 50,000 per millisecond
 # when a grammar is built, and 14,000 per millisecond when a mask is computed.
@@ -22,11 +24,12 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
-    max_lexer_states=100_000,
+    max_items_in_row=MAX_GRAMMAR_ITEMS,
+    max_lexer_states=MAX_LEXER_STATES,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-REMEMBERED = 512  # grammars whose verdict is kept
+TEXTS, STEPS = 2, 24  # that a grammar is tried with, in tokens
 
 
 class NoVocabulary(RuntimeError):
@@ -55,8 +58,7 @@ class Vocabulary:
         except Exception as error:  # llguidance raises whatever its Rust side says
             raise NoVocabulary(f"llguidance cannot read this tokenizer: {error}") from None
         self.size, self.eos = size, tuple(eos)
-        self.special = _special_tokens(tokenizer) if isinstance(tokenizer, str) else {}
-        self._problem = lru_cache(REMEMBERED)(self._tried)
+        self.special = special_tokens(tokenizer) if isinstance(tokenizer, str) else {}
 
     @property
     def words(self) -> int:
@@ -69,46 +71,76 @@ class Vocabulary:
 
     def problem(self, grammar: Grammar) -> tuple[str, str]:
         """Why the grammar cannot be served, and the path of what is to blame in a schema; two
-        empty texts if it can. Takes as long as compiling it: call it off the event loop."""
-        message = self._problem(grammar.text)
-        if not message:
-            return "", ""
-        schemas = (part.body for part in grammar.parts() if part.kind == "json_schema")
-        paths = (blamed(schema, message) for schema in schemas)
+        empty texts if it can. Takes as long as the grammar wants, and some steps of it.
+
+        Raises: GrammarError
+        """
+        text = grammar.text
+        schemas = [part.body for part in grammar.parts() if part.kind == "json_schema"]
+        for schema in schemas:
+            refuse_endless(schema)
+        message = self._tried(text)
+        paths = (blamed(schema, message) for schema in schemas) if message else ()
         return message, next(filter(None, paths), "")
 
     def _tried(self, text: str) -> str:
-        matcher = self.matcher(text)
-        mask = np.zeros(self.words, dtype=np.uint32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error():
-            return _own_words(matcher.get_error())
-        mask[[token >> 5 for token in self.eos]] &= [
-            np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF) for token in self.eos
-        ]
-        if not mask.any():
-            return "nothing but the empty text fits it"
+        """Does what the runner will do: builds a matcher, and follows two random texts."""
+        base = self.matcher(text)
+        if base.is_error():
+            return own_words(base.get_error())
+        for seed in range(TEXTS):
+            matcher, random = base.deep_copy(), Random(seed)
+            for step in range(STEPS):
+                mask = self._mask(matcher)
+                if matcher.is_error():
+                    return own_words(matcher.get_error())
+                if not len(mask):
+                    if not step:
+                        return "nothing but the empty text fits it"
+                    break
+                # the lowest ids mostly are single bytes, such as what ends a string
+                token = int(random.choice(mask[:8] if step % 2 else mask))
+                matcher.try_consume_tokens([token])
+                if not matcher.is_error():
+                    matcher.compute_ff_tokens()
         return ""
 
+    def _mask(self, matcher: LLMatcher) -> npt.NDArray[np.int64]:
+        """The tokens that may follow and end nothing."""
+        words = np.zeros(self.words, dtype=np.uint32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        tokens = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        return tokens[~np.isin(tokens, self.eos)]
 
-def _own_words(message: str) -> str:
+
+def own_words(message: str) -> str:
     """llguidance's message without what it says of the Lark text, which no client has written."""
     message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
     message = re.split(r" \d+ \| ", message)[0]
+    message = re.sub(r"^(Parser Error|lexer error): ", "", message)
     message = re.sub(r"^at \d+\(\d+\): (invalid regex .* \(in regex\): )?", "", message)
-    return _REASONS.get(message, message)
+    for begin, reason in _REASONS.items():
+        if message.startswith(begin):
+            return reason
+    return message
 
 
+SIMPLER = "to be followed: make it simpler"
 _REASONS = {
     "NoExtensionBias": "no text fits it",
     "NoExtension": "no text fits it",
-    "ParserTooComplex": "it is too ambiguous to be followed: make it simpler",
-    "LexerTooComplex": "its patterns are too large to be followed: make them simpler",
+    "ParserTooComplex": f"it is too ambiguous {SIMPLER}",
+    "LexerTooComplex": f"its patterns are too large {SIMPLER}",
+    "too many expressions constructed": f"its patterns take too many steps {SIMPLER}",
+    "fuel exhausted": f"its patterns take too many steps {SIMPLER}",
+    "too many states": f"its patterns have more than {MAX_LEXER_STATES} states: make them simpler",
+    "Current row has": f"it has more than {MAX_GRAMMAR_ITEMS} ways to go on at one place, counted "
+    "in parts of alternatives and four to an optional property: split it",
+    "Too many items": f"it is too ambiguous {SIMPLER}",
 }
 
 
-def _special_tokens(tokenizer: str) -> dict[str, int]:
+def special_tokens(tokenizer: str) -> dict[str, int]:
     """The texts of tokens that no ordinary text is encoded to, by a tokenizer.json."""
     added = json.loads(tokenizer).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token.get("special")}

@@ -23,7 +23,7 @@ def fill_masks(
     grammar refuses, and those below them.
 
     tokens, parents [T] of the tree; the root, node 0, is the last token that ``grammar`` has taken
-    in. masks: all ones. The rows of refused nodes keep them: nobody reads what they allow, and a
+    in. masks: all ones. The rows of refused nodes keep them: what they allow is not read, and a
     row without any token would make a NaN of its softmax.
     """
     children: list[list[int]] = [[] for _ in tokens]

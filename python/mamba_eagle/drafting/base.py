@@ -49,17 +49,17 @@ class KeyedNoise(Protocol):
         """
 
     def told(self, depth: int) -> Sequence[int]:
-        """Requests, by index in the batch, whose next tokens are told without a drafter, for most
-        of ``depth`` levels: whatever is drafted for them is replaced."""
+        """Requests, by index in the batch, whose next tokens the grammar fixes for most of
+        ``depth`` levels; their drafts are replaced."""
 
     def of(self, requests: Sequence[int]) -> KeyedNoise:
         """The same for some requests of the batch, by index."""
 
     def forced(self, requests: int, k: int, levels: int) -> TopTokens | None:
-        """The only children of the lanes that were followed last, where the text of all lanes is
-        told for most of the next ``levels``, as [requests, lanes, k] with other children behind
-        them that score -inf; None: the drafter is needed. levels 0: in any case, then a lane whose
-        text is not told has no children."""
+        """The only children of the lanes that were followed last, where the grammar fixes the text
+        of all lanes for most of the next ``levels``, as [requests, lanes, k] with other children
+        after them that score -inf; None: the drafter must run. levels 0: always children, of which
+        a lane whose text is not fixed has none."""
 
     def follow(self, frontier: Frontier) -> None:
         """The next call has these lanes, made of the last call's results. Drafters without lanes
@@ -151,7 +151,7 @@ class Drafter(ABC):
         """A tree of ``part.shape``, with at least two nodes, for each request in ``slots`` [b],
         rooted at its last token.
 
-        The shape is no larger than the configured one, and may change from step to step. noise:
+        The shape is not larger than the configured one, and may change from step to step. noise:
         None if all requests are greedy.
         """
 

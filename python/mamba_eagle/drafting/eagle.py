@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mamba_eagle.backend.drafts import HeadParts
+from mamba_eagle.backend.programs import Network
 from mamba_eagle.drafting.base import Drafter, DraftParts, FolderSource
 from mamba_eagle.drafting.model_drafter import ModelDrafter
 from mamba_eagle.drafting.network import DraftNetwork
@@ -39,13 +39,18 @@ class EagleNetwork(DraftNetwork):
     def logits(self, depth: int, outputs: Tensor) -> Tensor:
         return self.target.raw_logits(outputs) if self.output is None else self.output(outputs)
 
-    def head_parts(self) -> HeadParts | None:
+    def parts(self) -> Network | None:
         head, target = self.head, self.target
         if target.logits_scale != 1.0:
             return None
-        own = (head.fc, tuple(head.layers), head.norm)
-        output = self.output or target.lm_head
-        return HeadParts(target.parts.embedding, target.embedding_scale, *own, output)
+        return Network(
+            target.parts.embedding,
+            target.embedding_scale,
+            tuple(head.layers),
+            head.norm,
+            self.output or target.lm_head,
+            entry=head.fc,
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import ref
 
 import numpy as np
 import torch
@@ -11,13 +10,13 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.contexts import VerifyContext
-from mamba_eagle.backend.drafts import DraftPools, GreedyDrafts
 from mamba_eagle.backend.lanes import LaneRows, Lanes
 from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.pools import KVPool, StatePool, kv_dtype
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
+from mamba_eagle.backend.programs import DraftPools, GreedyDrafting
 from mamba_eagle.backend.state import SchemeSize
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.base import Drafter, DraftParts, KeyedNoise, StepPart
 from mamba_eagle.drafting.network import DraftNetwork
@@ -38,24 +37,24 @@ FEW_PLAIN_STEPS = 2  # plain steps whose entries a step with drafts can process 
 SPARE_ROWS = 8  # rows that make the journals of the drafter's own state longer, and folds rarer
 
 
-def max_lanes(config: EngineConfig) -> int:
+def max_lanes(config: DraftSettings) -> int:
     """Lanes per request that pass through the network, which those of the last depth do not."""
     shape = config.tree_shape
     return shape.topk * max(shape.depth - 1, 0)
 
 
-def max_pending(config: EngineConfig) -> int:
+def max_pending(config: DraftSettings) -> int:
     """Most pending entries per request: those that plain steps may leave, plus those of one step
     with drafts."""
     return MAX_PENDING + config.tree_shape.depth + 1
 
 
-def max_without_rows(config: EngineConfig) -> int:
+def max_without_rows(config: DraftSettings) -> int:
     """The same limit for a drafter without recurrent layers."""
     return max(max_pending(config), MAX_WITHOUT_ROWS)
 
 
-def draft_rows(config: EngineConfig) -> int:
+def draft_rows(config: DraftSettings) -> int:
     """Rows per request for a drafter with recurrent layers: pending entries, a journal of the same
     length, and lanes."""
     return 2 * max_pending(config) + max_lanes(config) + SPARE_ROWS
@@ -80,7 +79,7 @@ class ModelDrafter(Drafter):
         self.vocabulary = DraftVocabulary(backend, columns, network.target_ids())
         self.place = backend.place
         self.max_lanes = max_lanes(config)
-        # Who else must know the number of nodes would have to be told: ranks, stages, graphs.
+        # Chains may end early only on one rank without graphs: others need not know the node count.
         ends_early = backend.place.on_host and config.num_ranks == 1
         self.min_probability = np.array([config.speculative_draft_p_min if ends_early else 0.0])
         room = max_without_rows if net.mamba is None else max_pending
@@ -130,7 +129,7 @@ class ModelDrafter(Drafter):
         self.recurrent = net.mamba is not None or network.carry_size > 0
         self.reads = "features" if network.feature_size else "tokens"
         self.on_device = on_device and backend.experts_on_device(net.moe)
-        self.greedy = self._greedy_drafts(config.tree_shape)
+        self.greedy = self._greedy_drafting(config.tree_shape)
 
     # ── following the sequences ──
 
@@ -214,30 +213,29 @@ class ModelDrafter(Drafter):
 
     # ── drafting ──
 
-    def _greedy_drafts(self, largest: TreeShape) -> GreedyDrafts:
-        head = self.network.head_parts()
-        if head is not None and not self.recurrent and not self.vocabulary.is_split:
-            pools = DraftPools(
-                self.table, self.entries, self.kv, self.max_lanes, largest, self.min_probability
-            )
-            found = self.backend.greedy_drafts(head, pools, self.scheme)
-            if found is not None:
-                return found
-        return DepthByDepth(self)
+    def _greedy_drafting(self, largest: TreeShape) -> GreedyDrafting | None:
+        """None: ``grow`` does it."""
+        head = self.network.parts()
+        if head is None or self.recurrent or self.vocabulary.is_split:
+            return None
+        pools = DraftPools(
+            self.table, self.entries, self.kv, self.max_lanes, largest, self.min_probability
+        )
+        return self.backend.greedy_drafting(head, pools, self.scheme)
 
     def draft_whole_trees(self) -> None:
         self.min_probability[0] = 0.0
 
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
-        if noise is None:
-            return self.greedy.trees(slots, part.shape, part.longest)
+        if noise is None and self.greedy is not None:
+            return self.greedy(slots, part.shape, part.longest)
         return self.grow(slots, part.shape, part.longest, noise)
 
     def grow(self, slots: Tensor, shape: TreeShape, longest: int, noise: KeyedNoise | None) -> Tree:
-        """As ``GreedyDrafts.trees``, for all requests."""
+        """As ``GreedyDrafting``, for all requests."""
         told = () if noise is None else noise.told(shape.depth)
         if len(told) == len(slots) and longest + self.max_accepted <= self.max_pending:
-            return self._roots(slots, shape)  # whoever needs the network processes the entries
+            return self._roots(slots, shape)  # what needs the network processes the entries
         # entries of a request that has ended stay pending until it is released
         roots = self._run_pending(slots, None, longest)[:, None]  # [b, 1, O]
         if noise is None or not told:
@@ -364,15 +362,3 @@ class ModelDrafter(Drafter):
     def num_bytes(self) -> int:
         own = (self.kv, self.pool, self.scheme, self.network)
         return sum(part.num_bytes for part in own)
-
-
-class DepthByDepth:
-    """``GreedyDrafts`` by the drafter itself."""
-
-    def __init__(self, drafter: ModelDrafter) -> None:
-        self._drafter = ref(drafter)
-
-    def trees(self, slots: Tensor, shape: TreeShape, longest: int) -> Tree:
-        drafter = self._drafter()
-        assert drafter is not None
-        return drafter.grow(slots, shape, longest, None)

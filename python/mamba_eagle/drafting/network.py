@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from mamba_eagle.backend.drafts import HeadParts
+from mamba_eagle.backend.programs import Network
 from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.model_config import ModelConfig
@@ -50,7 +50,7 @@ class DraftNetwork(ABC):
         """The target's token for each in its vocabulary, [V'] int64; None if they agree."""
         return None
 
-    def head_parts(self) -> HeadParts | None:
+    def parts(self) -> Network | None:
         """What the network consists of, for backends that run it in a way of their own; None if it
         is not of that form."""
         return None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mamba_eagle.core import TreeShape
-from mamba_eagle.kernels.ngram_trie import cpu
+from mamba_eagle.drafting import ngram_trie as cpu
 
 
 class NgramIndex:

@@ -69,7 +69,7 @@ class DraftVocabulary:
         return self.columns.whole(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
 
     def shortlist(self, logits: Tensor, count: int) -> Shortlist:
-        """The ``count`` best tokens of each row, as far as they are this rank's: [n, own V']."""
+        """The ``count`` best tokens of each row, those that are this rank's: [n, own V']."""
         own = logits.topk(min(count, logits.shape[1]))
         if not self.is_split:
             return Shortlist(own.indices, None)

@@ -15,7 +15,7 @@ from mamba_eagle.drafting.base import StepPart
 
 
 class Kept(NamedTuple):
-    """Released requests whose entries up to some position are kept for whoever continues them."""
+    """Released requests whose entries up to some position are kept for what continues them."""
 
     slots: Tensor  # [n] int64, request slots
     ends: Tensor  # [n] int64, positions

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import EngineConfig, ModelSettings
 from mamba_eagle.constrain.vocabulary import read_tokenizer
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.hub import is_gguf
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer:
+def load_tokenizer(config: ModelSettings) -> Tokenizer:
     """Of a resolved ``config``."""
     return Tokenizer.from_str(read_tokenizer(config.tokenizer_path))
 

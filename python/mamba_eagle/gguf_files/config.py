@@ -88,7 +88,7 @@ def _shape(file: GgufFile, name: str) -> tuple[int, ...]:
     """Raises: UnsupportedModel if there is no such tensor."""
     if name not in file.tensors:
         raise UnsupportedModel(
-            f"{file.path} has no tensor {name}: it is no whole model; take another file"
+            f"{file.path} has no tensor {name}: it is not a whole model; take another file"
         )
     return file.tensors[name].shape
 

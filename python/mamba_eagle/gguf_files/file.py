@@ -92,7 +92,7 @@ class GgufFile:
         return value
 
     def bytes_of(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes, as a view of the mapped file, of which whoever writes gets a copy:
+        """A tensor's bytes, as a view of the mapped file, of which a writer gets a copy:
         [rows, bytes of a row]."""
         data = np.memmap(self.path, np.uint8, "c", info.offset, (info.nbytes,))
         return np.asarray(data).reshape(-1, info.row_bytes)
@@ -114,7 +114,7 @@ def _open(path: Path, changed: int, size: int) -> GgufFile:
         raise _in_parts(path, int(parts[1]))
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
-            raise UnsupportedModel(f"{path} is no GGUF file: it does not begin with 'GGUF'")
+            raise UnsupportedModel(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _header(path, _Cursor(data))
@@ -124,7 +124,14 @@ def _open(path: Path, changed: int, size: int) -> GgufFile:
                 ) from None
     if (count := int(header.metadata.get("split.count", 1))) > 1:
         raise _in_parts(path, count)
-    end = max((info.offset + info.nbytes for info in header.tensors.values()), default=0)
+    end = 0
+    for info in sorted(header.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset < end:
+            raise UnsupportedModel(
+                f"{path}: {info.name} begins at byte {info.offset}, inside the tensor before it; "
+                "download the file again"
+            )
+        end = info.offset + info.nbytes
     if end > size:
         raise UnsupportedModel(
             f"{path} ends after {size} bytes and its tensors after {end}; download it again"
@@ -223,6 +230,8 @@ def _header(path: Path, cursor: _Cursor) -> GgufFile:
             refused[dtype] = refused.get(dtype, 0) + 1
             continue
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
+        if name in tensors:
+            raise IndexError(f"{name} is there twice")
         if shape[-1] % block:
             raise IndexError(f"{name} of {dtype} has rows of {shape[-1]}")
         nbytes = int(np.prod(shape, dtype=np.int64)) // block * size

@@ -81,7 +81,7 @@ def tokenizer_json(file: GgufFile) -> str:
 
 
 def special_texts(file: GgufFile) -> dict[str, str]:
-    """bos_token, eos_token, unk_token and pad_token, as far as the file names them."""
+    """bos_token, eos_token, unk_token and pad_token, where the file names them."""
     tokens = token_texts(file)
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     found = {name: special_id(file, role) for name, role in roles.items()}
@@ -226,7 +226,7 @@ def _bpe(file: GgufFile, merges: list[list[str]], **options: Any) -> dict[str, A
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        # what pads a vocabulary to a round number is no token
+        # what pads a vocabulary to a round number is not a token
         "vocab": {
             text: number for number, text in enumerate(token_texts(file)) if types[number] != UNUSED
         },

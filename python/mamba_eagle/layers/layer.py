@@ -40,6 +40,10 @@ class Layer(nn.Module):
         """Tell the layers inside what their neighbours need; called for every layer once all are
         prepared."""
 
+    def rehearse(self) -> None:
+        """Launch kernels once that only some numbers of tokens need, so that none is compiled while
+        serving."""
+
     def residuals(self) -> tuple[Residual, ...]:
         """What ``forward(hidden, ctx)`` of a decoder layer consists of, one after the other; none
         if it is more than that."""

@@ -39,7 +39,7 @@ class ReluSquaredMLP(Layer):
         """How a norm before this layer may round its inputs to float8."""
         return self.up_proj.rounding
 
-    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
+    def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext | None = None) -> Tensor:
         above, rounding = self.up_proj(hidden), self.down_proj.rounding
         if rounding is None:
             return self.down_proj(self._ops.relu_squared(above))

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_mlp import activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
-from mamba_eagle.layers.ops import TORCH, LayerOps, Product
-from mamba_eagle.layers.products import GroupedProduct
+from mamba_eagle.layers.ops import TORCH, FusedRouter, LayerOps, Product
+from mamba_eagle.layers.products import ExpertLayer, GroupedProduct
 from mamba_eagle.layers.weights import MatrixLayer, empty_weight
 from mamba_eagle.model_config import MoEConfig, Span
 from mamba_eagle.parallel.cut import Cut, once, rows
 from mamba_eagle.parallel.shard import Shard
 
 
-class Routes(NamedTuple):
-    """The k experts that process each of n tokens."""
-
-    experts: Tensor  # [n, k] int64
-    weights: Tensor  # [n, k] float32
-
-
 class Router(Layer):
-    """weight [E, hidden_size], which is multiplied in float32 if ``exact``, else in its dtype."""
+    """hidden [n, hidden_size] -> its routes. weight [E, hidden_size], which is multiplied in
+    float32 if ``exact``, else in its dtype."""
 
     exact = False
 
@@ -39,10 +33,44 @@ class Router(Layer):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self._ops = TORCH
         self._packed: Product | None = None
+        self._fused: FusedRouter | None = None
+        # for benchmarks: where the experts of each call's tokens are left, [most tokens, k] int32
+        self.seen: Tensor | None = None
+        self.forced = False  # whether they are taken from there instead
+
+    @property
+    def choice(self) -> Choice:
+        raise NotImplementedError
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
-        self._packed = ops.pack_linear(self.weight.detach())
+        self._fused = ops.pack_router(self.weight.detach(), self.choice)
+        if self._fused is None:
+            self._packed = ops.pack_linear(self.weight.detach())
+
+    def forward(self, hidden: Tensor) -> Routes:
+        seen = None if self.seen is None else self.seen[: len(hidden)]
+        if self._fused is not None:
+            routes = self._fused(hidden, None if self.forced else seen)
+        else:
+            logits = self.logits(hidden)
+            scores = None if self.choice.bias is None else self._ops.sigmoid(logits)
+            routes = choose(logits, self.choice, scores)
+            if seen is not None and not self.forced:
+                seen.copy_(routes.experts)
+        if self.forced and seen is not None:
+            routes = Routes(seen.to(routes.experts.dtype), routes.weights)
+        return routes
+
+    def watch(self, kind: str, tokens: int, seed: int) -> None:
+        """For benchmarks: leave the experts of up to ``tokens`` tokens in ``seen``. kind: model; or
+        uniform and same, for experts at random, others for each token, or the first for all."""
+        count, k = len(self.weight), self.choice.top_k
+        ids = torch.arange(k).expand(tokens, k).contiguous()
+        if kind == "uniform":
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.rand(tokens, count, generator=generator).topk(k).indices
+        self.seen, self.forced = ids.int().to(self.weight.device), kind != "model"
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, E] float32."""
@@ -54,9 +82,7 @@ class Router(Layer):
 
 
 class SigmoidRouter(Router):
-    """Sigmoid scores; a learned bias affects which experts are chosen, but not their weights
-    (DeepSeek-V3, arXiv 2412.19437). Only experts of the best groups are eligible; a group's score
-    is the sum of its two best biased scores."""
+    """Sigmoid scores and a learned bias; see ``Choice``."""
 
     exact = True
 
@@ -67,34 +93,22 @@ class SigmoidRouter(Router):
             torch.empty(config.num_experts, dtype=torch.float32)
         )
 
-    def forward(self, hidden: Tensor) -> Routes:
-        """hidden: [n, hidden_size]."""
-        c = self.config
-        scores = self._ops.sigmoid(self.logits(hidden))
-        biased = scores + self.e_score_correction_bias
-        if c.num_groups > 1:
-            groups = biased.unflatten(-1, (c.num_groups, -1))
-            best = groups.topk(2, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
-            excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            biased = groups.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
-        experts = biased.topk(c.top_k, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if c.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return Routes(experts, weights * c.scaling)
+    @property
+    def choice(self) -> Choice:
+        c, bias = self.config, self.e_score_correction_bias.detach()
+        return Choice(c.top_k, bias, c.num_groups, c.top_groups, c.normalize, c.scaling)
 
 
 class SoftmaxRouter(Router):
-    """The top-k logits, with weights from a softmax over these alone (Mixtral, Granite)."""
+    """The top-k logits, with weights from a softmax over these alone."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__(config, hidden_size)
         self.top_k = config.top_k
 
-    def forward(self, hidden: Tensor) -> Routes:
-        """hidden: [n, hidden_size]."""
-        best, experts = self.logits(hidden).topk(self.top_k, dim=-1)
-        return Routes(experts, best.softmax(-1))
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.top_k)
 
 
 class Experts(MatrixLayer):
@@ -122,18 +136,32 @@ class Experts(MatrixLayer):
         self.down_proj = empty_weight(count, size, width)
         self._ops = TORCH
         self._products: dict[str, GroupedProduct] = {}  # of matrices of few bits
+        self.fused: ExpertLayer | None = None  # what replaces both products and the sum
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
         return dict.fromkeys(("up_proj", "down_proj"), rows(shard.span(self.up_proj.shape[0])))
 
     def prepare(self, ops: LayerOps) -> None:
         self._ops = ops
+        self.fused = self._fuse()
+        if self.fused is not None:
+            return
         for name, matrix in list(self.matrices.items()):
             product = ops.pack_experts(matrix, getattr(self, name).dtype)
             if product is None:
                 self.widen(name)
             else:
                 self._products[name] = product
+        if not self._products:
+            self.fused = self._fuse()
+
+    def _fuse(self) -> ExpertLayer | None:
+        kind = FUSED.get(self.act)
+        if kind is None:
+            return None
+        weights = {name: getattr(self, name).detach() for name in self.matrix_names}
+        up, down = {**weights, **self.matrices}.values()
+        return self._ops.fuse_experts(up, down, kind, self.held, self.up_proj.dtype)
 
     def _grouped(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
         if name in self._products:
@@ -144,6 +172,8 @@ class Experts(MatrixLayer):
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
         """x [n, size] -> the weighted sum of each token's experts, or of those among them that this
         rank holds, [n, size]."""
+        if self.fused is not None:
+            return self.fused(x, routes)
         n, k = routes.experts.shape
         flat = routes.experts.flatten()
         if self.held is not None:
@@ -173,6 +203,21 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def silu_gate(both: Tensor) -> Tensor:
+    return gated(both, F.silu)
+
+
+# activations that kernels of experts have, by the name that these know them by
+FUSED = {relu_squared: "relu_squared", silu_gate: "silu_gate"}
+
+
+def rehearsed(experts: Experts, router: Router) -> Iterator[Tensor]:
+    """Tokens in as many numbers as the experts' kernels differ by."""
+    if experts.fused is not None:
+        for tokens in experts.fused.sizes:
+            yield router.weight.new_zeros(tokens, router.weight.shape[1])
+
+
 class LatentMoE(Layer):
     """Nemotron 3's layer: relu² experts without a gate, one shared expert for all tokens, and in
     the larger models projections to and from a smaller width around the routed experts.
@@ -199,10 +244,24 @@ class LatentMoE(Layer):
             return {}
         return {"fc2_latent_proj.bias": once(self.fc2_latent_proj.weight.shape[0], shard)}
 
-    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+    def connect(self) -> None:
+        own = (self.shared_experts.up_proj, self.shared_experts.down_proj)
+        if self.experts.fused is not None and all(part.bias is None for part in own):
+            up, down = (
+                part.weight.detach() if part.matrix is None else part.matrix for part in own
+            )
+            self.experts.fused.share(up, down)
+
+    def rehearse(self) -> None:
+        for hidden in rehearsed(self.experts, self.gate):
+            self.forward(hidden)
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         routes = self.gate(hidden)
         if self.has_latent:
             routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(hidden), routes))
+        elif self.experts.fused is not None:
+            return self.experts.fused(hidden, routes, lambda: self.shared_experts(hidden, ctx))
         else:
             routed = self.experts(hidden, routes)
         return routed + self.shared_experts(hidden, ctx)
@@ -223,9 +282,13 @@ class GatedMoE(Layer):
             hidden_size,
             width,
             2 * width,
-            lambda both: gated(both, act_fn),
+            silu_gate if act == "silu" else lambda both: gated(both, act_fn),
             config.held,
         )
+
+    def rehearse(self) -> None:
+        for hidden in rehearsed(self.experts, self.router):
+            self.forward(hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.experts(hidden, self.router(hidden))

@@ -14,18 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.experts.torch import Choice, Routes
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded
 from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
 from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.kernels.rotary.torch import rotate
 from mamba_eagle.layers.products import (
+    ExpertLayer,
     Float8Experts,
     Float8Reference,
     GroupedProduct,
     MatrixProduct,
     WidenedProduct,
 )
+from mamba_eagle.model_config import Span
 from mamba_eagle.parallel.groups import ALONE, Group
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -47,6 +50,8 @@ class Normed(NamedTuple):
 
 # x [n, in], bias [out] or None -> [n, out]
 Product: TypeAlias = Callable[[Tensor, "Tensor | None"], Tensor]
+# hidden [n, size], where the experts [n, k] int32 are to be or None -> routes
+FusedRouter: TypeAlias = Callable[[Tensor, "Tensor | None"], Routes]
 
 
 class LayerOps:
@@ -177,6 +182,23 @@ class LayerOps:
         """The same for a stack of experts; None: there is none, so dequantize it."""
         if isinstance(matrix, Float8Matrix) and matrix.rounding is not None:
             return Float8Experts(matrix, dtype, self.grouped_linear)
+        return None
+
+    def fuse_experts(
+        self,
+        up: Tensor | Matrix,
+        down: Tensor | Matrix,
+        act: str,
+        held: Span | None,
+        dtype: torch.dtype,
+    ) -> ExpertLayer | None:
+        """Both products of a mixture's experts, what is between them and the weighted sum; None:
+        there are no kernels for these weights. act: relu_squared or silu_gate; others as in
+        Experts."""
+        return None
+
+    def pack_router(self, weight: Tensor, choice: Choice) -> FusedRouter | None:
+        """Routes by the router's weight [E, size]; None as above."""
         return None
 
     def pack_linear(self, weight: Tensor) -> Product | None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mamba_eagle.kernels.experts.torch import Routes
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding, rounded, widened
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -27,6 +28,27 @@ class MatrixProduct(ABC):
     @abstractmethod
     def __call__(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
         """x [n, in], which the caller may have rounded by ``rounding``; bias [out] -> [n, out]."""
+
+
+class ExpertLayer(ABC):
+    """A mixture's experts, with all that is between the routes and the weighted sum."""
+
+    @abstractmethod
+    def __call__(
+        self, x: Tensor, routes: Routes, beside: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """x [n, size] -> the weighted sum of each token's experts, or of those that this rank
+        holds, [n, size]; with ``beside`` also what that gives, the shared experts of the same x,
+        which this layer may multiply itself."""
+
+    @abstractmethod
+    def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
+        """The matrices of those shared experts."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that between them need every kernel."""
 
 
 class PackedProduct(MatrixProduct):

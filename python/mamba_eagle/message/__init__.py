@@ -38,7 +38,7 @@ class CacheHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     salt: str = ""  # only requests of the same salt share what is cached
     pin_seconds: float = 0.0  # for so long the prompt is evicted after all that is not pinned
-    positions: list[int] = []  # of the prompt at which its state is to be saved
+    positions: list[int] = []  # prompt positions at which to save the state
 
 
 class Generate(Message):

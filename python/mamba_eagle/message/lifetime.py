@@ -79,9 +79,7 @@ def die_with_parent(check_seconds: float = 1.0) -> None:
     if the parent was gone before this call, a thread that looks every ``check_seconds`` does it.
     """
     parent = os.getppid()
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    killed_with_parent()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -89,3 +87,10 @@ def die_with_parent(check_seconds: float = 1.0) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
+
+def killed_with_parent() -> None:
+    """The part of ``die_with_parent`` that the kernel does, on Linux."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

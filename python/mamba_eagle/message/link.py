@@ -3,7 +3,7 @@
 The folder of a process's sockets may hold a ``Link``. Then the pipes of ranks on other nodes lead
 through TCP; what sends and receives does not notice. Only node 0 listens:
 
-    port      control: the agents of the other nodes (server/first_node.py)
+    port      control: the agents of the other nodes (server/engine/first_node.py)
     port + 1  the store through which ranks find each other (parallel/meeting.py), not encrypted
     port + 2  results, and that a rank is ready
     port + 3  plans, one port for each rank of another node
@@ -40,7 +40,7 @@ class CurvePair(msgspec.Struct, frozen=True):
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """How the processes of a node reach those of others. The keys are made for one start of node 0:
-    whoever is left over from an earlier one cannot connect."""
+    what is left over from an earlier one cannot connect."""
 
     host: str  # of node 0
     port: int
@@ -78,7 +78,7 @@ def endpoint(host: str, port: int) -> str:
 
 
 def listen(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair) -> None:
-    """Binds a socket to one address, for those whom the context's ``Guard`` admits; nobody can
+    """Binds a socket to one address, for those whom the context's ``Guard`` admits; no one can
     connect without a guard. What the socket was bound to before stays as it is."""
     socket.ipv6 = ":" in host
     socket.tcp_keepalive = 1
@@ -106,7 +106,7 @@ def keep_watch(socket: zmq.Socket[Any]) -> None:
 
 
 class Guard:
-    """Admits to the listening sockets of a context who has one of the given keys, and nobody else.
+    """Admits to the listening sockets of a context who has one of the given keys, and no one else.
     To be stopped before the context is terminated."""
 
     def __init__(self, context: zmq.Context[Any], public_key: str) -> None:

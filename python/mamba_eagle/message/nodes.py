@@ -40,7 +40,7 @@ class NodeFailed(Message):
 
 
 class StopAsked(Message):
-    """The agent was told to stop by a signal."""
+    """The agent was asked to stop by a signal."""
 
 
 class Welcome(Message):
@@ -68,7 +68,7 @@ class WriteStacks(Message):
 
 
 class StopNode(Message):
-    """End the ranks, then yourself. code: 0 if node 0 was told to stop."""
+    """End the ranks, then yourself. code: 0 if node 0 was asked to stop."""
 
     code: int
     text: str = ""

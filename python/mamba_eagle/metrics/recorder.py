@@ -6,11 +6,9 @@ scheduler's, which is asked for them when /metrics is read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -23,17 +21,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mamba_eagle import __version__
-from mamba_eagle.core import FinishReason, SamplingParams, shown
-from mamba_eagle.limits import MAX_LOGGED_PROMPT
 from mamba_eagle.message import CacheUse, ShapeUse, StateReply
 from mamba_eagle.metrics.aliases import PREFIX, with_aliases
+from mamba_eagle.metrics.request_log import RequestLog
 
 if TYPE_CHECKING:
-    from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
-    from mamba_eagle.tokenizer.text import TextTokenizer
+    from mamba_eagle.tokenizer.sample import LiveRequest, Sample
 
-_DEFAULT = SamplingParams()
-request_log = logging.getLogger("mamba_eagle.requests")
 
 GAUGES = {
     "num_running_reqs": "requests that are being prefilled or decoded",
@@ -44,13 +38,13 @@ GAUGES = {
     "num_cached_tokens": "KV slots of the prefix cache",
     "num_locked_tokens": "KV slots of the prefix cache that running requests read",
     "num_pinned_tokens": "KV slots that clients have pinned; common ones count for each pin",
-    "num_free_kv_slots": "KV slots that nobody has",
+    "num_free_kv_slots": "KV slots that no one has",
     "num_used_checkpoints": "state slots of running requests",
     "num_cached_checkpoints": "state slots of the prefix cache",
     "num_pinned_checkpoints": "states that clients have pinned",
-    "num_free_checkpoints": "state slots that nobody has",
+    "num_free_checkpoints": "state slots that no one has",
     "num_cached_journals": "saved journals of the prefix cache",
-    "num_free_journals": "journal slots that nobody has",
+    "num_free_journals": "journal slots that no one has",
     "cache_hit_rate": "share of prompt tokens found in the cache",
     "spec_accept_length": "output tokens per verify step",
     "spec_given_up": "1 if drafting is disabled because its acceptance rate is too low",
@@ -122,18 +116,15 @@ class Recorder:
     def __init__(
         self,
         model: str,
-        log_requests: bool = False,
-        log_prompts: bool = False,
+        log: RequestLog | None = None,
         aliases: Sequence[str] = (),
         tracer: Tracer | None = None,
     ) -> None:
-        """log_prompts: with log_requests, what clients wrote as well. aliases: of PREFIXES."""
+        """log: None without --log-requests. aliases: of PREFIXES."""
         self.aliases = aliases
         self.tracer = tracer
         self.registry = CollectorRegistry()
-        self.log_requests = log_requests
-        self.log_prompts = log_prompts
-        self.tokenizer: TextTokenizer | None = None  # set when loaded; for prompts in the log
+        self.log = log
         self._model = model
         self._scheduler = _OfScheduler(model)
         self.registry.register(self._scheduler)
@@ -203,11 +194,11 @@ class Recorder:
         gauge("build_info", "1", "version").labels(self._model, __version__).set(1)
 
     def simulates(self, accept_length: float) -> None:
-        """Every step accepts so many tokens on average, whatever the target says."""
+        """Every step accepts this number of tokens on average, whatever the target says."""
         self._simulated.labels(self._model).set(accept_length)
 
     def split(self, sizes: Mapping[str, int]) -> None:
-        """How the model is split: into so many parts of each kind."""
+        """How the model is split: the number of parts of each kind."""
         for kind, size in sizes.items():
             self._sizes.labels(self._model, kind).set(size)
 
@@ -224,34 +215,8 @@ class Recorder:
         return self._tokens / self._verify_steps if self._verify_steps else None
 
     def started(self, live: LiveRequest) -> None:
-        if self.log_requests:
-            for sample in live.samples:
-                request_log.info(
-                    "start %s: %d prompt tokens, seed %d, %s",
-                    shown(sample.rid),
-                    len(sample.prompt.token_ids),
-                    sample.seed,
-                    self._described(sample.prompt),
-                )
-
-    def _described(self, prompt: PromptRequest) -> str:
-        """Sampling parameters other than defaults. Texts of clients only if asked for, escaped
-        and cut, as all that clients may choose."""
-        values = {
-            name: value
-            for name, value in msgspec.structs.asdict(prompt.sampling).items()
-            if name not in ("stop", "seed") and value != getattr(_DEFAULT, name)
-        }
-        text = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
-        if prompt.sampling.stop:
-            text += f", {len(prompt.sampling.stop)} stop strings"
-        if self.log_prompts:
-            written: Any = prompt.token_ids[:MAX_LOGGED_PROMPT]
-            if self.tokenizer is not None:
-                written = self.tokenizer.decode(written, skip_special_tokens=False)
-            text += f", stop={shown(prompt.sampling.stop)}"
-            text += f", prompt={shown(written, MAX_LOGGED_PROMPT)}"
-        return text.removeprefix(", ")
+        if self.log is not None:
+            self.log.started(live)
 
     def progressed(self, sample: Sample, new_tokens: int, now: float) -> None:
         """``new_tokens`` arrived at time ``now`` (time.time())."""
@@ -289,33 +254,8 @@ class Recorder:
             self.tracer.ended(sample)
         self._prompt += prompt_tokens
         self._cached += sample.last.cached_tokens
-        if self.log_requests:
-            request_log.info(
-                "end %s: %d tokens in %.3f s, %s",
-                shown(sample.rid),
-                len(sample.output_ids),
-                seconds,
-                self._end(sample.finish),
-                extra={"fields": self._fields(sample, seconds)},
-            )
-
-    def _fields(self, sample: Sample, seconds: float) -> dict[str, Any]:
-        """Of an ended sample, for --log-format json."""
-        assert sample.finish is not None
-        return {
-            "rid": shown(sample.rid)[1:-1],
-            "finish": sample.finish.kind,
-            "prompt_tokens": len(sample.prompt.token_ids),
-            "cached_tokens": sample.last.cached_tokens,
-            "completion_tokens": len(sample.output_ids),
-            "queue_seconds": round(sample.last.queue_time, 4),
-            "seconds": round(seconds, 4),
-        }
-
-    def _end(self, finish: FinishReason) -> str:
-        if isinstance(finish.matched, str) and not self.log_prompts:
-            return "stop string"
-        return shown(finish.as_dict())
+        if self.log is not None:
+            self.log.ended(sample, seconds)
 
     def replied(self, route: str, status: int) -> None:
         """An HTTP reply was begun."""

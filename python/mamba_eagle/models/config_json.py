@@ -15,11 +15,13 @@ from mamba_eagle.models.parse import eos_tokens
 
 @contextlib.contextmanager
 def naming(folder: str | Path) -> Iterator[None]:
-    """Puts ``folder`` in front of the message of an UnsupportedModel raised inside."""
+    """Puts the name of the config in ``folder`` in front of the message of an UnsupportedModel
+    raised inside."""
     try:
         yield
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{folder}: {error}") from None
+        file = folder if is_gguf(folder) else Path(folder, "config.json")
+        raise UnsupportedModel(f"{file}: {error}") from None
 
 
 def read_values(folder: str | Path) -> dict[str, Any]:

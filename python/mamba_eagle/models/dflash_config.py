@@ -41,8 +41,8 @@ class BlockConfig:
         return self.rows if self.sample_from_anchor else self.rows - 1
 
     def num_rows(self, drafts: int) -> int:
-        """Rows of a pass that drafts so many tokens in a row. Where rows see later ones, there are
-        always as many as the drafter was trained with."""
+        """Rows of a pass that drafts this many tokens in a row. Where rows see later ones, as many
+        as the drafter was trained with."""
         if not all(self.causal):
             return self.rows
         return drafts if self.sample_from_anchor else drafts + 1

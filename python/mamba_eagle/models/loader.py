@@ -121,20 +121,28 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint, by name. Only headers are read: eight bytes of length, then JSON
     (the safetensors format, https://huggingface.co/docs/safetensors).
 
-    Raises: CheckpointError naming every file that is missing or broken.
+    Raises: CheckpointError naming every file that is missing or broken, and what is there twice.
     """
     found: dict[str, Stored] = {}
-    broken = []
+    broken, twice = [], []
     for path in checkpoint_files(folder):
         try:
-            with safe_open(path, framework="pt"):  # checks that the file is complete
-                found.update(read_header(path))
+            with safe_open(path, framework="pt"):  # checks that tensors fill the file, side by side
+                stored = read_header(path)
         except (SafetensorError, OSError) as error:
             broken.append(f"{path}: {error}")
+            continue
+        twice += [f"{name}: in {found[name].file} and {path}" for name in stored if name in found]
+        found.update(stored)
     if broken:
         raise CheckpointError(
             "not safetensors files, or incomplete; download them again (in a git clone: "
             "git lfs pull):\n  " + "\n  ".join(broken)
+        )
+    if twice:
+        raise CheckpointError(
+            f"{folder} has tensors twice; remove the files of another model or an older download:"
+            "\n  " + "\n  ".join(shortened(twice))
         )
     return found
 
@@ -348,8 +356,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sharded ones by their index."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        files = [folder / name for name in names]
+        places = read_json(index).get("weight_map")
+        names = places.values() if isinstance(places, dict) else [None]
+        if not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{index}: weight_map must name a file for each tensor")
+        files = [folder / name for name in sorted(set(names))]
     elif whole.is_file():
         files = [whole]  # other files may hold the same weights again
     else:
@@ -370,9 +381,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def random_weights(
     model: nn.Module, seed: int, rooms: Rooms | None = None, split: Split | None = None
 ) -> None:
-    """Weights for ``--load-format dummy``: small, finite, and reproducible for a seed. They are
-    made on the parameters' device. rooms, split: as for ``load_weights``; a rank gets its part of
-    the weights that the whole model would get."""
+    """Weights for ``--load-format dummy``: activations keep their size, and a seed gives the same
+    ones again. They are made on the parameters' device. rooms, split: as for ``load_weights``; a
+    rank gets its part of the weights that the whole model would get."""
     rooms = rooms or Rooms(model)
     cuts = {} if split is None else split.cuts
     own = dict(model.named_parameters())
@@ -394,6 +405,9 @@ def random_weights(
     rooms.finish()
 
 
+DUMMY_SIZE = 0.05  # of dummy weights, at most
+
+
 def random_weight(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
     """Values for the parameter ``name``, which ``like`` is; of its shape, or one for all."""
     leaf, device = name.rsplit(".", 1)[-1], generator.device
@@ -406,4 +420,6 @@ def random_weight(name: str, like: Tensor, generator: torch.Generator) -> Tensor
     if leaf.endswith("bias"):
         return torch.zeros((), device=device)
     values = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device)
-    return values.mul_(0.05)  # in place: the largest tensor may take gigabytes
+    # sums over more inputs have smaller weights, so that activations keep their size through layers
+    # of any width; in place: the largest tensor may take gigabytes
+    return values.mul_(min(DUMMY_SIZE, like.shape[-1] ** -0.5))

@@ -11,6 +11,7 @@ from mamba_eagle.drafters import head_algorithm
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.config_json import naming, read_values
+from mamba_eagle.models.config_values import checked
 from mamba_eagle.quantization.layouts import layout_of
 
 
@@ -44,14 +45,12 @@ HEAD_MODULES = {
 }
 
 
-SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     """The config of a model or draft head. values: its config.json.
 
     Raises: UnsupportedModel naming what is not supported.
     """
+    values = checked(values)
     architecture = (values.get("architectures") or ["?"])[0]
     if "ssm_cfg" in values:  # state-spaces writes no architectures
         return parse_as("mamba2", values)
@@ -87,17 +86,15 @@ def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:
 
     Raises: UnsupportedModel naming what is not supported.
     """
+    values = checked(values)
     layout_of(values)  # refuses unsupported schemes before any weight is read
-    for name in SIZES:
-        if not isinstance(values.get(name), int | None):
-            raise UnsupportedModel(f"{name} {values[name]!r:.200}: must be a whole number")
     parse: Callable[[dict[str, Any]], ModelConfig]
     parse = import_module(f"mamba_eagle.models.{module}").parse_config
     try:
         return parse(values)
     except KeyError as error:
         architecture = (values.get("architectures") or ["?"])[0]
-        raise UnsupportedModel(f"config.json of a {architecture} lacks {error}") from None
+        raise UnsupportedModel(f"the config of a {architecture} lacks {error}") from None
 
 
 def model_class(config: ModelConfig) -> Callable[[ModelConfig], CausalLM]:

@@ -44,7 +44,7 @@ def split_model(
     stages: int = 1,
     head: Shard | None = None,
 ) -> Split | None:
-    """How rank ``shard`` of each of so many pipeline stages gets its part of the model of this
+    """How rank ``shard`` of each of this many pipeline stages gets its part of the model of this
     whole ``config``; None: all of it. head: its part of the vocabulary, if that is another."""
     head = shard if head is None else head
     if shard.size == head.size == stages == 1:

@@ -108,7 +108,7 @@ class ProcessGroup(Group):
         return x
 
     def _from_last(self, x: Tensor, channel: Channel) -> Tensor:
-        """On GPUs a broadcast, in the order of the plans; on a CPU a message to each, which nobody
+        """On GPUs a broadcast, in the order of the plans; on a CPU a message to each, which no one
         waits for."""
         if self.device.type == "cuda":
             dist.broadcast(x, src=self.ranks[-1], group=self.group)

@@ -2,7 +2,7 @@
 
 All ranks execute the same plans, so they call the same operations in the same order. Results have
 equal bits on all ranks; whatever steers later work (drafted and sampled tokens, parents, sizes) is
-such a result, never computed by each rank for itself. tests: test/srt/unit/thread_ranks.py runs
+such a result, never computed by each rank for itself. tests: test/srt/rigs/thread_ranks.py runs
 ranks as threads; distributed.py has gloo and NCCL.
 """
 
@@ -49,7 +49,7 @@ class Group(ABC):
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Within, this rank exchanges nothing: each operation takes its own tensor for all ranks'.
-        For rehearsals, whose results nobody reads."""
+        For rehearsals, whose results no one reads."""
         before, self._quiet = self._quiet, True
         try:
             yield

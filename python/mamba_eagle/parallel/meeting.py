@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# gloo's and NCCL's variables. Whoever has set them knows the network better.
+# gloo's and NCCL's variables. Who has set them knows the network better.
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 BACKLOG = 4096

@@ -40,7 +40,7 @@ def given_problems(config: ModelConfig, counts: Sequence[int]) -> list[str]:
 
 
 def size_problems(config: ModelConfig, stages: int) -> list[str]:
-    """Why a model cannot be split over so many stages; [] if it can."""
+    """Why a model cannot be split over this many stages; [] if it can."""
     most = sum(kind in RECURRENT for kind in config.blocks) or len(config.blocks)
     if stages <= most:
         return []

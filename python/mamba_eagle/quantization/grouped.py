@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mamba_eagle.kernels.grouped.cpu_weights import (
+from mamba_eagle.quantization.four_bit import pack
+from mamba_eagle.quantization.group_rounding import (
     largest,
     range_of,
     round_to_bytes,
     round_to_pairs,
 )
-from mamba_eagle.quantization.four_bit import pack
 from mamba_eagle.quantization.matrix import Matrix
 
 GROUP = 32  # columns per scale, where this package rounds

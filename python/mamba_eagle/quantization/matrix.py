@@ -151,15 +151,6 @@ class Float8Matrix(Matrix):
             scale = torch.cat([part._row_scales() for part in parts], dim=-2)
         return replace(first, values=_cat_rows([part.values for part in parts]), scale=scale)
 
-    @property
-    def has_one_scale(self) -> bool:
-        """For each matrix of a stack."""
-        return self.block is None and self.scale.shape[-2] == 1
-
-    def _joins(self, other: Float8Matrix) -> bool:
-        alike = self.block == other.block and self.values.dtype == other.values.dtype
-        return alike and same_rounding(self.rounding, other.rounding)
-
     def _row_scales(self) -> Tensor:
         return self.scale.expand(*self.scale.shape[:-2], self.shape[-2], 1)
 

@@ -23,9 +23,10 @@ from torch import Tensor
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.constrain.place import Row
 from mamba_eagle.constrain.request import RequestGrammar, is_allowed
+from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
-from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
+from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree
 
 NodeLists = tuple[list[int], list[int]]  # tokens, the root's aside, and parents, of a tree
@@ -45,7 +46,7 @@ class MasksFirst:
         tree: Tree | None = None,
         view: TreeView | None = None,
     ) -> tuple[Tensor, Marks]:
-        """The target's token at each node, [b, T] int64, as ``sampler.sample``.
+        """The target's token at each node, [b, T] int64, as ``Chooser.sample``.
 
         slots, logits [b, T, V], positions [b, T]: as there. tree, view: of a decode step; without
         them T is 1 and the tokens are the first ones after the prompts.
@@ -119,7 +120,7 @@ class MasksOnDemand(MasksFirst):
     def _walk_of(self, index: int, slot: int, grammar: RequestGrammar, tree: NodeLists) -> Walk:
         """The sampler is asked again where a token is refused if more than the logits decides on
         the best one."""
-        return Walk(index, grammar, tree, self.sampling.needs_more_than_best(slot))
+        return Walk(index, grammar, tree, self.sampling.asks(slot))
 
     def _trees(self, count: int, tree: Tree | None, view: TreeView | None) -> Sequence[NodeLists]:
         """Tokens and parents of each request."""
@@ -179,7 +180,7 @@ def _joined(some: TokenMasks, others: TokenMasks) -> TokenMasks:
 
 
 class Walk:
-    """One request's way through its tree, as far as the target's tokens are drafted."""
+    """One request's way through its tree, while the target's tokens are drafted ones."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class Walk:
         return mask is not None and is_allowed(mask, token)
 
     def _knows_token(self, target: list[int], logits: Tensor) -> bool:
-        """Whether the token that the mask leaves can be told at once; it is in ``target`` then."""
+        """Whether the token that the mask leaves is known at once; it is in ``target`` then."""
         grammar, own = self.grammar, logits[self.index, self.node]
         forced = grammar.forced(self.place)
         if forced is not None and not grammar.may_end_with(forced):

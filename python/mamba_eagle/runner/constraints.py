@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.place import Place, Timestamp
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import ModelSettings
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.constrain.request import RequestGrammar
 from mamba_eagle.constrain.reshape import DraftTree, reshape
@@ -33,7 +33,7 @@ from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-def matchers_for(config: EngineConfig, model: ModelConfig) -> Matchers:
+def matchers_for(config: ModelSettings, model: ModelConfig) -> Matchers:
     """Of the tokenizer that ``config`` names."""
 
     def load() -> Vocabulary:
@@ -211,16 +211,15 @@ class Constraints:
 def _with_trees(tree: Tree, changed: dict[int, DraftTree]) -> Tree:
     """The trees of a batch, with others for some requests."""
     whole = Tree(*(part.clone() for part in tree))
-    parts = Tree(*(part.numpy() for part in whole))
+    tokens, parents, depths, ancestors, scores = (part.numpy() for part in whole)
     for i, own in changed.items():
         nodes = len(own.tokens)
-        depths, ancestors = [0] * nodes, np.eye(nodes, dtype=np.bool_)
+        tokens[i], parents[i], scores[i] = own
+        depths[i], ancestors[i] = 0, np.eye(nodes, dtype=np.bool_)
         for node in range(1, nodes):
             parent = own.parents[node]
-            depths[node] = depths[parent] + 1
-            ancestors[node] |= ancestors[parent]
-        parts.tokens[i], parts.parents[i], parts.scores[i] = own
-        parts.depths[i], parts.ancestors[i] = depths, ancestors
+            depths[i, node] = depths[i, parent] + 1
+            ancestors[i, node] |= ancestors[i, parent]
     return whole
 
 

@@ -24,7 +24,7 @@ from mamba_eagle.drafting.vocabulary import DraftVocabulary
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy.torch import whole_log_probs
 from mamba_eagle.runner.constraints import Constraints
-from mamba_eagle.runner.sampler import BatchNoise, SamplingState
+from mamba_eagle.runner.sampling_state import BatchNoise, SamplingState
 from mamba_eagle.tree.candidates import Frontier
 
 NONE = -1  # no token is forced
@@ -33,7 +33,7 @@ NONE = -1  # no token is forced
 def is_narrow(mask: Row) -> bool:
     """Whether it forbids so much that a drafter would often be wrong: most words of it are empty.
     Within a string of JSON most tokens are allowed, and the drafter is as good as without."""
-    return 2 * np.count_nonzero(mask) < len(mask)
+    return bool(2 * np.count_nonzero(mask) < len(mask))
 
 
 class GrammarGuide(KeyedNoise):

@@ -18,10 +18,11 @@ import zmq
 
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.kernels.threads import set_threads
+from mamba_eagle.devices import set_threads
 from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, StepResult, ToRunner
 from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
+from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.runner.model_runner import ModelRunner
 from mamba_eagle.runner.ranks import join_ranks
 from mamba_eagle.runner.steps.launched import Launched
@@ -38,7 +39,7 @@ class LeadingRunner:
     leading: LeadingRunner | None = None
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises: as ModelRunner. If another rank cannot start, this process ends with its error
+        """Raises: as ``assemble``. If another rank cannot start, this process ends with its error
         message, since it may be waiting for that rank."""
         if LeadingRunner.leading is not None:
             LeadingRunner.leading.close()
@@ -59,7 +60,7 @@ class LeadingRunner:
             self.context, self.folder, "to_runner", others
         )
         self.ranks = join_ranks(config, config.answering_rank, self.folder)
-        self.runner = ModelRunner(config, *self.ranks)
+        self.runner = assemble(config, self.ranks)
         # plans are executed one after the other here
         self.ready = msgspec.structs.replace(self.runner.ready, cohorts=1)
 
@@ -105,7 +106,7 @@ class LeadingRunner:
             self.plans.send(Shutdown())
             self.runner.close()
             self.ranks.close()
-            del self.runner  # whoever makes the next one needs its memory
+            del self.runner  # the next one needs its memory
         for process in self.others:
             try:
                 process.wait(END_SECONDS)
@@ -117,7 +118,7 @@ class LeadingRunner:
 def runner_for(
     config: EngineConfig, matchers: Matchers | None = None
 ) -> ModelRunner | LeadingRunner:
-    """All ranks of ``config``, as one runner. matchers: as ModelRunner's. Raises: as that."""
+    """All ranks of ``config``, as one runner. matchers, raises: as ``assemble``."""
     if config.num_ranks == 1:
-        return ModelRunner(config, matchers=matchers)
+        return assemble(config, matchers=matchers)
     return LeadingRunner(config)

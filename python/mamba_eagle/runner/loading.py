@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.choose import (
+from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.devices import (
     choose_backend,
     quantization_problems,
     rank_device,
     reason,
     resolve_dtype,
 )
-from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.drafting.base import DraftSource
 from mamba_eagle.layers.block import prepare_for_inference

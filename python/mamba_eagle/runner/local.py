@@ -36,7 +36,7 @@ class LocalRunner:
         self._launched: deque[Launched] = deque()
         self._replies: deque[FromRunner] = deque([runner.ready])
         self._compiling = Compiling(runner.constraints)
-        self._profiler = StepProfiler(self._finish)
+        self._profiler = StepProfiler(runner.backend.place, self._finish)
         runner.before_waiting = self._finish
 
     @property
@@ -57,7 +57,9 @@ class LocalRunner:
     def send(self, item: ToRunner) -> None:
         """On a CPU a plan is executed at once."""
         if isinstance(item, Plan):
-            self._launched.append(self._runner.launch(item))
+            launched = self._runner.launch(item)
+            assert isinstance(launched, Launched)  # one stage
+            self._launched.append(launched)
             self._profiler.launched()
         elif isinstance(item, Profile):
             self._replies.append(self._profiler.answer(item))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.kernels.threads import set_threads
+from mamba_eagle.devices import set_threads
 from mamba_eagle.models.registry import read_model_config
+from mamba_eagle.runner.assemble import START_ERRORS
 from mamba_eagle.runner.constraints import matchers_for
 from mamba_eagle.runner.leader import LeadingRunner, runner_for
-from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
+from mamba_eagle.runner.model_runner import ModelRunner
 
 
 def make_runner(config: EngineConfig, grammars: bool = False) -> ModelRunner | LeadingRunner:

@@ -27,6 +27,8 @@ from mamba_eagle.backend.place import Timestamp
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.constrain.place import Place, Row
 from mamba_eagle.constrain.request import RequestGrammar
+from mamba_eagle.core import PENALTIES
+from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constrained_choice import (
     MasksFirst,
@@ -35,10 +37,10 @@ from mamba_eagle.runner.constrained_choice import (
     Walk,
 )
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
-from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState
+from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree
 
-FEW_MASKS = 8  # there is time for the masks of so many nodes in any step of a model
+FEW_MASKS = 8  # there is time for the masks of this many nodes in any step of a model
 MAX_AHEAD = 64  # masks, of 16 kB with 131,072 tokens
 LATEST = 0.05  # weight of the latest mask in the usual time of one
 
@@ -94,7 +96,7 @@ class MasksWhileVerifying(MasksOnDemand):
 
     def _may_wait(self, slot: int) -> bool:
         """Unless a token's score depends on the tokens above it, or all masks are to be seen."""
-        return not self.table.wants_trace[slot] and not self.sampling.counts(slot)
+        return not self.table.wants_trace[slot] and not self.sampling.asks(slot, PENALTIES)
 
     def _walk_of(self, index: int, slot: int, grammar: RequestGrammar, tree: NodeLists) -> Walk:
         return _DeviceWalk(index, grammar, tree, self.sampling.filters_or_counts(slot))
@@ -170,7 +172,7 @@ class _DeviceWalk(Walk):
             self.grammar.forced(place)
 
     def mask_of(self, node: int) -> Row | None:
-        """None where the grammar has no place, as far as it was asked."""
+        """None where the grammar has no place or was not asked."""
         place = self._places.get(node)
         return None if place is None else self._mask_at(place)
 

@@ -9,7 +9,7 @@ import torch
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import journal_bytes
 from mamba_eagle.backend.pools import kv_dtype
-from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.config import ConfigError, DraftSettings, EngineConfig
 from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 MIN_GRAPH_BYTES = 250_000_000
@@ -202,7 +202,7 @@ def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, items
     return places + rows * feature_size * itemsize
 
 
-def min_rows(config: EngineConfig, backend: Backend) -> int:
+def min_rows(config: DraftSettings, backend: Backend) -> int:
     """The fewest rows per request that work: a tree's nodes, and the rows beyond them that the
     backend's state scheme needs to accept a path."""
     shape = config.tree_shape

@@ -10,7 +10,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig, ModelSettings
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
 from mamba_eagle.model_config import ModelConfig
@@ -30,7 +30,7 @@ class Pools(NamedTuple):
     journals: SavedJournals
 
 
-def context_length(config: EngineConfig, model: ModelConfig) -> int:
+def context_length(config: ModelSettings, model: ModelConfig) -> int:
     """Tokens that a request may have at most.
 
     Raises: ConfigError if --context-length asks for more than the model was made for.

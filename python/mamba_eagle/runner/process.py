@@ -30,10 +30,10 @@ def main() -> None:
 def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
     """Loads the model, reports what fits, then executes plans until told to stop."""
     # after the signals are set: torch takes a second
-    from mamba_eagle.kernels.threads import set_threads
+    from mamba_eagle.devices import set_threads
     from mamba_eagle.models.registry import read_model_config
+    from mamba_eagle.runner.assemble import START_ERRORS, assemble
     from mamba_eagle.runner.constraints import matchers_for
-    from mamba_eagle.runner.model_runner import START_ERRORS, ModelRunner
     from mamba_eagle.runner.ranks import join_ranks
     from mamba_eagle.runner.worker import Worker
 
@@ -46,7 +46,7 @@ def run(config: EngineConfig, socket_dir: str, rank: int = 0) -> None:
         matchers = matchers_for(config, read_model_config(config.model_path))
         if ranks.samples and config.tokenizer_path:
             matchers.prepare()  # a second of Python, which would hold up the first steps
-        runner = ModelRunner(config, *ranks, matchers)
+        runner = assemble(config, ranks, matchers)
     except START_ERRORS as error:
         sys.exit(f"error: {error}")
     matchers.wait()

@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+# torch.profiler's own imports torch's compiler first, which takes seconds beside running requests.
+from torch.autograd.profiler import profile
 
+from mamba_eagle.backend.place import Place
 from mamba_eagle.message import Profile, ProfileReply
 
 log = logging.getLogger("mamba_eagle.runner")
 
 
 class StepProfiler:
-    """At most one trace at a time. It is written after so many steps, or when it is stopped."""
+    """At most one trace at a time. It is written after the last step asked for, or when stopped."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        """finish: waits until the steps that were launched are done."""
+    def __init__(self, place: Place, finish: Callable[[], None]) -> None:
+        """place: where steps run. finish: waits until the steps that were launched are done."""
         self.path = ""  # of the latest trace
         self.steps = 0  # that it holds
-        self._finish = finish
+        self._place, self._finish = place, finish
         self._most = 0
         self._running: profile | None = None
 
@@ -42,12 +43,9 @@ class StepProfiler:
         """Why it cannot, or ""."""
         if self._running is not None:
             return f"a trace is being recorded ({self.path}): stop it first (/stop_profile)"
-        kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
         self.path, self.steps, self._most = path, 0, steps
-        self._running = profile(activities=kinds)
-        self._running.start()
+        self._running = profile(use_device=None if self._place.on_host else "cuda")
+        self._running.__enter__()
         return ""
 
     def _stop(self) -> str:
@@ -58,7 +56,7 @@ class StepProfiler:
         if running is None:
             return ""
         self._finish()
-        running.stop()
+        running.__exit__(None, None, None)
         try:
             running.export_chrome_trace(self.path)
         except (OSError, RuntimeError) as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mamba_eagle.backend.choose import rank_device
 from mamba_eagle.config import EngineConfig
+from mamba_eagle.devices import rank_device
 from mamba_eagle.message.link import read_link
 from mamba_eagle.message.ranks import MEETING_FILE
 from mamba_eagle.parallel.groups import ALONE, Group
@@ -20,13 +22,35 @@ class Ranks(NamedTuple):
     stages: Group = ALONE  # that hold the same part of other layers, one per pipeline stage
 
     @property
+    def number(self) -> int:
+        """Of this rank: stage by stage."""
+        return self.stages.rank * self.group.size + self.group.rank
+
+    @property
     def samples(self) -> bool:
         """Whether this rank chooses tokens, beside others of the last stage."""
         return self.stages.rank == self.stages.size - 1
 
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over all ranks; waits for the device."""
+        return self.stages.smallest(self.group.smallest(numbers))
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        """The sum of each number over all ranks; waits for the device."""
+        return self.stages.total(self.group.total(numbers))
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within, nothing is exchanged (``Group.quiet``)."""
+        with self.group.quiet(), self.stages.quiet():
+            yield
+
     def close(self) -> None:
         """Leave them; nothing may follow."""
         (self.group if self.group.size > 1 else self.stages).close()
+
+
+ONE_RANK = Ranks()
 
 
 def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
@@ -39,7 +63,7 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
     """
     device = rank_device(config, rank)
     if config.num_ranks == 1:
-        return Ranks()
+        return ONE_RANK
     # takes a while to import, and a single rank does without
     from mamba_eagle.parallel.distributed import ProcessGroup, meet
     from mamba_eagle.parallel.meeting import FileMeeting, Meeting, StoreMeeting

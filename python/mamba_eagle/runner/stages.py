@@ -34,7 +34,8 @@ from mamba_eagle.parallel.stages import Weights, balanced, given_problems, spans
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
-from mamba_eagle.runner.sampler import SamplingState, TokenLogprobs
+from mamba_eagle.runner.sampler import TokenLogprobs
+from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, empty_trees
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -95,7 +96,7 @@ class EarlierStageChooser(Chooser):
         return False
 
     def logprobs(self, logits: Tensor, tokens: Tensor, top: int) -> TokenLogprobs:
-        """Nobody reads them: the last stage answers."""
+        """They are not read: the last stage answers."""
         nothing = torch.zeros(len(tokens), device=tokens.device)
         none = nothing[:, None].expand(-1, top)
         return TokenLogprobs(nothing, none, none.long())
@@ -191,8 +192,8 @@ def stage_weights(
 
 
 def parameter_bytes(module: nn.Module, seen: set[int] | None = None) -> int:
-    """Bytes of its parameters, as far as they are not among those ``seen``, where they are added
-    then: weights that layers share count once."""
+    """Bytes of its parameters that are not in ``seen`` yet, to which they are added: weights
+    that layers share count once."""
     seen = set() if seen is None else seen
     total = 0
     for parameter in module.parameters():

@@ -22,17 +22,10 @@ MAX_TOKENS = 1024  # rooms have one place per rank and token; beyond, what is se
 def methods_of(name: str) -> Sequence[type[JoinedSum]]:
     """For a value of --all-reduce, in the order in which they are tried."""
     # torch's distributed package, which is for several ranks on GPUs only
-    from mamba_eagle.parallel.sums.flashinfer import FlashInferSum
     from mamba_eagle.parallel.sums.one_shot import PushedSum
     from mamba_eagle.parallel.sums.symmetric import OneShot, TwoShots
 
-    symmetric = (OneShot, TwoShots, PushedSum)
-    return {
-        "nccl": (),
-        "flashinfer": (FlashInferSum,),
-        "symmetric": symmetric,
-        "auto": symmetric,
-    }[name]
+    return () if name == "nccl" else (OneShot, TwoShots, PushedSum)
 
 
 def sums_for(config: EngineConfig, group: Group, backend: Backend, size: int) -> SumTable:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_DEFAULT = 32  # few threads read all that a memory can give; more of them only wait
-CORES_PER_HELPER = 8  # of so many cores one is left to the server process and the scheduler
+CORES_PER_HELPER = 8  # of this many cores one is left to the server process and the scheduler
 
 
 def default_threads(ranks: int = 1) -> int:

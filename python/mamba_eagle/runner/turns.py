@@ -23,7 +23,7 @@ class PlanTooEarly(RuntimeError):
 
 
 class Begun:
-    """A step whose Turn has not come. As ``Launched`` to whoever asks for its result."""
+    """A step whose Turn has not come. As ``Launched`` to the caller that asks for its result."""
 
     def __init__(
         self, plan: Plan, rest: Iterator[None], collect: Callable[[], Launched], turns: Turns

@@ -47,11 +47,11 @@ class Worker:
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
         self.compiling = Compiling(runner.constraints)
-        self.profiler = StepProfiler(finish=self._send_all)
+        self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
         runner.before_waiting = self._send_all
 
     def serve(self) -> None:
-        """Returns when it is told to stop."""
+        """Returns when it receives Shutdown."""
         while not isinstance(message := self._next(), Shutdown):
             if isinstance(message, SimulateAcceptance):
                 self.runner.simulate_accept_length(message.length)
@@ -100,7 +100,7 @@ class Worker:
         except (RanksDiffer, PlanTooEarly) as error:
             sys.exit(f"error: {error}")
         if isinstance(step, Begun):
-            self.pulse.step_ended()  # nobody waits for what this rank finds
+            self.pulse.step_ended()  # no one waits for what this rank finds
         else:
             self.launched.append(step)
         self.profiler.launched()

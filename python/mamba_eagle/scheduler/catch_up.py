@@ -1,7 +1,7 @@
 """Where a prompt starts if the drafter has not followed all that the cache has of it.
 
-A request that is untracked leaves KV, states and rows that its drafter has not seen. Whoever
-continues there with drafts would draft blindly, so the drafter processes first what it lacks:
+A request that is untracked leaves KV, states and rows that its drafter has not seen. Drafts
+from there on would be blind, so the drafter processes first what it lacks:
 
 - It reads tokens alone: it runs from where it has followed, and the target does nothing for it.
 - It reads the target's features: those of a journal's tokens are in its rows. For all others the
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mamba_eagle.cache.base import Match, PrefixCache
-from mamba_eagle.cache.slots import HeldSlots
+from mamba_eagle.cache.node import Match
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import ShapePolicy
@@ -32,8 +32,8 @@ class Start(NamedTuple):
 class CatchUp:
     """Decides it for each request that is to be admitted."""
 
-    def __init__(self, policy: ShapePolicy, cache: PrefixCache, runner: RunnerReady) -> None:
-        self.policy, self.cache, self.reads = policy, cache, runner.drafter_reads
+    def __init__(self, policy: ShapePolicy, slots: Slots, runner: RunnerReady) -> None:
+        self.policy, self.slots, self.reads = policy, slots, runner.drafter_reads
 
     def start(self, request: Request) -> Start:
         match = self._match(request)
@@ -52,13 +52,13 @@ class CatchUp:
 
     def lacks(self, held: HeldSlots) -> bool:
         """Whether a drafter that follows the request processes tokens before its first chunk."""
-        return self.reads != "nothing" and held.followed and held.draft_from < held.hit
+        return self.reads != "nothing" and held.followed and held.hit.draft_from < held.hit.position
 
     def from_nothing(self, request: Request) -> Start:
         """Without what is cached."""
-        match = self.cache.match(request.to_prefill, limit=0, salt=request.salt)
+        match = self.slots.match(request.to_prefill, limit=0, salt=request.salt)
         return Start(match, True, self.reads == "nothing" or self.policy.tracks_next(True))
 
     def _match(self, request: Request, followed: bool = False) -> Match:
         limit, salt = request.hit_limit, request.salt
-        return self.cache.match(request.to_prefill, limit, salt, followed)
+        return self.slots.match(request.to_prefill, limit, salt, followed)

@@ -39,8 +39,8 @@ class StepTimes:
 
     ``pace`` is the current slowdown of the machine, for example while other programs use it. The
     pace applies to all shapes, so a shape is not penalised for being measured while the machine
-    was slow. Medians are updated only when shapes alternate; otherwise a slow machine cannot be
-    told from a slow shape, and only the pace follows.
+    was slow. Medians are updated only when shapes alternate; otherwise a slow machine looks
+    like a slow shape, and only the pace follows.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from mamba_eagle.scheduler.request import Request
 
 # Texts that the runner still has. It keeps twice as many (constrain/matchers.py), and forgets those
 # first that were compiled and begun longest ago, as here.
-REMEMBERED = 32
+REMEMBERED = 16
 
 
 class GrammarQueue:
@@ -65,3 +65,7 @@ class GrammarQueue:
         self._compiled[text] = None
         if len(self._compiled) > REMEMBERED:
             self._compiled.popitem(last=False)
+
+    def failed(self, text: str) -> None:
+        """The runner could not follow a grammar, and has dropped it."""
+        self._compiled.pop(text, None)

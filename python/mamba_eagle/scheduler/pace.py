@@ -27,15 +27,15 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import NamedTuple
 
-# The load of the steps in which a stream made so many tokens is spread evenly. Requests make about
-# as many: what comes once in the life of a request comes once in that time.
+# Prompts' load is spread evenly over the steps in which a stream makes this many tokens. Requests
+# make about as many: what comes once in the life of a request comes once in that time.
 EVEN_TOKENS = 160
-BURST_TOKENS = 108  # a burst is run in the steps in which a stream makes so many
+BURST_TOKENS = 108  # a burst is run within the steps in which a stream makes this many
 WINDOW = 160  # steps that are remembered: one makes a token or more
 RECENT = 5  # decode steps whose median is taken for the next one
 MAX_RATIO = 1.3  # of a step's time to an even step's; 4/3 would leave nothing for noise
 MIN_FILL = 0.55  # of steps have prompts, if passes are worth it: the median step is one of these
-MIN_SHARE = 0.8  # of a step's prompts to its decoding, in time, that disturbs nobody
+MIN_SHARE = 0.8  # of a step's prompts to its decoding, in time, that disturbs no one
 MAX_SHARE = 6.0  # of the same, whatever waits
 MAX_COST = 1.35  # of a token, by what it costs in the passes that suit it best
 MIN_TOKENS = 128  # fewer are not worth a pass
@@ -133,7 +133,7 @@ class PassTimes:
         self._line = [Point(0, 0.0), *reversed(corners)]
 
     def seconds(self, tokens: float) -> float:
-        """Of a pass over so many; something must be known."""
+        """Of a pass over this many; something must be known."""
         for a, b in pairwise(self._line):
             if tokens <= b.tokens:
                 return a.towards(b, (tokens - a.tokens) / (b.tokens - a.tokens)).seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mamba_eagle.cache.base import StateKind
+from mamba_eagle.cache.node import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
 from mamba_eagle.message import AnchorMove, DecodeBatch, Plan, PrefillItem, Release

@@ -1,13 +1,12 @@
-"""Which waiting requests start, how their prompts are cut, and where states are saved."""
+"""Which waiting requests start, and how their prompts are cut."""
 
 from __future__ import annotations
 
 import bisect
-from collections import Counter
 from collections.abc import Sequence
 
-from mamba_eagle.cache.base import Match, StateKind, as_tokens, common_prefix
-from mamba_eagle.cache.slots import HeldSlots, PromptJournal, Slots
+from mamba_eagle.cache.node import Match, as_tokens, common_prefix
+from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import DraftStart, JournalPart, PrefillItem, RunnerReady, StateSave
@@ -16,13 +15,11 @@ from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import PromptPace
 from mamba_eagle.scheduler.plan_draft import Chunk, PlanDraft
 from mamba_eagle.scheduler.request import Request, rank
+from mamba_eagle.scheduler.saves import MIN_SHARED_TOKENS, StateSaves
 from mamba_eagle.scheduler.speculation import ShapePolicy
 
 MIN_CHUNK = 256  # prompt tokens of a step, at least, where several steps are at work
 LOOK_AHEAD = 64  # waiting requests that are considered and whose prompts are compared
-MIN_SHARED_TOKENS = 32  # shorter shared prefixes are processed twice
-MAX_SHARED_SAVES = 4  # states saved per prompt for waiting requests that share its prefix
-MAX_SPARE_SAVES = 32  # states saved per prompt at multiples of --mamba-checkpoint-interval
 MAX_SORTED = 128  # longer queues are served in order of arrival whatever the policy
 
 
@@ -33,18 +30,16 @@ class PrefillManager:
         self, config: EngineConfig, policy: ShapePolicy, slots: Slots, runner: RunnerReady
     ) -> None:
         self.policy, self.slots = policy, slots
-        self.catch_up = CatchUp(policy, slots.cache, runner)
+        self.catch_up = CatchUp(policy, slots, runner)
         # most prompt tokens in one step; stages that work at the same time get a part each
         share = max(MIN_CHUNK, runner.chunked_prefill_size // runner.cohorts)
         most = config.chunked_prefill_size or share
         paced = config.chunked_prefill_size is None
         self.pace = PromptPace(most, paced)
-        self.journal_rows = runner.journal_rows
+        self.saves = StateSaves(config, slots, runner)
         self.longest_match_first = config.schedule_policy == "lpm"
-        self.interval = config.mamba_checkpoint_interval
         self.nodes = config.tree_shape.nodes
         self.drafter_needs_history = needs_history(config.speculative_algorithm)
-        self.reserve = max(1, slots.states.total // 8)  # state slots that spare saves leave free
         self.grammars: GrammarQueue | None = None  # set where the runner compiles beside its steps
         self.waiting: list[Request] = []
         self.chunked: list[Request] = []  # admitted, and parts of their prompts not yet sent
@@ -91,7 +86,7 @@ class PrefillManager:
         for request in able[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0:
                 break
-            self.is_full = self.slots.requests.num_free == 0
+            self.is_full = self.slots.num_free_requests == 0
             if self.is_full:
                 break
             if self.grammars is not None and not self.grammars.may_begin(request):
@@ -112,16 +107,15 @@ class PrefillManager:
         """Prompt tokens of all requests that run or for which there are request slots, before any
         hit is known."""
         begun = sum(len(r.to_prefill) - r.held.inserted for r in self.chunked if r.held is not None)
-        first = self.waiting[: self.slots.requests.num_free]
+        first = self.waiting[: self.slots.num_free_requests]
         return begun + sum(len(request.to_prefill) for request in first)
 
     def _in_order(self) -> list[Request]:
         if not self.longest_match_first or len(self.waiting) > MAX_SORTED:
             return list(self.waiting)
-        cache = self.slots.cache
 
         def rank(request: Request) -> tuple[bool, int]:
-            hit = cache.match(request.to_prefill, request.hit_limit, request.salt).position
+            hit = self.slots.match(request.to_prefill, request.hit_limit, request.salt).position
             return request.retractions == 0, -hit
 
         return sorted(self.waiting, key=rank)
@@ -129,7 +123,7 @@ class PrefillManager:
     def _prefix_is_coming(self, request: Request, match: Match, leaving: Sequence[Request]) -> bool:
         """It will get a far better hit a few steps from now, from a prompt that is being processed
         or from the output of a request that has just finished."""
-        if not self.slots.cache.stores:
+        if not self.slots.stores:
             return False
         for other in leaving:
             if other.salt != request.salt:
@@ -154,7 +148,7 @@ class PrefillManager:
     ) -> bool:
         """Gives it all that its prompt needs, if that leaves room for decoding as well."""
         match, followed = start.match, start.followed
-        if self.slots.kv.num_free < len(request.to_prefill) - match.position:
+        if not self.slots.has_free_kv(len(request.to_prefill) - match.position):
             self._mark_wanted(request)
         num_running = sum(not other.leaving for other in holding)
         # Replayed tokens are in the tree already. Once it has processed them they are locked there,
@@ -186,7 +180,7 @@ class PrefillManager:
                     followed=followed,
                 )
         if held is None:
-            self.slots.cache.flush()
+            self.slots.flush()
             return self._admit(request, self.catch_up.from_nothing(request), plan, holding)
         request.admit(held)
         self.policy.admit(request.drafts, start.catches_up)
@@ -197,10 +191,9 @@ class PrefillManager:
     def _mark_wanted(self, request: Request) -> None:
         """KV is about to be evicted for the request. What others that wait need is to go last, and
         of it first what is needed last; by age alone that would be what is needed next."""
-        cache = self.slots.cache
         for other in reversed(self.waiting[:LOOK_AHEAD]):
             if other is not request:
-                cache.match(other.to_prefill, other.hit_limit, other.salt)
+                self.slots.match(other.to_prefill, other.hit_limit, other.salt)
 
     def _cut(self, request: Request, budget: int, plan: PlanDraft) -> int:
         """Plans the next chunk; returns its length."""
@@ -208,127 +201,58 @@ class PrefillManager:
         assert held is not None
         start = held.inserted
         end = min(start + budget, len(request.to_prefill))
-        saves, kinds = self._saves(request, held, end, plan)
-        if end == len(request.to_prefill) and self._keeps_output(request):
+        saves, kinds = self.saves.choose(request, held, end, plan, self.waiting[:LOOK_AHEAD])
+        if end == len(request.to_prefill) and self.saves.keeps_output(request):
             self.slots.start_trail(held, end, plan.reads)
             if held.trail is not None:
                 saves.append(StateSave(end, held.trail.state_slot))
-        item = PrefillItem(
-            slot=held.slot,
-            state_slot=held.state_slot,
-            start=start,
-            token_ids=request.tokens[start:end],
-            kv_slots=held.kv[start:end],
-            saves=saves,
-            is_first=start == held.hit,
-            is_last=end == len(request.to_prefill),
-            output_start=request.prompt_len,
-            top_logprobs=request.top_logprobs,
-            return_logprob=request.return_logprob,
-            pooling=request.pooling,
-            track=request.drafts.tracked,
-        )
-        if (rows := held.prompt_journal) is not None:
-            item.journal = JournalPart(rows.slot, rows.start, rows.end)
-        if held.trail is not None:
-            item.trail = held.trail.journal
-        if request.wants_input_logprobs and request.logprob_start < end:
-            item.logprob_start = max(request.logprob_start, start)
+        item = _chunk(request, held, start, end, saves)
         if item.is_first:
             item.sampling = request.sampling
             item.return_spec_trace = request.return_spec_trace
             item.prefix_kv_slots = held.kv[:start]
             if start > 0:
-                item.load_from = held.load_from
-            if held.load_journal >= 0:
-                item.replay = JournalPart(held.load_journal, held.load_at, start)
+                item.load_from = held.hit.state_slot
+            if held.hit.journal >= 0:
+                item.replay = JournalPart(held.hit.journal, held.hit.anchor, start)
             if request.drafts.tracked and self.catch_up.lacks(held):
-                lacking = request.tokens[held.draft_from : start]
-                item.draft_start = DraftStart(held.draft_from, lacking, held.draft_state)
+                lacking = request.tokens[held.hit.draft_from : start]
+                item.draft_start = DraftStart(held.hit.draft_from, lacking, held.hit.draft_state)
             if request.sampling.reads_history or self.drafter_needs_history:
                 item.history = request.tokens[:start]
         plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start
-
-    # ── saved states ─────────────────────────────────────────────────────────────────────────
-
-    def _saves(
-        self, request: Request, held: HeldSlots, end: int, plan: PlanDraft
-    ) -> tuple[list[StateSave], dict[int, StateKind]]:
-        """Where in (inserted, end] the state is saved, as far as there are slots for it; and why,
-        by position."""
-        if not self.slots.cache.stores:
-            return [], {}
-        start = held.inserted
-        tail = self._tail(request, held, end, plan)
-        state_slots: dict[int, int] = {}  # by position
-        asked = request.cache_hints.positions
-        for position in [tail, *asked, *self._shared_positions(request, held), held.branch]:
-            inside = max(start, held.hit) < position <= min(end, tail)
-            if position in asked:
-                inside = max(start, held.hit) < position <= end
-            if inside and position not in state_slots:
-                state_slot = self.slots.reserve_state(keep=plan.reads)
-                if state_slot is None:
-                    break
-                state_slots[position] = state_slot
-        if held.prompt_journal is not None and start < tail and tail not in state_slots:
-            self.slots.drop_prompt_journal(held)  # without the state that it begins at
-        kinds: dict[int, StateKind] = {
-            position: ("tail" if position == tail else "asked" if position in asked else "branch")
-            for position in state_slots
-        }
-        for position in self._spare_positions(request, held, min(end, tail)):
-            if position in state_slots or self.slots.states.num_free <= self.reserve:
-                continue
-            state_slot = self.slots.reserve_state()
-            assert state_slot is not None
-            state_slots[position] = state_slot
-            kinds[position] = "spare"
-        return [StateSave(*save) for save in sorted(state_slots.items())], kinds
-
-    def _tail(self, request: Request, held: HeldSlots, end: int, plan: PlanDraft) -> int:
-        """Where the state is saved that serves the prompt's end: there, or before the last tokens
-        whose rows are kept, from which any of them can be continued."""
-        tail = len(request.to_prefill) - 1
-        if held.prompt_journal is not None:
-            return held.prompt_journal.start
-        first = max(tail - self.journal_rows, held.hit + 1)
-        if held.inserted < first <= end and first < tail:
-            journal = self.slots.reserve_journal(plan.reads)
-            if journal is not None:
-                held.prompt_journal = PromptJournal(journal, first, tail)
-                return first
-        return tail
-
-    def _keeps_output(self, request: Request) -> bool:
-        left = request.sampling.max_new_tokens - request.num_output
-        return self.slots.cache.stores and left > 1
-
-    def _shared_positions(self, request: Request, held: HeldSlots) -> list[int]:
-        """Ends of prefixes shared with waiting requests; those that save most tokens first."""
-        ends: Counter[int] = Counter()
-        for other in self.waiting[:LOOK_AHEAD]:
-            if other is not request and other.salt == request.salt:
-                shared = common_prefix(request.to_prefill, other.to_prefill)
-                ends[min(shared, other.hit_limit, len(request.to_prefill) - 1)] += 1
-        saved = {
-            end: count * (end - held.hit)
-            for end, count in ends.items()
-            if end - held.hit >= MIN_SHARED_TOKENS
-        }
-        return sorted(saved, key=lambda end: -saved[end])[:MAX_SHARED_SAVES]
-
-    def _spare_positions(self, request: Request, held: HeldSlots, end: int) -> range:
-        """Multiples of the interval up to ``end``; of a larger stride if the prompt is long."""
-        if self.interval == 0:
-            return range(0)
-        strides = (len(request.to_prefill) - held.hit) // self.interval
-        stride = self.interval * max(1, -(-strides // MAX_SPARE_SAVES))
-        return range((held.inserted // stride + 1) * stride, end + 1, stride)
 
 
 def _place(request: Request) -> tuple[int, bool, int]:
     """In the queue, the smallest first."""
     priority, order = rank(request)
     return priority, request.retractions == 0, order
+
+
+def _chunk(
+    request: Request, held: HeldSlots, start: int, end: int, saves: list[StateSave]
+) -> PrefillItem:
+    """What every chunk says."""
+    item = PrefillItem(
+        slot=held.slot,
+        state_slot=held.state_slot,
+        start=start,
+        token_ids=request.tokens[start:end],
+        kv_slots=held.kv[start:end],
+        saves=saves,
+        is_first=start == held.hit.position,
+        is_last=end == len(request.to_prefill),
+        output_start=request.prompt_len,
+        top_logprobs=request.top_logprobs,
+        return_logprob=request.return_logprob,
+        pooling=request.pooling,
+        track=request.drafts.tracked,
+    )
+    if (rows := held.prompt_journal) is not None:
+        item.journal = JournalPart(rows.slot, rows.start, rows.end)
+    if held.trail is not None:
+        item.trail = held.trail.journal
+    if request.wants_input_logprobs and request.logprob_start < end:
+        item.logprob_start = max(request.logprob_start, start)
+    return item

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import zmq
 
-from mamba_eagle.cache.look import top_nodes
-from mamba_eagle.cache.radix import RadixCache
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.events_config import read_events_config
 from mamba_eagle.message import (
@@ -111,9 +109,9 @@ class SchedulerProcess:
         ready = found[self.config.answering_rank]
         self.scheduler = Scheduler(self.config, ready)
         self.grammars = self.scheduler.prefill.grammars = GrammarQueue()
-        events, cache = read_events_config(self.config.kv_events_config), self.scheduler.slots.cache
-        if events is not None and isinstance(cache, RadixCache):
-            self.events = EventPublisher(events, cache)
+        events, slots = read_events_config(self.config.kv_events_config), self.scheduler.slots
+        if events is not None and slots.stores:
+            self.events = EventPublisher(events, slots.cache)
         self.outputs.send(
             Ready(
                 max_kv_slots=ready.max_kv_slots,
@@ -188,10 +186,8 @@ class SchedulerProcess:
                             call_id=message.call_id,
                             state=self.scheduler.state(),
                             cache=self.scheduler.cache_use(),
-                            nodes=top_nodes(
-                                self.scheduler.slots.cache.root,
-                                message.max_nodes,
-                                message.max_tokens,
+                            nodes=self.scheduler.slots.top_nodes(
+                                message.max_nodes, message.max_tokens
                             ),
                         )
                     )

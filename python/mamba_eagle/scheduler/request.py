@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from mamba_eagle.cache.base import as_tokens, salt_number
+from mamba_eagle.cache.node import as_tokens, salt_number
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
@@ -88,7 +88,7 @@ class Request:
 
     @property
     def decodable(self) -> bool:
-        """As far as is known, another decode step can make a token."""
+        """By what is known, another decode step can make a token."""
         return not self.leaving and self.prefill_sent and not self.all_planned
 
     @property
@@ -154,7 +154,7 @@ class Request:
         """Its first chunk is about to be planned."""
         self.held = held
         if self.num_output == 0:
-            self.cached_tokens = held.hit
+            self.cached_tokens = held.hit.position
         if self.queue_time < 0:
             waited = time.time() - self.arrival_time if self.arrival_time else 0.0
             self.queue_time = max(0.0, waited)
@@ -187,7 +187,7 @@ class Request:
         logprobs: list[TokenLogprob] | None = None,
         trace: StepTrace | None = None,
     ) -> RequestOutput:
-        """What the client is told now; logprobs and embedding of the prompt go with the first
+        """What the client gets now; logprobs and embedding of the prompt go with the first
         call."""
         input_logprobs, self.input_logprobs = self.input_logprobs, []
         embedding, self.embedding = self.embedding, b""

@@ -1,4 +1,13 @@
-"""The scheduler: requests in, plans out, results in, outputs out. No torch, no sockets."""
+"""The scheduler: requests in, plans out, results in, outputs out. No torch, no sockets.
+
+add       a request waits
+plan      who has left frees its slots
+          who runs gets slots for a tree; if there are none, the last one steps back
+          who waits is admitted, with what the cache has of its prompt, which is cut in chunks
+          what the plan will have processed enters the cache
+process   a prompt that ends has its first token; of trees, the accepted nodes are kept
+          what is new is answered; who has ended leaves with the next plan
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import logging
 import time
 from collections import deque
 
-from mamba_eagle.cache.base import as_tokens
+from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import Failure, FinishReason, TreeShape
@@ -160,7 +169,7 @@ class Scheduler:
         """The next step; None if there is nothing to do, or if no more plans may be in flight."""
         if len(self._in_flight) >= self.cohorts.max_in_flight:
             return None
-        self.slots.cache.unpin(time.monotonic())
+        self.slots.unpin(time.monotonic())
         plan = PlanDraft(self.stats.num_steps + 1)
         self._release_leaving(plan)
         if not self.prompts_first:
@@ -241,7 +250,7 @@ class Scheduler:
             request.min_tokens_in_flight += item.is_last
             if item.is_first and request.retractions == 0:
                 self.stats.prompt_tokens += request.prompt_len
-                self.stats.hit(held.hit_kind, request.cached_tokens)
+                self.stats.hit(held.hit.kind, request.cached_tokens)
             end = item.start + len(item.token_ids)
             if item.draft_start is not None:
                 self.slots.follow(held)
@@ -262,15 +271,15 @@ class Scheduler:
     def _pin(self, request: Request, held: HeldSlots) -> None:
         """Its prompt is in the cache now; a client may have asked to keep it there."""
         hints, tail = request.cache_hints, request.prompt_len - 1
-        if hints.pin_seconds > 0 and tail > 0 and self.slots.cache.stores:
+        if hints.pin_seconds > 0 and tail > 0 and self.slots.stores:
             until = time.monotonic() + hints.pin_seconds
-            if not self.slots.cache.pin(held.node, [*hints.positions, tail], until):
+            if not self.slots.pin(held.node, [*hints.positions, tail], until):
                 log.warning("request %r: half of the cache is pinned already", request.rid)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
     def process(self, result: StepResult) -> list[RequestOutput]:
-        """Takes the result of the oldest plan in flight; returns what clients are to be told.
+        """Takes the result of the oldest plan in flight; returns what clients are to get.
 
         Raises: RuntimeError if it answers another plan. What is wrong with a single request's
         part of it fails that request only.
@@ -297,7 +306,7 @@ class Scheduler:
             outcomes.append(Outcome(request.drafts, 0 if problem else len(walk.tokens)))
             if request.finish is None:
                 if problem:
-                    outputs.append(self._fail(request, problem))
+                    outputs.append(self._fail(request, problem, walk.problem))
                 else:
                     self._count_step(request, walk, plan.choice.shape)
                     outputs.append(self._accept(request, walk.tokens, walk.logprobs, walk.trace))
@@ -314,7 +323,7 @@ class Scheduler:
         if request.finish is not None:
             return []
         if problem := prefill_problem(request, chunk.item, result, self.runner.vocab_size):
-            return [self._fail(request, problem)]
+            return [self._fail(request, problem, result.problem)]
         request.input_logprobs += result.input_logprobs
         if not is_last:
             return []
@@ -346,10 +355,17 @@ class Scheduler:
             self._forget(request)
         return request.output(tokens, logprobs, trace)
 
-    def _fail(self, request: Request, problem: str) -> RequestOutput:
-        """The runner's result cannot be: this request ends with an error of its own."""
+    def _fail(self, request: Request, problem: str, in_grammar: str) -> RequestOutput:
+        """The runner's result cannot be: this request ends with an error of its own.
+
+        in_grammar: what its grammar has to do with it, such as a limit that only shows here."""
+        failure = Failure.INTERNAL
+        if in_grammar:
+            failure = Failure.REFUSED
+            if self.prefill.grammars is not None:
+                self.prefill.grammars.failed(request.sampling.grammar)
         log.error("request %r failed after %d tokens: %s", request.rid, request.num_output, problem)
-        return self._end(request, FinishReason("abort", message=problem, failure=Failure.INTERNAL))
+        return self._end(request, FinishReason("abort", message=problem, failure=failure))
 
     def _learn(self, choice: Choice, outcomes: list[Outcome], result: StepResult) -> None:
         # If the next plan arrived in time, the runner waited only for messages, which is a cost of
@@ -381,7 +397,7 @@ class Scheduler:
         """Empties the cache. Raises: RuntimeError unless idle."""
         if not self.idle:
             raise RuntimeError("the cache can be flushed only while nothing runs or waits")
-        self.slots.cache.flush()
+        self.slots.flush()
 
     def check_integrity(self) -> None:
         """Raises: RuntimeError with numbers, unless free + cached + held = total."""
@@ -390,37 +406,17 @@ class Scheduler:
         self.slots.check_integrity(held, trees)
 
     def state(self) -> dict[str, float]:
-        """Gauges and counters; ``num_used_tokens`` leaves out what could be evicted."""
-        slots, cache = self.slots, self.slots.cache
-        used = slots.kv.total - slots.available_kv
+        """Gauges and counters."""
+        waiting = self.prefill.waiting
         return {
             "num_running_reqs": sum(not request.leaving for request in self._admitted),
-            "num_queue_reqs": len(self.prefill.waiting),
-            "num_queue_tokens": sum(len(request.to_prefill) for request in self.prefill.waiting),
-            "num_used_tokens": used,
-            "num_cached_tokens": cache.num_kv,
-            "num_locked_tokens": cache.num_kv - cache.evictable_kv,
-            "num_pinned_tokens": cache.pinned_kv,
-            "num_free_kv_slots": slots.kv.num_free,
-            "max_total_num_tokens": slots.kv.total,
-            "token_usage": used / max(slots.kv.total, 1),
-            "num_free_checkpoints": slots.states.num_free,
-            "num_cached_checkpoints": cache.num_states,
-            "max_journals": slots.journals.total,
-            "num_free_journals": slots.journals.num_free,
-            "num_cached_journals": cache.num_journals,
-            "num_pinned_checkpoints": cache.pinned_states,
-            "num_used_checkpoints": slots.states.total - slots.states.num_free - cache.num_states,
-            "max_mamba_cache_size": slots.states.total,
+            "num_queue_reqs": len(waiting),
+            "num_queue_tokens": sum(len(request.to_prefill) for request in waiting),
+            **self.slots.gauges(),
             **self.stats.as_dict(),
         }
 
     def cache_use(self) -> CacheUse:
         """What the prefix cache has done so far."""
-        cache = self.slots.cache
-        return CacheUse(
-            hits=dict(self.stats.hits),
-            saved_tokens=dict(self.stats.saved_tokens),
-            evicted_states=cache.evicted_states,
-            evicted_tokens=cache.evicted_kv,
-        )
+        hits, saved = dict(self.stats.hits), dict(self.stats.saved_tokens)
+        return CacheUse(hits=hits, saved_tokens=saved, **self.slots.evictions())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mamba_eagle.config import EngineConfig
+from mamba_eagle.config import DraftSettings
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.message import ShapeUse, SpeculationState
 from mamba_eagle.scheduler.estimates import Acceptance, RequestDrafts, StepTimes, Usefulness
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 class ShapePolicy(ABC):
-    """Chooses the shape of every decode step, and is told the outcome of each, in order.
+    """Chooses the shape of every decode step, and learns the outcome of each, in order.
 
     The next step may be chosen before the outcome of the last one is known. Choosing changes no
     request: a request's ``RequestDrafts`` change in ``admit``, ``untrack`` and ``observe`` only,
@@ -105,7 +105,7 @@ class ShapePolicy(ABC):
         )
 
 
-def shape_policy(config: EngineConfig) -> ShapePolicy:
+def shape_policy(config: DraftSettings) -> ShapePolicy:
     shape = config.tree_shape
     if config.speculative_adaptive and shape != PLAIN:
         return AdaptiveShape(shape)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from mamba_eagle.cache.base import STATE_KINDS, StateKind
+from mamba_eagle.cache.node import STATE_KINDS, StateKind
 
 RECENT_SECONDS = 5.0  # over which the throughput is measured
 

@@ -32,9 +32,6 @@ class TrailKeeper:
         self.kept = min(MIN_KEPT, self.rows // 2)
         self.accepts = config.tree_shape.depth + 1  # most tokens that a step accepts
         self.interval = config.mamba_checkpoint_interval
-        # slots that are left free
-        self.state_reserve = max(1, slots.states.total // 8)
-        self.journal_reserve = max(1, slots.journals.total // 8)
 
     def make_room(self, request: Request, held: HeldSlots, plan: PlanDraft) -> None:
         """Before a decode step of the request, which is not yet counted as in flight."""
@@ -51,7 +48,7 @@ class TrailKeeper:
             return
         rows = JournalPart(trail.journal, trail.anchor, target)
         move = AnchorMove(rows, trail.state_slot)
-        if self.interval and self.slots.states.num_free > self.state_reserve:
+        if self.interval and self.slots.has_spare_state:
             self._leave_behind(trail, move, request.processed)
         plan.moves.append(move)
         trail.anchor = target
@@ -60,8 +57,7 @@ class TrailKeeper:
         """Copies what is at the anchor before ``move``, if forks in the output may need it. known:
         position up to which the journal has rows."""
         last = trail.inside[-1] if trail.inside else Behind(trail.first, -1, -1, trail.first)
-        journals, target = self.slots.journals, move.journal.end
-        with_rows = journals.num_free > self.journal_reserve
+        target, with_rows = move.journal.end, self.slots.has_spare_journal
         if with_rows:
             wanted = target > max(last.end, last.position)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from mamba_eagle.core import Failure, FinishReason
+from mamba_eagle.core import Failure, FinishReason, shown
 
 TYPES = {
     401: "authentication_error",
@@ -28,7 +28,7 @@ STATUS = {
 
 
 class RequestError(Exception):
-    """Ends a request with an HTTP status and a message for whoever sent it."""
+    """Ends a request with an HTTP status and a message for the client."""
 
     def __init__(
         self, message: str, status: int = 400, param: str | None = None, retry_after: int = 0
@@ -44,6 +44,11 @@ class RequestError(Exception):
     def of(cls, reason: FinishReason) -> RequestError:
         """For an ended request whose end its client must see as an error."""
         return cls(reason.message, failure_status(reason))
+
+    @classmethod
+    def about(cls, path: str, value: Any, remedy: str) -> RequestError:
+        """For a field's value."""
+        return cls(f"{path} = {shown(value)}: {remedy}", param=path)
 
     def body(self) -> dict[str, Any]:
         other = "invalid_request_error" if self.status < 500 else "internal_server_error"

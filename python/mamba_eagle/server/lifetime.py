@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mamba_eagle.server.errors import RequestError
 
-# Answered until the end, since whoever operates the server needs them then too.
+# Answered until the end, since the server's operator needs them then too.
 ALWAYS_OPEN = ("/health", "/ready", "/metrics", "/abort_request")
 RETRY_AFTER = 1  # seconds; another replica may be asked at once
 
@@ -19,6 +19,7 @@ class Lifetime:
 
     def __init__(self) -> None:
         self.failure: str | None = None  # why the engine is given up; it is about to be ended
+        self.silent: str | None = None  # which process does not answer; it may yet
         self.draining = False  # open requests may finish, new ones are refused
         self.open_requests = 0
         self._changed = asyncio.Event()

@@ -18,22 +18,22 @@ from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.core import Failure
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
-from mamba_eagle.server import descriptors
-from mamba_eagle.server.agent import launch_agent
-from mamba_eagle.server.auth import api_keys
+from mamba_eagle.server.app import make_app
 from mamba_eagle.server.chat_settings import chat_problems
-from mamba_eagle.server.children import end_children
-from mamba_eagle.server.connections import LOG_SECONDS, Limits
-from mamba_eagle.server.event_loop import run
-from mamba_eagle.server.http import make_app
-from mamba_eagle.server.launch import SHUTTING_DOWN, Ending, Launch
+from mamba_eagle.server.engine.agent import launch_agent
+from mamba_eagle.server.engine.children import end_children
+from mamba_eagle.server.engine.launch import SHUTTING_DOWN, Ending, Launch
+from mamba_eagle.server.engine.node_settings import init_address_in_numbers, node_problems
+from mamba_eagle.server.engine.socket_dir import new_socket_dir
+from mamba_eagle.server.http import descriptors
+from mamba_eagle.server.http.auth import api_keys
+from mamba_eagle.server.http.connections import LOG_SECONDS, Limits
+from mamba_eagle.server.http.event_loop import run
+from mamba_eagle.server.http.listener import HttpServer
+from mamba_eagle.server.http.origins import exposure_warning, origin_problems
+from mamba_eagle.server.http.tls import tls_context
 from mamba_eagle.server.lifetime import Gate
-from mamba_eagle.server.listener import HttpServer
-from mamba_eagle.server.node_settings import init_address_in_numbers, node_problems
-from mamba_eagle.server.origins import exposure_warning, origin_problems
-from mamba_eagle.server.socket_dir import new_socket_dir
 from mamba_eagle.server.state import ServerState
-from mamba_eagle.server.tls import tls_context
 
 CLOSE_SECONDS = 1.0  # for connections to close; their requests have been answered by then
 
@@ -180,6 +180,8 @@ class HttpLaunch(Launch):
                 f"Shutting down: waiting up to {seconds:g} s for open requests "
                 f"({self.lifetime.open_requests}); a second signal ends them at once"
             )
+        if self.judge is not None:
+            self.judge.hurry()
         left = await self.lifetime.drain(seconds)
         text = f"cut off after --shutdown-timeout {seconds:g}: {left} open requests"
         self.end(Ending(0, text if left else ""))

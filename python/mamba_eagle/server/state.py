@@ -15,20 +15,24 @@ from starlette.requests import Request
 from mamba_eagle.chat.format import ChatFormat
 from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
+from mamba_eagle.constrain.trials import Tokens
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
 from mamba_eagle.metrics import Recorder
 from mamba_eagle.models.config_json import read_values
-from mamba_eagle.server.auth import api_keys
-from mamba_eagle.server.body import Bodies
+from mamba_eagle.server.bodies.grammar_trials import Judge, ThreadJudge, tokens_of
+from mamba_eagle.server.bodies.grammars import Grammars
+from mamba_eagle.server.bodies.infill import Infill
+from mamba_eagle.server.bodies.model import Model, read
+from mamba_eagle.server.bodies.prompts import PromptReader
+from mamba_eagle.server.bodies.reception import Bodies
+from mamba_eagle.server.bodies.sampling import Vocabulary
 from mamba_eagle.server.errors import RequestError
-from mamba_eagle.server.fields import Fields
-from mamba_eagle.server.grammars import Grammars
-from mamba_eagle.server.infill import Infill
+from mamba_eagle.server.http.auth import api_keys
+from mamba_eagle.server.http.request_id import trace_parent
 from mamba_eagle.server.lifetime import Lifetime
-from mamba_eagle.server.prompts import PromptReader
-from mamba_eagle.server.request_id import trace_parent
-from mamba_eagle.tokenizer.manager import DuplicateRid, EngineDead, QueueFull, TokenizerManager
+from mamba_eagle.tokenizer.errors import DuplicateRid, EngineDead, QueueFull
+from mamba_eagle.tokenizer.manager import TokenizerManager
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest
 
 T = TypeVar("T")
@@ -41,16 +45,19 @@ class ServerState:
     recorder: Recorder
     started: float = field(default_factory=time.time)
     lifetime: Lifetime = field(default_factory=Lifetime)
+    judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for an API key that cannot be read."""
         self.api_keys = api_keys(self.config)
-        self.recorder.tokenizer = self.manager.tokenizer
+        if self.recorder.log is not None:
+            self.recorder.log.tokenizer = self.manager.tokenizer
+        self.judge = self.judge_kind(self._tokens)
         self.recorder.simulates(self.config.simulate_acc_len)
         config = self.config
         pp_size = config.num_ranks // config.tp_size
         self.recorder.split({"tp": config.tp_size, "pp": pp_size, "nodes": config.nnodes})
-        self.bodies = Bodies(self.config.max_body_size * 2**20)
+        self.bodies = Bodies(self.config.max_body_size * 2**20, self.config.request_timeout)
 
     @property
     def model_name(self) -> str:
@@ -65,13 +72,21 @@ class ServerState:
         return self.manager.engine.context_length
 
     @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size, self.manager.engine.eos_token_ids)
+
+    @cached_property
     def prompts(self) -> PromptReader:
         return PromptReader(self.manager.tokenizer, self.vocab_size, self.context_length)
 
+    def _tokens(self) -> Tokens:
+        assert self.manager.tokenizer is not None
+        engine = self.manager.engine
+        return tokens_of(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
+
     @cached_property
     def grammars(self) -> Grammars:
-        engine = self.manager.engine
-        return Grammars(self.manager.tokenizer, engine.vocab_size, engine.eos_token_ids)
+        return Grammars(self.manager.tokenizer, self.judge)
 
     @cached_property
     def infill(self) -> Infill | None:
@@ -104,21 +119,21 @@ class ServerState:
     async def read(
         self,
         request: Request,
-        parse: Callable[[Fields, ServerState], T],
+        parse: Callable[[dict[str, Any], ServerState], T],
         is_chat: bool = False,
     ) -> T:
         """The body as ``parse`` understands it, which may run in a thread, and does for chats.
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, lambda fields: parse(fields, self), is_chat=is_chat)
+        return await self.bodies.read(request, lambda values: parse(values, self), is_chat=is_chat)
 
-    async def read_control(self, request: Request) -> Fields:
+    async def read_control(self, request: Request, model: type[Model]) -> Model:
         """The short body of a route that takes no prompt.
 
         Raises: RequestError
         """
-        return await self.bodies.read(request, lambda fields: fields, MAX_CONTROL_BODY)
+        return await self.bodies.read(request, lambda values: read(model, values), MAX_CONTROL_BODY)
 
     def limit_samples(self, num_prompts: int, samples: int) -> None:
         """Raises: RequestError 400 for more than the server ever holds."""

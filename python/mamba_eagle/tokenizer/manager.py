@@ -12,51 +12,28 @@ from collections import deque
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-import msgspec
 import zmq
 
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import Failure, FinishReason, shown
 from mamba_eagle.message import (
     Abort,
-    CacheReply,
-    FlushCache,
-    FlushReply,
-    Generate,
-    GetCache,
-    GetState,
     Outputs,
-    Profile,
-    ProfileReply,
     Ready,
     RequestOutput,
-    StateReply,
     ToScheduler,
     ToServer,
 )
 from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.tokenizer.errors import EngineDead, QueueFull
+from mamba_eagle.tokenizer.live import LiveSamples
 from mamba_eagle.tokenizer.observer import Observer
+from mamba_eagle.tokenizer.outbox import SAMPLES_PER_TURN, TURN_SECONDS, Outbox
+from mamba_eagle.tokenizer.questions import Questions
 from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
 from mamba_eagle.tokenizer.text import TextTokenizer
 
 log = logging.getLogger("mamba_eagle.tokenizer")
-# A request of thousands of samples is started and ended in turns, between which this process and
-# the scheduler serve the others.
-SAMPLES_PER_TURN = 32
-TOKENS_PER_TURN = 32_768
-TURN_SECONDS = 0.005
-
-
-class EngineDead(RuntimeError):
-    """The engine is gone, or the server is being stopped."""
-
-
-class QueueFull(RuntimeError):
-    """More requests than the server holds at a time."""
-
-
-class DuplicateRid(ValueError):
-    """A live request has this name already."""
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -85,13 +62,13 @@ class TokenizerManager:
         self._sender: Sender[ToScheduler] = Sender(context, socket_dir, "to_scheduler")
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._samples: dict[str, Sample] = {}  # by engine rid; only those that have not ended
-        self._names: dict[str, list[Sample]] = {}  # what a client may call them
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._live = LiveSamples()
         self._numbers = itertools.count(1)
-        self._unsent: deque[Sample] = deque()  # started, but the scheduler does not know them yet
+        self._outbox = Outbox(self._sender)
+        self.ask = Questions(self._sender, recorder)
         self._tasks: set[asyncio.Task[Any]] = set()
         # The file descriptor tells of a change, not of a state: each wake must read all there is.
+        self._next_turn: asyncio.Handle | None = None  # of receiving
         self._loop.add_reader(self._receiver.socket.FD, self._receive_all)
         self._loop.call_soon(self._receive_all)
 
@@ -101,7 +78,7 @@ class TokenizerManager:
 
     @property
     def num_live(self) -> int:
-        return len(self._samples)
+        return len(self._live)
 
     @property
     def max_samples(self) -> int:
@@ -112,6 +89,8 @@ class TokenizerManager:
         for task in self._tasks:
             task.cancel()
         self._loop.remove_reader(self._receiver.socket.FD)
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         self._receiver.close()
         self._sender.close()
 
@@ -122,21 +101,18 @@ class TokenizerManager:
 
         Raises: EngineDead, QueueFull, DuplicateRid; then nothing was started.
         """
-        names = self._admit(rid, prompts)
         live = LiveRequest(rid, trace_parent)
-        live.names = list(names)
-        self._set_deadline(live, max((prompt.timeout for prompt in prompts), default=0.0))
+        live.names = list(self._admit(rid, prompts))
+        if seconds := max((prompt.timeout for prompt in prompts), default=0.0):
+            live.deadline = self._loop.call_later(seconds, self._expire, live, seconds)
         started: deque[Sample] = deque()
         for prompt in prompts:
             seed = secrets.randbits(63) if prompt.seed is None else prompt.seed
             for i in range(prompt.n):
                 started.append(self._start(live, prompt, i, sample_seed(seed, i)))
         self.recorder.started(live)
-        self._send_turn(started)
-        if started:
-            self._unsent += started
-            if len(self._unsent) == len(started):
-                self._spawn(self._send_unsent())
+        if self._outbox.put(started):
+            self._spawn(self._send_unsent())
         return live
 
     def _admit(self, rid: str, prompts: list[PromptRequest]) -> set[str]:
@@ -149,20 +125,7 @@ class TokenizerManager:
                 f"{self.num_live} requests are running or waiting and {wanted} more would exceed "
                 f"the limit of {self.max_samples}: try again later"
             )
-        names = {rid}
-        for prompt in prompts:
-            names.update((prompt.rid, *prompt.sample_rids))
-        taken = names & self._names.keys()
-        if taken:
-            raise DuplicateRid(
-                f"rid = {shown(min(taken))}: a request of this name is running; give another or "
-                "none"
-            )
-        return names
-
-    def _set_deadline(self, live: LiveRequest, seconds: float) -> None:
-        if seconds > 0:
-            live.deadline = self._loop.call_later(seconds, self._expire, live, seconds)
+        return self._live.free_names(rid, prompts)
 
     def _expire(self, live: LiveRequest, seconds: float) -> None:
         message = f"the request did not end within {seconds:g} s (timeout, or --request-timeout)"
@@ -183,47 +146,13 @@ class TokenizerManager:
         sample.seed = seed
         live.samples.append(sample)
         live.open += 1
-        self._samples[engine_rid] = sample
-        for name in {live.rid, prompt.rid, rid}:
-            self._names.setdefault(name, []).append(sample)
+        self._live.add(sample)
         return sample
 
-    def _send_turn(self, samples: deque[Sample]) -> None:
-        """Hands the first of them to the scheduler, no more than it takes in in a moment."""
-        tokens = 0
-        for _ in range(min(SAMPLES_PER_TURN, len(samples))):
-            sample = samples.popleft()
-            if sample.finish is not None:
-                continue
-            self._send_generate(sample)
-            tokens += len(sample.prompt.token_ids)
-            if tokens >= TOKENS_PER_TURN:
-                break
-
     async def _send_unsent(self) -> None:
-        while self._unsent and self.dead is None:
+        while self._outbox and self.dead is None:
             await asyncio.sleep(TURN_SECONDS)
-            self._send_turn(self._unsent)
-
-    def _send_generate(self, sample: Sample) -> None:
-        prompt = sample.prompt
-        sample.sent = True
-        self._sender.send(
-            Generate(
-                rid=sample.engine_rid,
-                token_ids=prompt.token_ids,
-                # Stop strings are looked for here; thousands of them would travel for nothing.
-                sampling=msgspec.structs.replace(prompt.sampling, seed=sample.seed, stop=[]),
-                return_logprob=prompt.return_logprob,
-                logprob_start=prompt.logprob_start,
-                top_logprobs=prompt.top_logprobs,
-                return_spec_trace=prompt.return_spec_trace,
-                pooling=prompt.pooling,
-                cache=prompt.cache,
-                priority=prompt.priority,
-                arrival_time=sample.request.arrival,
-            )
-        )
+            self._outbox.send_turn()
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(work)
@@ -233,11 +162,11 @@ class TokenizerManager:
 
     async def abort(self, rid: str | None, message: str = "aborted by /abort_request") -> int:
         """Ends the samples of exactly this name, or all (None); how many there were."""
-        samples = list(self._samples.values()) if rid is None else self._names.get(rid, [])
-        return await self._abort_all(list(samples), FinishReason(kind="abort", message=message))
+        reason = FinishReason(kind="abort", message=message)
+        return await self._abort_all(self._live.named(rid), reason)
 
     def release(self, live: LiveRequest) -> None:
-        """Nobody waits for the request any more: what still runs of it is ended."""
+        """No one waits for the request any more: what still runs of it is ended."""
         if live.open:
             reason = FinishReason(kind="abort", message="the client has gone")
             for sample in live.samples[:SAMPLES_PER_TURN]:
@@ -264,34 +193,37 @@ class TokenizerManager:
         return True
 
     def fail(self, message: str, failure: Failure = Failure.INTERNAL) -> None:
-        """The engine is gone: whoever waits gets an error, and so does whoever comes."""
+        """The engine is gone: who waits gets an error, and every later request does."""
         if self.dead is not None:
             return
         self.dead = message
         reason = FinishReason(kind="abort", message=message, failure=failure)
-        for sample in list(self._samples.values()):
+        for sample in self._live.named(None):
             self._abort(sample, reason)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EngineDead(message))
+        self.ask.fail(message)
 
     # ── outputs ──────────────────────────────────────────────────────────────────────────────
 
     def _receive_all(self) -> None:
+        """Or as much as one turn of the event loop may take: the others follow in the next."""
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+        until = time.monotonic() + TURN_SECONDS
         while (item := self._receiver.receive(timeout_ms=0)) is not None:
             if isinstance(item, Outputs):
                 now = time.time()
                 for output in item.outputs:
-                    sample = self._samples.get(output.rid)
+                    sample = self._live.get(output.rid)
                     if sample is not None:  # else it came after the end
                         self._take(sample, output, now)
             elif isinstance(item, Ready):
                 if not self.ready.done():
                     self.ready.set_result(item)
             else:
-                call = self._calls.get(item.call_id)
-                if call is not None and not call.done():
-                    call.set_result(item)
+                self.ask.answer(item)
+            if time.monotonic() > until:
+                self._next_turn = self._loop.call_soon(self._receive_all)
+                return
 
     def _take(self, sample: Sample, output: RequestOutput, now: float) -> None:
         try:
@@ -313,75 +245,12 @@ class TokenizerManager:
             self._ended(sample)
 
     def _ended(self, sample: Sample) -> None:
-        del self._samples[sample.engine_rid]
         live = sample.request
         live.open -= 1
+        self._live.remove(sample)
         live.tell(sample)
         self.recorder.finished(sample)
         if live.open == 0:
             if live.deadline is not None:
                 live.deadline.cancel()
-            for name in live.names:
-                self._names.pop(name, None)
             live.done.set()
-
-    # ── questions to the scheduler ───────────────────────────────────────────────────────────
-
-    async def state(self, timeout: float = 5.0) -> StateReply:
-        """The scheduler's gauges and counters, and what it drafts.
-
-        Raises: EngineDead, TimeoutError
-        """
-        reply = await self._call(GetState(call_id=next(self._numbers)), timeout)
-        assert isinstance(reply, StateReply)
-        return reply
-
-    async def cache(self, max_nodes: int, max_tokens: int = 0, timeout: float = 5.0) -> CacheReply:
-        """What the prefix cache holds, and the first nodes of its tree with up to ``max_tokens`` of
-        their tokens each.
-
-        Raises: EngineDead, TimeoutError
-        """
-        number = next(self._numbers)
-        item = GetCache(call_id=number, max_nodes=max_nodes, max_tokens=max_tokens)
-        reply = await self._call(item, timeout)
-        assert isinstance(reply, CacheReply)
-        return reply
-
-    async def flush_cache(self, timeout: float = 0.0) -> FlushReply:
-        """Empties the cache; a busy engine refuses, and is asked again until ``timeout`` s.
-
-        Raises: EngineDead, TimeoutError
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            reply = await self._call(FlushCache(call_id=next(self._numbers)), 30.0)
-            assert isinstance(reply, FlushReply)
-            if reply.ok:
-                self.recorder.reset_averages()
-            if reply.ok or time.monotonic() >= deadline:
-                return reply
-            await asyncio.sleep(0.05)
-
-    async def profile(self, path: str, steps: int, timeout: float = 60.0) -> ProfileReply:
-        """Records so many steps of the runner, or with 0 ends that.
-
-        Raises: EngineDead, TimeoutError
-        """
-        item = Profile(call_id=next(self._numbers), path=path, steps=steps)
-        reply = await self._call(item, timeout)
-        assert isinstance(reply, ProfileReply)
-        return reply
-
-    async def _call(
-        self, item: FlushCache | GetState | GetCache | Profile, timeout: float
-    ) -> FlushReply | StateReply | CacheReply | ProfileReply:
-        if self.dead is not None:
-            raise EngineDead(self.dead)
-        call: asyncio.Future[Any] = self._loop.create_future()
-        self._calls[item.call_id] = call
-        try:
-            self._sender.send(item)
-            return await asyncio.wait_for(call, timeout)
-        finally:
-            del self._calls[item.call_id]

@@ -1,4 +1,4 @@
-"""Who is told what becomes of requests; metrics/recorder.py is one."""
+"""Who learns what becomes of requests; metrics/recorder.py is one."""
 
 from __future__ import annotations
 

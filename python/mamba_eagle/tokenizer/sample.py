@@ -57,7 +57,7 @@ class Sample:
         self.index = index
         self.seed = 0  # its own, drawn where the client gave none
         self.output_ids: list[int] = []
-        # Those that nobody has taken yet: a reply keeps them in a smaller form.
+        # Those that no one has taken yet: a reply keeps them in a smaller form.
         self.logprobs: list[TokenLogprob] = []
         self.input_logprobs: list[TokenLogprob] = []
         self.traces: list[StepTrace] = []
@@ -89,7 +89,7 @@ class Sample:
             if output.logprobs:
                 self.logprobs.append(output.logprobs[position])
             if position == final and not self.prompt.sampling.no_stop_trim:
-                break  # a stop token is counted, but is no part of the text
+                break  # a stop token is counted, but is not part of the text
             if self._detokenizer is not None and self._add_text(self._detokenizer.push(token)):
                 assert self.finish is not None and isinstance(self.finish.matched, str)
                 return StopAt(
@@ -154,7 +154,7 @@ class LiveRequest:
         self.deadline: asyncio.TimerHandle | None = None
         # A stream waits for each change, a plain reply only for the end.
         self.changed = asyncio.Event()
-        self.news: dict[int, Sample] = {}  # by index: those with a change that nobody looked at
+        self.news: dict[int, Sample] = {}  # by index: those with a change that no one looked at
         self.done = asyncio.Event()
 
     def tell(self, sample: Sample) -> None:

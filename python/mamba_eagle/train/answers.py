@@ -15,7 +15,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.message import Generate
 from mamba_eagle.offline import OfflineEngine
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.train.prompts import DataError, Prompt
 
 PROGRESS_SECONDS = 10.0  # between two progress lines
@@ -84,7 +84,7 @@ def generate(
 
     Raises: DataError for a prompt that the engine refuses; START_ERRORS of the runner.
     """
-    engine = OfflineEngine(config, ModelRunner(config))
+    engine = OfflineEngine(config, assemble(config))
     waiting = {str(prompt.line): prompt for prompt in prompts}
     answers: dict[str, list[int]] = {rid: [] for rid in waiting}
     for rid, prompt in waiting.items():

@@ -171,7 +171,7 @@ def pad_answers(answers: Sequence[Answer], depth: int, device: torch.device) -> 
     for i, answer in enumerate(answers):
         tokens[i, : len(answer.tokens)] = answer.tokens
     first = np.array([[answer.prompt_len] for answer in answers])
-    end = np.array([[len(answer.tokens) - 1] for answer in answers])  # the last token is no root
+    end = np.array([[len(answer.tokens) - 1] for answer in answers])  # the last token is not a root
     place = np.arange(length)
     masks = [((place >= first + j) & (place < end)).ravel() for j in range(depth)]
     number = masks[0].cumsum() - 1  # of a position among those at depth 0

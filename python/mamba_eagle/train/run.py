@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mamba_eagle.backend.choose import resolve_device
 from mamba_eagle.bench import facts
-from mamba_eagle.config import ConfigError, EngineConfig
+from mamba_eagle.config import ConfigError, EngineConfig, ModelSettings
+from mamba_eagle.devices import resolve_device
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.loader import load_weights
 from mamba_eagle.models.registry import read_model_config
-from mamba_eagle.runner.model_runner import START_ERRORS
+from mamba_eagle.runner.assemble import START_ERRORS
 from mamba_eagle.train.acceptance import Acceptance
 from mamba_eagle.train.answers import AnsweredPrompt, AnswerFile, AnswerOptions, answer_all
 from mamba_eagle.train.batches import Split, split_held_out, usable_answers
@@ -79,7 +79,7 @@ def _train(settings: TrainSettings, config: EngineConfig, command: str, world: W
 
 
 def read_prompts(
-    settings: TrainSettings, config: EngineConfig, target: ModelConfig, world: World
+    settings: TrainSettings, config: ModelSettings, target: ModelConfig, world: World
 ) -> list[Prompt]:
     """The prompts that leave room for an answer of two tokens.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.choose import resolve_dtype
+from mamba_eagle.devices import resolve_dtype
 from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as, load_weights

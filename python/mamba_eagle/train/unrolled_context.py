@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.ssd.torch import ssd_chunked
-from mamba_eagle.layers.attention import Attention
-from mamba_eagle.layers.context import FullSequenceContext
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import AttentionView, FullSequenceContext, MambaView
 
 
 def shift(x: Tensor, by: int) -> Tensor:
@@ -27,7 +25,7 @@ def shift(x: Tensor, by: int) -> Tensor:
     return F.pad(x[:, : max(length - by, 0)], [*pad, min(by, length), 0])
 
 
-def convolve(layer: Mamba2Mixer, inputs: list[Tensor]) -> Tensor:
+def convolve(layer: MambaView, inputs: list[Tensor]) -> Tensor:
     """Causal convolution and SiLU at the last depth of ``inputs``, in float32.
 
     The predecessor k positions before an input at depth j is at depth max(j - k, 0). The
@@ -71,7 +69,7 @@ class UnrolledContext(FullSequenceContext):
         self._kv: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._scanned: dict[int, list[Scanned]] = {}
 
-    def attention(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         q, k, v = (t.unflatten(0, (self.batch, self.length)).transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))  # [b, heads, l, D]
@@ -93,11 +91,11 @@ class UnrolledContext(FullSequenceContext):
         own = [distance == depth - i for i in range(1, depth + 1)]
         return torch.cat([distance >= depth, *own], dim=1)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         with torch.autocast(xbc.device.type, enabled=False):
             return self._mamba(layer, xbc.float(), dt.float())
 
-    def _mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         """Depth j continues from the true state after p - j, which is never built: what C reads
         from it is a scan over the true entries with C moved j positions earlier. The j drafted
         entries are then added one by one, each decayed to p."""

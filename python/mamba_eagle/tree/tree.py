@@ -43,7 +43,7 @@ class Tree(NamedTuple):
 
 
 def _filler(size: int) -> int:
-    """Bytes behind so many, so that what follows is where Triton's kernels expect tensors."""
+    """Bytes of padding after ``size``, which align the next tensor for Triton's kernels."""
     return -size % 16
 
 

@@ -19,15 +19,17 @@ from exact_rig import (
     DRAFTERS,
     MODES,
     REFERENCE,
+    Body,
     Case,
     Comparison,
     ask_reference,
     random_bodies,
     random_flags,
 )
-from running_server import need_weights
+from running_server import RunningServer, need_weights
 
-from mamba_eagle.bench.soak import leaks
+from benchmark.lib.soak import leaks
+from mamba_eagle.bench.client import Client, Reply
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
 ROUNDS = max(1, SCALE // 4)  # each has a server per drafter, and requests of its own
@@ -86,3 +88,50 @@ def test_no_setting_changes_a_reply(start: Start) -> None:
     assert total["cut"] and total["retracted"], total
     tokens = total.pop("tokens")
     report("exact", tokens, "compared tokens", seed=SEED, differences=0, **total)
+
+
+@pytest.mark.timeout(900 * SCALE)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_prompts_have_the_same_bits_in_any_batch_and_any_pieces(
+    start: Start, quantization: str
+) -> None:
+    """Texts and every logprob are equal: alone and side by side, in chunks of any size, with a
+    cache whose states stand at other positions, and through drafts."""
+    need_weights(*EMBEDDED_DRAFTERS.values())
+    rng = random.Random(f"{SEED} {quantization}")
+    sampling = {"max_new_tokens": 24, "temperature": 0}
+    bodies = [
+        {**body, "return_logprob": True, "sampling_params": sampling}
+        for body in random_bodies(rng, 120 if SCALE > 1 else 24)
+        if "input_ids" in body
+    ][: 60 if SCALE > 1 else 12]
+    common, cache = (*COMMON, "--quantization", quantization), ("--speculative-algorithm", "NONE")
+    exact, compared = asked(start(*common, *REFERENCE), bodies, [1])[0], 0
+    servers = [
+        (*REFERENCE, "--chunked-prefill-size", "16"),
+        (*cache, "--chunked-prefill-size", "40", "--mamba-checkpoint-interval", "16"),
+        ("--chunked-prefill-size", "auto"),
+    ]
+    for flags in servers if SCALE > 1 else servers[1:2]:
+        for replies in asked(start(*common, *flags), bodies, [1, 2, 4, 8, 30][-SCALE - 1 :]):
+            differ = [pair for pair in zip(replies, exact, strict=True) if pair[0] != pair[1]]
+            assert not differ, f"seed {SEED}, {flags}: {len(differ)} of {len(bodies)} differ"
+            compared += len(bodies)
+    report("prompt bits", compared, "compared replies", seed=SEED, quantization=quantization)
+
+
+def asked(server: RunningServer, bodies: list[Body], batches: list[int]) -> list[list[str]]:
+    """Tokens and logprobs of all replies as text, for each number of requests at a time."""
+
+    async def ask() -> list[list[str]]:
+        async with Client(server.base_url, connections=max(batches)) as client:
+            found = [await client.generate_all(bodies, parallel) for parallel in batches]
+        return [[repr(told(reply)) for reply in replies] for replies in found]
+
+    def told(reply: Reply) -> tuple[object, object]:
+        return reply["output_ids"], reply["meta_info"]["output_token_logprobs"]
+
+    server.wait_until_ready()
+    replies = asyncio.run(ask())
+    server.stop()
+    return replies

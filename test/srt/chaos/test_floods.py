@@ -12,7 +12,7 @@ import pytest
 from chaos_rig import PATIENCE, SCALE, Start, Stream, assert_serves, generate_body
 from running_server import RunningServer
 
-from mamba_eagle.bench.attacks import ATTACKS, Attack
+from benchmark.lib.attacks import ATTACKS, Attack
 
 STREAMS = 8
 TOKENS = 200

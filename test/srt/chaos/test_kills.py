@@ -29,7 +29,7 @@ from chaos_rig import (
 )
 from running_server import RunningServer, assert_all_ended, is_running
 
-from mamba_eagle.bench.soak import leaks
+from benchmark.lib.soak import leaks
 
 ROLES = ("runner", "scheduler", "server")
 CLIENTS = 12  # half of them stream

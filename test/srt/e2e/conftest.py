@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from running_server import RunningServer, StartServer, need_weights
 
 from mamba_eagle.embedded import EMBEDDED_HEADS, EMBEDDED_MODEL
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # models in full forward passes
 
 
 @pytest.fixture(scope="session")

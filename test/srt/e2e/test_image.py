@@ -70,7 +70,7 @@ def test_the_image_serves_and_says_how_it_is(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RunningServer, "program", (sys.executable, *entry))
     # The image's package, not the one under test; the last --host given counts.
-    monkeypatch.setattr("mamba_eagle.bench.server.PACKAGE_ROOT", installed)
+    monkeypatch.setattr("benchmark.lib.server.PACKAGE_ROOT", installed)
     # In 16 bits, since numba would compile its kernels once more for files in another place.
     server = RunningServer("--host", "127.0.0.1", "--device", "cpu", "--dtype", "bfloat16")
     probe = [sys.executable, *check[1:-1], check[-1].replace(port, str(server.port))]

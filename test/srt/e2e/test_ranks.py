@@ -19,7 +19,7 @@ from mamba_eagle.config import EngineConfig
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS, EMBEDDED_MODEL
 from mamba_eagle.eval.prompts import synthetic_prompts
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +69,7 @@ def expected() -> Expected:
         max_total_tokens=1000,
         speculative_algorithm="NONE",
     )
-    runner = ModelRunner(resolve(config))
+    runner = assemble(resolve(config))
     prompts = synthetic_prompts(resolve(config), runner.ready.vocab_size, PROMPTS, LENGTH)
     outputs = BatchEngine(resolve(config), runner).generate(prompts, greedy(TOKENS)).tokens
     return Expected(prompts, outputs)

@@ -10,13 +10,14 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-SOAK = Path(__file__).resolve().parents[3] / "benchmark" / "soak.py"
+ROOT = Path(__file__).resolve().parents[3]
 FLAGS = "--clients 64 --seconds 8 --max-new-tokens 48 --abort-rate 0.5"
 
 
 def test_soak_leaks_nothing_and_mixes_no_texts(server) -> None:
     run = subprocess.run(
-        [sys.executable, str(SOAK), "--base-url", server.base_url, *FLAGS.split()],
+        [sys.executable, "-m", "benchmark.soak", "--base-url", server.base_url, *FLAGS.split()],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,

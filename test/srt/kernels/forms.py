@@ -1,6 +1,6 @@
 """The forms that an operation has beside its naive.py, and where the tests of each run.
 
-torch's run everywhere, the fused CPU kernels where numba is installed, Triton's on a GPU or in
+torch's and the CPU engine's run everywhere, Triton's on a GPU or in
 Triton's interpreter. The interpreter must be asked for before triton is imported. So without a GPU
 one test of each file, ``test_in_the_interpreter``, runs the file again in a process of its own
 (interpreter.py), in which the other forms are skipped.
@@ -18,7 +18,6 @@ import torch
 from tensor_checks import host_backend, torch_backend
 
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.kernels import numba_math
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -29,11 +28,10 @@ runs_kernels = pytest.mark.skipif(
     not (HAS_TRITON and (GPU or INTERPRETED)),
     reason="no CUDA device; test_in_the_interpreter runs it",
 )
-needs_numba = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
 _elsewhere = pytest.mark.skipif(INTERPRETED, reason="this process runs Triton's kernels only")
 
 TORCH = pytest.param("torch", marks=_elsewhere)
-CPU = pytest.param("cpu", marks=[_elsewhere, needs_numba])
+CPU = pytest.param("cpu", marks=[_elsewhere])
 TRITON = pytest.param("triton", marks=runs_kernels)
 every_form = pytest.mark.parametrize("form", [TORCH, CPU, TRITON])
 

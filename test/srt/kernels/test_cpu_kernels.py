@@ -12,12 +12,12 @@ import torch
 from tensor_checks import host_backend
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.layer_ops import CpuOps
-from mamba_eagle.backend.cpu.products import PanelProduct, TileProduct
-from mamba_eagle.kernels import numba_math
+from mamba_eagle.cpu import vector_math as numba_math
+from mamba_eagle.cpu.layer_ops import CpuOps
+from mamba_eagle.cpu.products import naive_linear as linear_naive
+from mamba_eagle.cpu.products import panels as linear_cpu
+from mamba_eagle.cpu.products.packed import PanelProduct, TileProduct
 from mamba_eagle.kernels.gated_norm.naive import gated_group_rms_norm
-from mamba_eagle.kernels.linear import cpu as linear_cpu
-from mamba_eagle.kernels.linear import naive as linear_naive
 from mamba_eagle.kernels.rms_norm.naive import rms_norm
 from mamba_eagle.kernels.silu_gate import naive as naive_gate
 from mamba_eagle.layers.linear import Linear

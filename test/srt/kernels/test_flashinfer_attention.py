@@ -6,9 +6,13 @@ BatchPrefillWithPagedKVCacheWrapper, so it shows whether plans mean what we want
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +29,7 @@ from mamba_eagle.model_config import AttentionConfig
 
 pytest.importorskip("triton")
 
+MODELS = Path(__file__).parents[3] / "benchmark/models"
 MODULE = "mamba_eagle.backend.triton.flashinfer"
 ATTENTION = AttentionConfig(num_heads=10, num_kv_heads=2, head_dim=64, bias=False)
 SPANS = [PromptSpan(2, 0, 9), PromptSpan(0, 7, 1), PromptSpan(3, 30, 13)]
@@ -99,6 +104,8 @@ def plain_flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event.last)
+    chip = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     yield
     sys.modules.pop(MODULE, None)  # it holds the stand-in
 
@@ -194,6 +201,49 @@ def test_plans_wait_for_the_copy_of_the_last_one_of_their_wrapper(plain_flashinf
         wrappers.append(prompts.wrapper)
         assert not prompts.wrapper.event.copied, "this plan's copy is awaited before the next"
     assert wrappers[0] is wrappers[2] is not wrappers[1] is wrappers[3]
+
+
+def needed_bytes(queries: list[int], keys: list[int], heads: int, kv_heads: int, size: int) -> int:
+    """What FlashInfer 0.6.18's PrefillPlan takes of the workspace on a chip of 132
+    multiprocessors."""
+    tiles = [-(-n * (heads // kv_heads) // 128) for n in queries]
+
+    def shares(length: int) -> int:
+        return sum(t * -(-n // length) for t, n in zip(tiles, keys))
+
+    room, low, high = 2 * 132 // kv_heads, 128, max(keys)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if shares(middle) > room else (low, middle)
+    return heads * shares(low) * 128 * (size + 1) * 4 if low < max(keys) else 0
+
+
+@pytest.mark.parametrize("folder", sorted(MODELS.iterdir()), ids=lambda path: path.name)
+def test_every_plan_of_a_published_geometry_fits(folder: Path, plain_flashinfer: None) -> None:
+    from mamba_eagle.backend.triton.flashinfer import workspace_bytes
+
+    values = json.loads((folder / "config.json").read_text())
+    heads = (values["num_attention_heads"], values["num_key_value_heads"])
+    size = values.get("head_dim") or values["hidden_size"] // heads[0]
+    room, most = workspace_bytes(*heads, size, 132), 0
+    rng = random.Random(3)
+    for tokens, requests in itertools.product((300, 2048, 8192), (1, 2, 3, 8, 32, 256)):
+        for prefix in (0, 500, 8192, 100_000):
+            queries = [max(1, tokens // requests - rng.randrange(0, 9)) for _ in range(requests)]
+            queries = [n if rng.random() < 0.7 else rng.randrange(1, 600) for n in queries]
+            keys = [n + rng.randrange(prefix + 1) for n in queries]
+            most = max(most, needed_bytes(queries, keys, *heads, size))
+    assert 0 < most <= room
+
+
+def test_prompts_without_a_plan_take_the_torch_path(
+    plain_flashinfer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_s")
+
+    monkeypatch.setattr(PlainWrapper, "plan", refuse)
+    check_prompts(Inputs("cpu", torch.float32, ATTENTION))
 
 
 @pytest.mark.parametrize("nodes", [1, 6])

@@ -8,12 +8,12 @@ import pytest
 import torch
 from verify_rig import Inputs, Rig, mamba_config, path_to, random_tree, truncated
 
-from mamba_eagle.backend.cpu.state import CpuScheme, layer_weights
-from mamba_eagle.kernels import numba_math, threads
-from mamba_eagle.kernels.tree_verify import cpu
+from mamba_eagle.cpu import threads
+from mamba_eagle.cpu.ops import tree_verify as cpu
+from mamba_eagle.cpu.state import CpuScheme
+from mamba_eagle.cpu.weights import layer_weights
 from mamba_eagle.tree.tree import Tree
 
-pytestmark = pytest.mark.skipif(numba_math.numba is None, reason="numba is not installed")
 torch.set_num_threads(1)
 
 CONFIGS = {

@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.embeddings import GroupedRows
-from mamba_eagle.backend.cpu.products import GroupedProduct, PanelProduct, multiplies
-from mamba_eagle.kernels import threads, vector_code
-from mamba_eagle.kernels.grouped import cpu, naive
-from mamba_eagle.kernels.grouped.cpu_rows import Words
-from mamba_eagle.kernels.linear import cpu as linear
-from mamba_eagle.kernels.numba_math import numba
-from mamba_eagle.kernels.vector_code import SpanKernel, has
+from mamba_eagle.cpu import span_kernels, threads
+from mamba_eagle.cpu.products import grouped as cpu
+from mamba_eagle.cpu.products import naive_grouped as naive
+from mamba_eagle.cpu.products import panels as linear
+from mamba_eagle.cpu.products.packed import GroupedProduct, PanelProduct, multiplies
+from mamba_eagle.cpu.programs.embeddings import GroupedRows
+from mamba_eagle.cpu.span_kernels import SpanKernel
+from mamba_eagle.cpu.vectors.code import has
 from mamba_eagle.layers.products import PackedProduct
 from mamba_eagle.quantization.grouped import GroupedMatrix, int4_groups, int8_groups
-
-pytestmark = pytest.mark.skipif(numba is None, reason="numba is not installed")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -90,8 +88,8 @@ def test_programs_read_the_same_rows(form: str, factor: float) -> None:
     product = GroupedProduct(FORMS[form](weight))
     ids, out = torch.tensor([32, 0, 5, 17]), torch.zeros(4, 100)
     call = GroupedRows(product.weight).call(96, 100, factor)
-    call.words[Words.TOKENS], call.words[Words.OUT] = ids.data_ptr(), out.data_ptr()
-    call.kernel.run(4, 0, call.words.ctypes.data)
+    call.block.point(tokens=ids, out=out)
+    call.kernel.run(4, 0, call.block.address)
     rows = product.rows(ids)
     assert torch.equal(out[:, :96], rows * factor if factor != 1.0 else rows)
     assert not out[:, 96:].any()
@@ -127,7 +125,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(
     x = normal(9, product.inputs, seed=2)
     alone = product(x, None)
     monkeypatch.setattr(threads, "_threads", 3)
-    monkeypatch.setattr(vector_code, "MIN_PARALLEL", 0)
+    monkeypatch.setattr(span_kernels, "MIN_PARALLEL", 0)
     assert torch.equal(product(x, None), alone)
 
 

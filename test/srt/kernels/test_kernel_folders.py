@@ -38,8 +38,8 @@ def test_every_folder_has_its_naive_form(folder: Path) -> None:
         for name in imported(path):
             module, _, what = name.rpartition(".")
             parts = module.split(".")
-            assert "triton" not in parts and "numba_math" not in parts, name
-            other_form = parts[0] == "mamba_eagle" and parts[-1] in ("torch", "cpu")
+            assert "triton" not in parts and "machine_code" not in parts, name
+            other_form = parts[0] == "mamba_eagle" and (parts[-1] == "torch" or parts[1] == "cpu")
             assert not other_form or what.isupper(), name
 
 

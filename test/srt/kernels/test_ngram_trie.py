@@ -6,6 +6,7 @@ import math
 import random
 from typing import NamedTuple
 
+import ngram_trie_naive as naive
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 
 from mamba_eagle.core import TreeShape
 from mamba_eagle.drafting.ngram_index import NgramIndex
-from mamba_eagle.kernels.ngram_trie import naive
-from mamba_eagle.kernels.ngram_trie.cpu import (
+from mamba_eagle.drafting.ngram_trie import (
     CHILD,
     COUNT,
     NEXT,

@@ -20,12 +20,12 @@ from forms import (
 )
 from torch import Tensor
 
-from mamba_eagle.kernels.gated_norm import cpu as gated_cpu
+from mamba_eagle.cpu.ops import gated_norm as gated_cpu
+from mamba_eagle.cpu.ops import rms_norm as rms_cpu
 from mamba_eagle.kernels.gated_norm import naive as gated_naive
 from mamba_eagle.kernels.gated_norm import torch as gated_torch
 from mamba_eagle.kernels.relu_squared import naive as relu_naive
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
-from mamba_eagle.kernels.rms_norm import cpu as rms_cpu
 from mamba_eagle.kernels.rms_norm import naive as rms_naive
 from mamba_eagle.kernels.rms_norm import torch as rms_torch
 from mamba_eagle.kernels.rotary import naive as rotary_naive

@@ -21,15 +21,16 @@ from forms import (
     every_form,
     runs_kernels,
 )
-from tensor_checks import torch_backend
+from tensor_checks import sample, torch_backend
 from torch import Tensor
 
-from mamba_eagle.backend.choose import choose_backend
 from mamba_eagle.core import SamplingParams
+from mamba_eagle.devices import choose_backend
+from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.kernels.sampling import naive
-from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
+from mamba_eagle.kernels.sampling.tables import NUMBERS, SampledNodes, SamplingTables
 from mamba_eagle.kernels.sampling_noise.torch import gumbel
-from mamba_eagle.runner.sampler import NO_TOKEN, SamplingState, sample
+from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
 test_in_the_interpreter = all_in_the_interpreter(
@@ -256,17 +257,13 @@ def rule_of(params: SamplingParams, slot: int, position: int, vocab: int) -> nai
     for token in (2, 6, 2, slot % vocab):
         counts[token] = counts.get(token, 0) + 1
     early = position < len(PROMPT) + params.min_new_tokens
+    numbers = {name: getattr(params, name) for name in NUMBERS}
     return naive.Rule(
-        temperature=0.0 if params.greedy else params.temperature,
+        **(numbers | {"temperature": 0.0} if params.greedy else numbers),
         top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition=params.repetition_penalty,
-        frequency=params.frequency_penalty,
-        presence=params.presence_penalty,
         prompt=set(PROMPT),
         counts=counts,
-        bias=params.logit_bias,
+        logit_bias=params.logit_bias,
         banned=params.stop_tokens((EOS,)) if early else (),
     )
 
@@ -297,8 +294,11 @@ def test_filters_worked_out_by_hand() -> None:
     assert naive.kept(logits, naive.Rule(top_p=0.6)) == [2, 1]  # 4 of 9 are too few, 6 enough
     assert naive.kept(logits, naive.Rule(top_p=0.6, top_k=2)) == [2]  # 4 of 6 are enough
     assert naive.kept(logits, naive.Rule(min_p=0.4)) == [2, 1, 3]
-    assert naive.adjusted([1.0, -1.0], naive.Rule(repetition=2.0, prompt=[0, 1]), []) == [0.5, -2.0]
-    rule = naive.Rule(temperature=0.0, frequency=1.0, counts={2: 1})
+    assert naive.adjusted([1.0, -1.0], naive.Rule(repetition_penalty=2.0, prompt=[0, 1]), []) == [
+        0.5,
+        -2.0,
+    ]
+    rule = naive.Rule(temperature=0.0, frequency_penalty=1.0, counts={2: 1})
     assert naive.sample([0.0, 0.5, 1.4], rule) == 1
     assert naive.sample([0.0, 0.5, 2.4], rule, path=[2]) == 1
     assert naive.sample([0.0, math.nan], naive.Rule()) == naive.NO_TOKEN

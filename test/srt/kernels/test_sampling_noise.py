@@ -1,7 +1,7 @@
 """Noise keyed by (seed, position, token id), in each form against naive.py.
 
 That the hash is the published one, and the noise uniform, independent and Gumbel, is tested in
-unit/test_sampler.py.
+unit/runner/test_sampler.py.
 
 Triton's interpreter runs this file beside test_sampling.py.
 """

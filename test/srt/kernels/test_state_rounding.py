@@ -22,7 +22,7 @@ def rounded(form: str, states: Tensor, tokens: Tensor, layer: int, dtype: torch.
     if form == "torch":
         return round_states(states, tokens, layer, dtype)
     if form == "cpu":
-        from mamba_eagle.kernels.state_rounding import cpu
+        from mamba_eagle.cpu.ops import state_rounding as cpu
 
         return cpu.round_states(states, tokens, layer, dtype)
     return rounded_by_triton(states.to(DEVICE), tokens.to(DEVICE), layer, dtype).cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -10,23 +9,29 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mamba_eagle.kernels import numba_team as team
-from mamba_eagle.kernels.numba_math import numba
-from mamba_eagle.kernels.numba_team import MIN_SHARED, Program, call_row
-from mamba_eagle.kernels.numba_words import pointer_to
-from mamba_eagle.kernels.vector_code import SpanKernel
+from mamba_eagle.cpu import team
+from mamba_eagle.cpu.abi import Block, CallRow, fields, ints, reader
+from mamba_eagle.cpu.span_kernels import SpanKernel
+from mamba_eagle.cpu.team import MIN_SHARED, Program
 
 pytestmark = pytest.mark.skipif(not team.can_sleep(), reason="there are no teams here")
 
 UNITS = 70
 
 
+class Numbers(Block):
+    _fields_ = fields("numbers[70] rows")  # int64
+
+
+numbers_at = reader(Numbers)
+
+
 def _double(arguments, first, last):  # noqa: ANN001, ANN202
-    """numbers[u] = 2 · numbers[u] + 1, and how often that was called. Words: numbers, rows."""
-    words = numba.carray(pointer_to(arguments), 2, np.int64)
-    numbers = numba.carray(pointer_to(words[0]), 70, np.int64)
+    """numbers[u] = 2 · numbers[u] + rows"""
+    own = numbers_at(arguments)
+    numbers = ints(own.numbers, 70)
     for unit in range(first, last):
-        numbers[unit] = 2 * numbers[unit] + words[1]
+        numbers[unit] = 2 * numbers[unit] + own.rows
 
 
 DOUBLE = SpanKernel(_double)
@@ -45,14 +50,16 @@ class Doubling:
     def __init__(self) -> None:
         DOUBLE.prepare()
         self.numbers = np.zeros(UNITS, np.int64)
-        self.words = (ctypes.c_int64 * 2)(self.numbers.ctypes.data, 0)
-        given = (DOUBLE.address, ctypes.addressof(self.words))
-        rows = [
-            call_row(*given, units=UNITS, rows_at=1, work=MIN_SHARED),
-            call_row(*given, units_per_row=UNITS, rows_at=1, work=0),
-            call_row(*given, units_per_request=UNITS // 2, rows_at=1, work_per_row=MIN_SHARED),
-        ]
-        self.program = Program(np.array(rows, np.int64))
+        self.block = Numbers(self.numbers.ctypes.data)
+        common = {"function": DOUBLE.address, "arguments": self.block.address}
+        common["rows_at"] = self.block.address + Numbers.rows.offset
+        self.program = Program(
+            [
+                CallRow(**common, units=UNITS, work=MIN_SHARED),
+                CallRow(**common, units_per_row=UNITS, work=0),
+                CallRow(**common, units_per_request=UNITS // 2, work_per_row=MIN_SHARED),
+            ]
+        )
 
     def run(self) -> None:
         self.numbers[:] = 0
@@ -64,7 +71,7 @@ def test_each_unit_is_computed_once(workers: None) -> None:
     doubling = Doubling()
     for _ in range(300):
         doubling.run()
-    assert team.share(DOUBLE.address, ctypes.addressof(doubling.words), UNITS)
+    assert team.share(DOUBLE.address, doubling.block.address, UNITS)
     assert (doubling.numbers == 15).all()
 
 
@@ -86,7 +93,7 @@ def test_two_leaders_do_not_wait_for_each_other(workers: None) -> None:
     doubling = Doubling()
     with team._leading:
         doubling.run()
-        assert not team.share(DOUBLE.address, ctypes.addressof(doubling.words), UNITS)
+        assert not team.share(DOUBLE.address, doubling.block.address, UNITS)
 
 
 def test_a_team_ends_with_its_threads() -> None:

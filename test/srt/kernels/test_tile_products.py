@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from torch import Tensor
 
-from mamba_eagle.backend.cpu.embeddings import StoredRows, stored_rows
-from mamba_eagle.backend.cpu.products import PanelProduct, TileProduct, float_product
-from mamba_eagle.kernels import threads, vector_code
-from mamba_eagle.kernels.linear import cpu_tiles
-from mamba_eagle.kernels.linear import naive as linear_naive
-from mamba_eagle.kernels.numba_math import numba
+from mamba_eagle.cpu import span_kernels, threads
+from mamba_eagle.cpu.abi import Split
+from mamba_eagle.cpu.products import amx as cpu_tiles
+from mamba_eagle.cpu.products import naive_linear as linear_naive
+from mamba_eagle.cpu.products.packed import PanelProduct, TileProduct, float_product
+from mamba_eagle.cpu.programs.embeddings import StoredRows, stored_rows
 from mamba_eagle.layers.embedding import Embedding
 
 pytestmark = pytest.mark.skipif(
-    numba is None or not cpu_tiles.permitted(), reason="the processor has no tile registers (AMX)"
+    not cpu_tiles.permitted(), reason="the processor has no tile registers (AMX)"
 )
 
 SIZES = [(64, 32), (70, 96), (130, 1024)]  # outputs, inputs
@@ -61,7 +59,7 @@ def test_a_row_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     product, x = TileProduct(weight_of(1000, 96)), normal(13, 96, seed=2)
     alone = product(x, None)
     monkeypatch.setattr(threads, "_threads", 3)
-    monkeypatch.setattr(vector_code, "MIN_PARALLEL", 0)
+    monkeypatch.setattr(span_kernels, "MIN_PARALLEL", 0)
     assert torch.equal(product(x, None), alone)
 
 
@@ -70,9 +68,7 @@ def test_three_parts_are_the_input_exactly() -> None:
     rows, inputs = 7, 64
     x = normal(rows, inputs, seed=3) * 10.0 ** torch.linspace(-30, 30, inputs)
     parts = torch.zeros(cpu_tiles.parts_bytes(rows, inputs), dtype=torch.uint8)
-    given = (ctypes.c_int64 * 3)(x.data_ptr(), parts.data_ptr(), inputs)
-    cpu_tiles.SPLIT.prepare()
-    cpu_tiles.SPLIT.run(rows, 0, ctypes.addressof(given))
+    cpu_tiles.SPLIT(rows, 0, Split(x.data_ptr(), parts.data_ptr(), inputs))
     tiles = parts.view(torch.bfloat16).view(-1, inputs // 32, 16, 32).double()
     for row in range(rows):
         own = tiles[row // 5, :, 3 * (row % 5) : 3 * (row % 5) + 3]  # [blocks, parts, 32]
@@ -104,6 +100,6 @@ def test_rows_of_the_weight_are_read_back() -> None:
     assert isinstance(rows, StoredRows)
     out = torch.full((len(ids), 80), 7.0)
     call = rows.call(64, 80, 2.0)
-    call.words[:2] = ids.data_ptr(), out.data_ptr()
-    call.kernel.run(len(ids), 0, call.words.ctypes.data)
+    call.block.point(tokens=ids, out=out)
+    call.kernel.run(len(ids), 0, call.block.address)
     assert torch.equal(out[:, :64], 2.0 * weight[ids].float()) and bool((out[:, 64:] == 7.0).all())

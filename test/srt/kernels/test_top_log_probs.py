@@ -13,13 +13,13 @@ from forms import (
     backend_of,
     device_of,
     every_form,
-    needs_numba,
     runs_kernels,
 )
 from tensor_checks import host_backend
 from torch import Tensor
 
-from mamba_eagle.kernels.top_log_probs import cpu, naive
+from mamba_eagle.cpu.ops import top_log_probs as cpu
+from mamba_eagle.kernels.top_log_probs import naive
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_log_probs.torch import top_log_probs as torch_top_log_probs
 from mamba_eagle.kernels.top_parts import naive as parts_naive
@@ -124,7 +124,6 @@ def test_parts_of_a_row_worked_out_by_hand() -> None:
     assert found.log_probs == pytest.approx(whole.log_probs)
 
 
-@needs_numba
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "impossible", "large"])
 def test_a_cpu_takes_the_fused_form(kind: str) -> None:
     logits = rows_of(kind, 4, 75, torch.float32)

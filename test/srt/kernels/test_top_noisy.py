@@ -47,7 +47,7 @@ def case(b: int, lanes: int, known: int, reduced: bool, kind: str = "random") ->
         integers[slots[i], 0] = SEEDS[i % 4]
     positions = torch.arange(40, 40 + b)
     vocab = WHOLE if reduced else known
-    return Case(logits, ids, NoiseKeys(slots, positions, numbers, integers, vocab))
+    return Case(logits, ids, NoiseKeys(slots, positions, numbers[:, 0], integers[:, 0], vocab))
 
 
 def on_device(made: Case, device: torch.device) -> Case:
@@ -185,7 +185,7 @@ def test_the_best_guess_of_the_targets_own_logits_is_its_sample() -> None:
     logits = torch.randn(4, 5, 90, generator=generator).to(state.device)
     positions = torch.arange(4, device=state.device)
     slots = torch.arange(4, device=state.device)
-    noise = NoiseKeys(slots, positions, state.numbers, state.integers, 90)
+    noise = NoiseKeys(slots, positions, state.number("temperature"), state.integer("seed"), 90)
     guessed = backend_of("triton").top_noisy(logits, None, noise, 2)
     assert state.tables is not None
     nodes = nodes_of(positions[:, None].expand(-1, 5))

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from forms import needs_numba
 from verify_rig import random_tree
 
-from mamba_eagle.kernels.tree_attention import cpu, naive
+from mamba_eagle.cpu.ops import tree_attention as cpu
+from mamba_eagle.kernels.tree_attention import naive
 from mamba_eagle.kernels.tree_attention.torch import masked_attention, sink_attention
 from mamba_eagle.layers.block_attention import block_mask
 
@@ -58,7 +58,6 @@ def test_each_query_attends_to_what_its_mask_shows(
         torch.testing.assert_close(out[r].double(), exact, rtol=1e-4, atol=1e-5)
 
 
-@needs_numba
 @pytest.mark.parametrize("heads, kv_heads, D", [(4, 2, 64), (3, 1, 20), (3, 3, 7)])
 @pytest.mark.parametrize("b, T", [(1, 1), (1, 12), (2, 5), (3, 1), (4, 16)])
 @pytest.mark.parametrize(
@@ -106,7 +105,6 @@ def test_nodes_attend_to_prefix_and_path(
         torch.testing.assert_close(found.double(), exact[old:], rtol=1e-4, atol=1e-5)
 
 
-@needs_numba
 @pytest.mark.parametrize("causal", [False, True], ids=["both-ways", "causal"])
 @pytest.mark.parametrize("window", [0, 1, 4, 11, 100])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
@@ -157,7 +155,6 @@ def test_rows_of_a_block_attend_to_context_and_block(
             torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-@needs_numba
 def test_threads_change_no_bit_of_attention() -> None:
     """In the parallel form of the kernel, which shares out requests and key heads."""
     generator = torch.Generator().manual_seed(2)

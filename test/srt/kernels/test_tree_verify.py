@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forms import needs_numba
 from tensor_checks import Draw, relative_error
 from torch import Tensor
 
-from mamba_eagle.kernels.tree_verify import cpu, naive
+from mamba_eagle.cpu.ops import tree_verify as cpu
+from mamba_eagle.kernels.tree_verify import naive
 from mamba_eagle.kernels.tree_verify.naive_rows import RowKeeper
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 
@@ -215,7 +215,6 @@ def test_snapshots_equal_plain_runs_over_each_path(sizes: Sizes, largest_step: f
 # ── rows on a CPU ──
 
 
-@needs_numba
 def test_rows_on_a_cpu_are_those_of_naive() -> None:
     """Journals grow until a tree finds no room, and are folded up to any of their tokens."""
     draw, requests, history, W, T, D, F = Draw(0), 3, 3, 17, 5, 4, 6

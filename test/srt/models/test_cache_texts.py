@@ -22,7 +22,7 @@ from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.message import Generate, RequestOutput
 from mamba_eagle.offline import OfflineEngine
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 
 SCALE = int(os.environ.get("MAMBA_EAGLE_CHAOS_SCALE", "1"))
 SEED = int(os.environ.get("MAMBA_EAGLE_CHAOS_SEED", "1"))
@@ -47,7 +47,7 @@ def peer(name: str, folder: Path) -> Path:
 def engine_of(model: Path, **settings: Any) -> OfflineEngine:
     values = {"device": "cpu", "max_total_tokens": 1500, "speculative_algorithm": "NONE"}
     config = resolve(EngineConfig(model_path=str(model), **{**values, **settings}))
-    return OfflineEngine(config, ModelRunner(config))
+    return OfflineEngine(config, assemble(config))
 
 
 class Reference:

@@ -240,7 +240,7 @@ def test_every_reason_against_an_eagle3_head_is_named(model: Path, tmp_path: Pat
         ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported; known: 1"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
         ({"eagle_config": {LAYER_IDS: ["2", "5", "9"]}}, "'5', '9'.: must be whole numbers"),
-        ({"hidden_size": "64"}, "hidden_size '64': must be a whole number"),
+        ({"hidden_size": "64"}, 'hidden_size = "64": must be a whole number'),
         ({"num_attention_heads": None}, "num_attention_heads"),
     ],
 )

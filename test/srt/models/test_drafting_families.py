@@ -13,7 +13,7 @@ from mamba_eagle.bench.batch import BatchEngine, Generation
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ def generated(folder: Path, temperature: float, **settings: object) -> Generatio
         )
     )
     sampling = SamplingParams(max_new_tokens=30, temperature=temperature, ignore_eos=True, seed=4)
-    return BatchEngine(config, ModelRunner(config)).generate(PROMPTS, sampling)
+    return BatchEngine(config, assemble(config)).generate(PROMPTS, sampling)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

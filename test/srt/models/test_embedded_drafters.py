@@ -15,7 +15,7 @@ from mamba_eagle.core import SamplingParams
 from mamba_eagle.embedded import ASSETS, EMBEDDED_DRAFTERS
 from mamba_eagle.eval import gsm8k
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 
 torch.set_num_threads(1)
 PROBLEMS, MAX_TOKENS = 24, 120
@@ -49,7 +49,7 @@ def generate() -> Generate:
                 )
             )
             config = sized_for(config, PROBLEMS, 100 + MAX_TOKENS)
-            drivers[algorithm] = BatchEngine(config, ModelRunner(config))
+            drivers[algorithm] = BatchEngine(config, assemble(config))
         sampling = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=temperature, seed=1)
         return drivers[algorithm].generate(prompts(), sampling)
 

@@ -308,9 +308,15 @@ def test_broken_files_are_named(made, tmp_path: Path) -> None:
     data = made("mamba2")[1].read_bytes()
     at = data.index(b"blk.0.ssm_in.weight") + len("blk.0.ssm_in.weight") + 4 + 16
     assert data[at : at + 4] == b"\0\0\0\0"  # the type of that tensor: F32
+    offset = int.from_bytes(data[at + 4 : at + 12], "little")
+    closer = (offset - 32).to_bytes(8, "little")
     cases = {
-        "pointer": (b"version https://git-lfs.github.com/spec/v1", "is no GGUF file"),
-        "empty": (b"", "is no GGUF file"),
+        "overlap": (
+            data[: at + 4] + closer + data[at + 12 :],
+            "ssm_in.weight begins at byte .* ins",
+        ),
+        "pointer": (b"version https://git-lfs.github.com/spec/v1", "is not a GGUF file"),
+        "empty": (b"", "is not a GGUF file"),
         "short": (data[:-1000], "ends after .* download it again"),
         "header": (data[:300], "the header cannot be read"),
         "version": (data[:4] + b"\1" + data[5:], "GGUF version 1; known"),

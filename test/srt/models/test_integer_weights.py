@@ -16,24 +16,22 @@ from test_parity import write_head
 from tiny_model import load_model
 from torch import nn
 
-from mamba_eagle.backend.choose import choose_backend, quantization_problems
-from mamba_eagle.backend.cpu.products import (
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.cpu.products import panels as linear
+from mamba_eagle.cpu.products.packed import (
     GroupedProduct,
     PanelProduct,
     PromptProduct,
     TileProduct,
     has_bfloat16_products,
 )
-from mamba_eagle.config import EngineConfig
-from mamba_eagle.kernels.linear import cpu as linear
-from mamba_eagle.kernels.numba_math import numba
+from mamba_eagle.devices import choose_backend, quantization_problems
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.products import PackedMatrix
 from mamba_eagle.layers.weights import matrix_layers, weight_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(numba is None, reason="numba is not installed"),
 ]
 
 PLAIN, TREE = Settings("NONE"), Settings(topk=3, steps=3, nodes=8)
@@ -155,7 +153,7 @@ def test_where_there_are_no_products_integers_are_refused() -> None:
     (problem,) = quantization_problems(
         {"--quantization": "nvfp4"}, choose_backend(torch.device("cpu"), torch.float32)
     )
-    assert problem.startswith("--quantization nvfp4: the backend is cpu (float32 on a CPU, numba")
+    assert problem.startswith("--quantization nvfp4: the backend is cpu (float32 on a CPU)")
     drafter = {"speculative_draft_model_quantization": "nvfp4", "device": "cpu"}
     wrong = EngineConfig(speculative_algorithm="EAGLE", **drafter).problems()
     assert wrong[0].startswith("--speculative-draft-model-quantization nvfp4: --device cpu has no")

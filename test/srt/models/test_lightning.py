@@ -21,7 +21,7 @@ from mamba_eagle.models.loader import random_weights
 from mamba_eagle.models.mtp import MtpHead
 from mamba_eagle.models.registry import parse_config
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,7 +152,7 @@ def generate(folder: Path) -> Callable[[str], list[list[int]]]:
                 max_total_tokens=300,
             )
         )
-        return BatchEngine(config, ModelRunner(config)).generate(tokens, greedy(16)).tokens
+        return BatchEngine(config, assemble(config)).generate(tokens, greedy(16)).tokens
 
     return generate
 

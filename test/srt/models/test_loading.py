@@ -139,6 +139,53 @@ def test_broken_files_are_all_named(tmp_path: Path) -> None:
     assert broken == [str(folder / "half.safetensors"), str(folder / "pointer.safetensors")]
 
 
+def described(**tensors: tuple[int, int]) -> bytes:
+    """A safetensors file of 16 bytes whose header says where tensors of bytes begin and end."""
+    header = {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in tensors.items()
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(described(a=(0, 12), b=(8, 16)), id="overlap"),
+        pytest.param(described(a=(0, 8), b=(0, 8), c=(8, 16)), id="the same bytes twice"),
+        pytest.param(described(a=(0, 4), b=(8, 16)), id="a hole"),
+        pytest.param(described(a=(0, 8)), id="bytes of no tensor"),
+        pytest.param(described(a=(0, 16), b=(16, 32)), id="outside"),
+    ],
+)
+def test_tensors_that_do_not_fill_their_file_side_by_side_are_refused(
+    content: bytes, tmp_path: Path
+) -> None:
+    (file := tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(str(file))):
+        loader.stored_tensors(tmp_path)
+
+
+def test_a_tensor_of_two_files_is_named(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file(
+            {"a": torch.ones(3), f"b{number}": torch.ones(3)}, tmp_path / f"{number}.safetensors"
+        )
+    with pytest.raises(
+        CheckpointError, match=r"tensors twice.*\n  a: in .*1.safetensors and "
+    ) as error:
+        loader.stored_tensors(tmp_path)
+    assert "b: in" not in str(error.value)
+
+
+@pytest.mark.parametrize("places", [None, [], {"a": 1}])
+def test_an_index_without_files_is_named(places: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(CheckpointError, match=r"index.json: weight_map must name a file"):
+        loader.stored_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize(
     ("text", "words"), [("{ no", "is not valid JSON: Expecting"), ("[1]", r"holds \[1\] instead")]

@@ -219,5 +219,7 @@ def test_modules_draft_no_more_tokens_than_they_are(model: Path, tmp_path: Path)
 
 
 def test_a_target_without_mtp_modules_is_named(model: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"{model}: num_nextn_predict_layers is None"):
+    with pytest.raises(
+        UnsupportedModel, match=f"{model}/config.json: num_nextn_predict_layers is None"
+    ):
         MtpSource(engine_config(model, ""), read_model_config(model))

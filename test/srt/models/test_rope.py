@@ -11,7 +11,7 @@ from peer_models import YARN_ROPE, make_peer
 from mamba_eagle.config import ConfigError, EngineConfig
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel, YarnScaling
 from mamba_eagle.models.registry import parse_config
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,9 +60,9 @@ def test_a_context_longer_than_yarns_is_refused_with_the_numbers(tmp_path: Path)
     make_peer("qwen3-yarn").save_pretrained(tmp_path)
     settings = {"model_path": str(tmp_path), "speculative_algorithm": "NONE", "device": "cpu"}
     yarns = 4 * YARN_ROPE["original_max_position_embeddings"]
-    assert ModelRunner(EngineConfig(context_length=yarns, **settings)).context_length == yarns
+    assert assemble(EngineConfig(context_length=yarns, **settings)).ready.context_length == yarns
     with pytest.raises(ConfigError, match=f"--context-length {yarns + 1}: .* {yarns} tokens"):
-        ModelRunner(EngineConfig(context_length=yarns + 1, **settings))
+        assemble(EngineConfig(context_length=yarns + 1, **settings))
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "mrope"])

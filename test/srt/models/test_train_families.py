@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mamba_eagle.bench.batch import BatchEngine, greedy
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.resolve import resolve
-from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.assemble import assemble
 from mamba_eagle.train import command
 from mamba_eagle.train.batches import Answer, pad_answers
 from mamba_eagle.train.heads.registry import TRAINABLE_HEADS
@@ -72,7 +72,7 @@ def test_a_head_is_trained_and_served(algorithm: str, target: Path, tmp_path: Pa
         )
     )
     answer = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
-    driver = BatchEngine(config, ModelRunner(config))
+    driver = BatchEngine(config, assemble(config))
     made = driver.generate([answer["prompt"]], greedy(len(answer["answer"])))
     assert made.tokens == [answer["answer"]]
 

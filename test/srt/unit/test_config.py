@@ -95,7 +95,6 @@ def test_a_setting_that_cannot_work_is_named(name: str, value: float, problem: s
 
 def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight bits for EAGLE, and all unless something else is set."""
-    monkeypatch.setattr("mamba_eagle.backend.forecast.find_spec", lambda name: name == "numba")
 
     def drafts(**given: object) -> tuple[str, str]:
         config = resolve(ServerConfig(**given))
@@ -111,8 +110,6 @@ def test_drafts_on_a_cpu_are_chains_from_eight_bits(monkeypatch: pytest.MonkeyPa
     for drivers, found in ((["/nowhere"], "1x5x6"), (["/nowhere", __file__], "2x5x8")):
         monkeypatch.setattr("mamba_eagle.backend.forecast.GPU_DRIVERS", drivers)
         assert drafts()[0] == found
-    monkeypatch.setattr("mamba_eagle.backend.forecast.find_spec", lambda name: None)
-    assert drafts(device="cpu") == ("1x5x6", "same")
 
 
 def test_defaults_have_no_problems() -> None:

@@ -46,7 +46,10 @@ def test_settings_stand_for_flags_in_front(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("prot: 1\nmax-total-token: 2", ['"prot" is no setting; do you mean port?', "max-total"]),
+        (
+            "prot: 1\nmax-total-token: 2",
+            ['"prot" is not a setting; do you mean port?', "max-total"],
+        ),
         ("log-requests: maybe", ["log-requests", '"maybe"', "true or false"]),
         ("port: [1, 2]", ["port", "[1, 2]", "text or a number"]),
         ("port: [1", ["is not YAML"]),

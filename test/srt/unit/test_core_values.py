@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_checks import host_backend
+from tensor_checks import host_backend, sample
 
 from mamba_eagle.core import SamplingParams, prompt_problem, shown
 from mamba_eagle.limits import (
@@ -18,7 +18,7 @@ from mamba_eagle.limits import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from mamba_eagle.runner.sampler import SamplingState, sample
+from mamba_eagle.runner.sampling_state import SamplingState
 
 
 @pytest.mark.parametrize(

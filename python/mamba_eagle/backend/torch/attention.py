@@ -10,8 +10,8 @@ from torch import Tensor
 from mamba_eagle.backend.attention import BlockRows, LaneAttention, PromptSpan, TreeNodes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels.tree_attention.torch import masked_attention, sink_attention
-from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block_attention import BlockAttention, block_mask
+from mamba_eagle.layers.context import AttentionView
 
 
 class PagedAttention:
@@ -29,7 +29,7 @@ class PagedAttention:
         self.pool, self.write_slots, self.read_slots = pool, write_slots, read_slots
         self.mask_bias = mask_bias
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
         self.pool.write(layer.index, self.write_slots, k, v)
         keys, values = self.pool.read(layer.index, self.read_slots)
@@ -52,7 +52,7 @@ class CausalAttention:
         mask = torch.full((1, span.length, end), float("-inf"), device=table.device)
         return PagedAttention(pool, table[start:end], table[None, :end], mask.triu_(start + 1))
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D], with the chunks concatenated."""
         chunks = zip(self.parts, *(part.split(self.lengths) for part in (q, k, v)), strict=True)
         outputs = [part.attend(layer, *inputs) for part, *inputs in chunks]
@@ -104,7 +104,7 @@ class GatheredLanes(LaneAttention):
         before = self.prefix_bias[:, None].expand(-1, above.shape[1], -1)
         self.mask_bias = torch.cat([before, bias], dim=2)
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = self.mask_bias.shape[:2]
         keys, values = (
             torch.cat([seen, new.unflatten(0, shape).to(seen.dtype)], dim=1)

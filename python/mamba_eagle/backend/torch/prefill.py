@@ -11,7 +11,7 @@ from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.kernels.causal_conv.torch import causal_conv
 from mamba_eagle.kernels.ssd.torch import even_chunk, ssd_chunked
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import MambaView
 
 
 class TorchPrefillContext(PrefillContext):
@@ -42,7 +42,7 @@ class TorchPrefillContext(PrefillContext):
         assert keys is not None
         return list(keys.split(1))
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         dt = layer.step_size(dt)
         outputs = []
         for part in self.parts:
@@ -50,7 +50,7 @@ class TorchPrefillContext(PrefillContext):
             outputs.append(self._mamba_one(part, layer, xbc[span], dt[span]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _mamba_one(self, part: PrefillPart, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _mamba_one(self, part: PrefillPart, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
         before = conv[item.state_slot]
         width = before.shape[0]

@@ -21,7 +21,7 @@ from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
 from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import MambaView
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
@@ -72,7 +72,7 @@ class TorchScheme(StateScheme):
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
 
-    def verify(self, layer: Mamba2Mixer, layout: TorchLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(self, layer: MambaView, layout: TorchLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         nodes, shape = layout.nodes, layout.shape
         weight, bias, skip = self._constants(layer)
         conv_in, slots = self.rows.conv_in[layer.index], nodes.slots[:, None]
@@ -84,7 +84,7 @@ class TorchScheme(StateScheme):
         return torch.addcmul(y, skip, x).to(xbc.dtype).reshape(xbc.shape[0], -1)
 
     @abstractmethod
-    def _recur(self, layer: Mamba2Mixer, layout: TorchLayout, inputs: Inputs) -> Tensor:
+    def _recur(self, layer: MambaView, layout: TorchLayout, inputs: Inputs) -> Tensor:
         """The recurrence -> y [b, T, H, P] float32, without the D skip."""
 
     def _nodes(self, slots: Tensor, rows: Tensor, parents: Tensor) -> TreeLayout:
@@ -122,14 +122,14 @@ class TorchScheme(StateScheme):
         own.path[nodes.slots[:, None], columns] = rows + own.history
         own.journal_len[nodes.slots] += accepted.count
 
-    def _constants(self, layer: Mamba2Mixer) -> LayerConstants:
+    def _constants(self, layer: MambaView) -> LayerConstants:
         constants = self.constants.get(layer.index)
         if constants is None:
             constants = self.constants[layer.index] = layer_constants(layer)
         return constants
 
 
-def layer_constants(layer: Mamba2Mixer) -> LayerConstants:
+def layer_constants(layer: MambaView) -> LayerConstants:
     return LayerConstants(
         layer.conv1d.weight.detach()[:, 0].t().contiguous(),
         None if layer.conv1d.bias is None else layer.conv1d.bias.detach(),
@@ -217,7 +217,7 @@ class TorchDeferred(TorchScheme):
         if bool(crowded.any()):
             self._fold(slots[crowded])
 
-    def _recur(self, layer: Mamba2Mixer, layout: TorchLayout, inputs: Inputs) -> Tensor:
+    def _recur(self, layer: MambaView, layout: TorchLayout, inputs: Inputs) -> Tensor:
         i, nodes = layer.index, layout.nodes
         slots = nodes.slots[:, None]
         xB, dt, log_decay = layer_rows(self.recurrence, i)
@@ -226,10 +226,12 @@ class TorchDeferred(TorchScheme):
         if layout.shape[1] == 1:
             L = L + decays
         else:
+            assert layout.ancestors is not None
             L = torch.baddbmm(L, layout.ancestors, decays)
         node_xB = torch.cat([inputs.x.flatten(2), inputs.B.flatten(2)], dim=2)
         xB[slots, nodes.rows], dt[slots, nodes.rows] = node_xB, inputs.dt
         log_decay[slots, nodes.rows] = L
+        assert layout.mask_bias is not None
         at = (slots, layout.packed)
         rows = self._as_rows(xB[at], dt[at], log_decay[at])
         state = self.pool.ssm[i][nodes.state_slots]
@@ -291,7 +293,7 @@ class TorchSnapshot(TorchScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)
-        self.dt = step_sizes(config, size, self.rows.conv_in)  # for whoever keeps rows
+        self.dt = step_sizes(config, size, self.rows.conv_in)  # for those who keep rows
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """``keep`` is always 0: the states already include all accepted tokens."""
@@ -324,7 +326,7 @@ class TorchSnapshot(TorchScheme):
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
         return self.rows.of_nodes(slots, accepted.nodes, self.dt)
 
-    def _recur(self, layer: Mamba2Mixer, layout: TorchLayout, inputs: Inputs) -> Tensor:
+    def _recur(self, layer: MambaView, layout: TorchLayout, inputs: Inputs) -> Tensor:
         nodes, (x, B, C, dt) = layout.nodes, inputs
         self.dt[layer.index, nodes.slots, : layout.shape[1]] = dt
         state = self.pool.ssm[layer.index][nodes.state_slots]
@@ -344,4 +346,4 @@ def make_node_states(rows: RequestRows, pool: StatePool) -> Tensor:
     return zeros(*shape, dtype=torch.float32, device=rows.path.device)
 
 
-TORCH_SCHEMES = {"deferred": TorchDeferred, "snapshot": TorchSnapshot}
+TORCH_SCHEMES: dict[str, type[TorchScheme]] = {"deferred": TorchDeferred, "snapshot": TorchSnapshot}

@@ -12,8 +12,8 @@ from mamba_eagle.backend.attention import BlockRows, LaneAttention, TreeNodes
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.kernels.tree_attention.triton import paged_tree_attention
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
-from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.block_attention import BlockAttention, block_mask
+from mamba_eagle.layers.context import AttentionView
 
 
 class TritonTreeAttention:
@@ -26,7 +26,7 @@ class TritonTreeAttention:
         masks = pack_paths(nodes.ancestors) if bits is None else bits[..., None]
         self.nodes = (nodes.kv_slots.contiguous(), masks)
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
         return paged_tree_attention(
@@ -53,7 +53,7 @@ class TritonLanes(LaneAttention):
         self.masks = self.nodes.masks
         self.used += above.shape[1]
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
         return paged_tree_attention(
             q, k, v, keys, values, *self.sequences, *self.nodes, layer.scale

@@ -97,11 +97,11 @@ def _nothing_launched() -> Iterator[None]:
     def looked_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **options)
 
-    JITFunction.run = looked_up  # type: ignore[method-assign]
+    JITFunction.run = looked_up
     try:
         yield
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ device while a step is in flight, so the Triton kernel handles trees and plain d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -19,10 +20,14 @@ from torch import Tensor
 
 from mamba_eagle.backend.attention import PromptSpan
 from mamba_eagle.backend.pools import KVPool
-from mamba_eagle.layers.attention import Attention
+from mamba_eagle.backend.torch.attention import CausalAttention
+from mamba_eagle.layers.context import AttentionView
+
+log = logging.getLogger("mamba_eagle.runner")
 
 HEAD_DIMS = (64, 128, 256)  # head sizes that FlashInfer has kernels for
-WORKSPACE_BYTES = 128 * 2**20  # as its documentation recommends
+TILE = 128  # rows of queries of the largest tile
+SPARE_BYTES = 2**20  # for what is beside the sums, and alignment
 # fa3 is faster for long prompts and takes five times as long to compile; no masks
 BACKEND = "fa2"
 
@@ -36,8 +41,9 @@ class _Wrappers:
     wrapper was used in between.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, heads: int, kv_heads: int, size: int) -> None:
+        room = workspace_bytes(heads, kv_heads, size, multiprocessors(device))
+        workspace = torch.empty(room, dtype=torch.uint8, device=device)
         self.turns = [
             (
                 BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=BACKEND),
@@ -56,7 +62,22 @@ class _Wrappers:
         return wrapper
 
 
-_wrappers = cache(_Wrappers)  # by device
+_wrappers = cache(_Wrappers)  # by device and heads
+
+
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def workspace_bytes(heads: int, kv_heads: int, size: int, multiprocessors: int) -> int:
+    """Room for the sums of any plan, whatever its lengths.
+
+    Keys are only shared out where two programs per multiprocessor have room for all shares
+    (``PrefillPlan`` in FlashInfer's scheduler.cuh). A program has one key head and a tile of
+    queries; each share's sums and their weight are float32, for all query heads.
+    """
+    tiles = max(1, 2 * multiprocessors // kv_heads)
+    return heads * tiles * TILE * (size + 1) * 4 + SPARE_BYTES
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:
@@ -91,16 +112,15 @@ class FlashInferAttention:
         self.mask = mask
         self.wrapper: BatchPrefillWithPagedKVCacheWrapper | None = None
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D]."""
         self.pool.write(layer.index, self.write_slots, k, v)
         keys, values = self.pool.k[layer.index], self.pool.v[layer.index]
         if self.wrapper is None:
-            self.wrapper = _wrappers(q.device).planned(
+            heads = (q.shape[1], k.shape[1], q.shape[2])
+            self.wrapper = _wrappers(q.device, *heads).planned(
                 *self.pages,
-                q.shape[1],
-                k.shape[1],
-                q.shape[2],
+                *heads,
                 1,  # page size
                 custom_mask=self.mask,
                 causal=self.mask is None,
@@ -121,6 +141,20 @@ class FlashInferPrompts(FlashInferAttention):
         new = [table[span.start :] for table, span in zip(tables, spans)]
         queries, keys = [len(part) for part in new], [len(table) for table in tables]
         super().__init__(pool, torch.cat(new), torch.cat(tables), queries, keys)
+        self._without = lambda: CausalAttention(pool, slot_table, spans)
+        self.instead: CausalAttention | None = None  # if there is no plan for these prompts
+
+    def attend(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.instead is not None:
+            return self.instead.attend(layer, q, k, v)
+        try:
+            return super().attend(layer, q, k, v)
+        except RuntimeError as error:
+            if self.wrapper is not None:
+                raise
+            log.warning("attention of these prompts by torch, FlashInfer has no plan: %s", error)
+            self.instead = self._without()
+            return self.instead.attend(layer, q, k, v)
 
 
 class FlashInferTrees(FlashInferAttention):

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.tree_verify.layout import Sizes
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import MambaView
 from mamba_eagle.model_config import Mamba2Config
 
-_weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
-_skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
+_weights: WeakKeyDictionary[MambaView, ConvWeights] = WeakKeyDictionary()
+_skips: WeakKeyDictionary[MambaView, Tensor] = WeakKeyDictionary()
 
 
 def sizes_supported(config: Mamba2Config) -> bool:
@@ -26,7 +26,7 @@ def sizes_of(config: Mamba2Config) -> Sizes:
     return Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
 
 
-def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
+def conv_weights(layer: MambaView) -> ConvWeights:
     """Weights that are used before the recurrence, cached per layer."""
     weights = _weights.get(layer)
     if weights is None:
@@ -41,7 +41,7 @@ def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
     return weights
 
 
-def skip_weights(layer: Mamba2Mixer) -> Tensor:
+def skip_weights(layer: MambaView) -> Tensor:
     """D [H] float32, cached per layer."""
     skip = _skips.get(layer)
     if skip is None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import CudaOps
+from mamba_eagle.backend.triton.experts import fuse_experts, pack_router
 from mamba_eagle.backend.triton.products import (
-    Float8GroupedProduct,
     Float8Product,
     FourBitProduct,
-    groups_supported,
     multiplies,
 )
+from mamba_eagle.kernels.experts.torch import Choice
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
 from mamba_eagle.kernels.float8.triton import rounded
 from mamba_eagle.kernels.gated_norm.triton import gated_norm, rounded_gated_norm
@@ -20,8 +20,9 @@ from mamba_eagle.kernels.relu_squared.triton import relu_squared_, rounded_relu_
 from mamba_eagle.kernels.rms_norm.triton import add_rms_norm_, rms_norm, rounded_rms_norm
 from mamba_eagle.kernels.rotary.triton import rotate_
 from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
-from mamba_eagle.layers.ops import HeadNorms, Normed
-from mamba_eagle.layers.products import GroupedProduct, MatrixProduct
+from mamba_eagle.layers.ops import FusedRouter, HeadNorms, Normed
+from mamba_eagle.layers.products import ExpertLayer, MatrixProduct
+from mamba_eagle.model_config import Span
 from mamba_eagle.quantization.four_bit import FourBitMatrix
 from mamba_eagle.quantization.matrix import Float8Matrix, Matrix
 
@@ -109,12 +110,18 @@ class TritonOps(CudaOps):
             return FourBitProduct(matrix, dtype)
         return super().pack_matrix(matrix, dtype)
 
-    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> GroupedProduct | None:
-        if isinstance(matrix, Float8Matrix) and groups_supported(
-            matrix, dtype, matrix.values.device
-        ):
-            return Float8GroupedProduct(matrix)
-        return super().pack_experts(matrix, dtype)
+    def fuse_experts(
+        self,
+        up: Tensor | Matrix,
+        down: Tensor | Matrix,
+        act: str,
+        held: Span | None,
+        dtype: torch.dtype,
+    ) -> ExpertLayer | None:
+        return fuse_experts(up, down, act, held, dtype, self.grouped_linear)
+
+    def pack_router(self, weight: Tensor, choice: Choice) -> FusedRouter | None:
+        return pack_router(weight, choice)
 
 
 class FlashInferOps(TritonOps):

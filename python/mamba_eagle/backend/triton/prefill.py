@@ -12,7 +12,7 @@ from mamba_eagle.backend.triton.layer import conv_weights, sizes_of
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.kernels.ssd.triton import scan
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import MambaView
 
 
 class TritonPrefillContext(PrefillContext):
@@ -38,7 +38,7 @@ class TritonPrefillContext(PrefillContext):
             saved = [(item.slot, item.start + tokens) for item, tokens in ends]
             self.round_keys = pool.rounding.keys(*place.to_device(list(zip(*saved))))
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
         state, keys = self.pool.ssm[i], self.round_keys

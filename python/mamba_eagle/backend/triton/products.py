@@ -19,7 +19,7 @@ FLOAT8 = (8, 9)  # compute capability from which float8 is multiplied
 ROW_SCALES = (9, 0)  # and from which cuBLASLt and CUTLASS scale rows
 MULTIPLE = 16  # rows and columns of a float8 product
 BLOCK = 128  # columns of a block that the kernel supports
-# Up to so many tokens a Triton kernel multiplies.
+# Up to this many tokens a Triton kernel multiplies.
 FEW_TOKENS = 64
 # What is fastest at how many tokens was measured (docs/design/quantization.md): first the Triton
 # kernel, longer for a matrix of many rows, whose sums it need not split; then cuBLASLt with sums
@@ -101,35 +101,6 @@ class Float8Product(MatrixProduct):
         if not whole:
             y = y[:, : self.rows].contiguous()
         return y if bias is None or inside is not None else y + bias
-
-
-class Float8GroupedProduct:
-    """A stack of experts, scaled by rows and tokens; one launch, nothing waits for the host."""
-
-    def __init__(self, matrix: Float8Matrix) -> None:
-        assert matrix.rounding is not None
-        self.rounding = matrix.rounding
-        self.weight = matrix.values.contiguous().transpose(1, 2)
-        experts, rows, _ = matrix.shape
-        self.scale = matrix.scale[..., 0].expand(experts, rows).contiguous()
-
-    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        given = float8.rounded(x, self.rounding)
-        return torch._scaled_grouped_mm(
-            given.values,
-            self.weight,
-            given.scale[:, 0].expand(len(x)).contiguous(),
-            self.scale,
-            offs=ends.int(),
-            out_dtype=torch.bfloat16,
-        )
-
-
-def groups_supported(matrix: Float8Matrix, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``Float8GroupedProduct`` multiplies a stack of experts."""
-    plain = matrix.block is None and matrix.rounding is not None and matrix.rounding.group == 0
-    fits = matrix.shape[-1] % MULTIPLE == 0 and matrix.shape[-2] % MULTIPLE == 0
-    return plain and fits and dtype == torch.bfloat16 and capability(device)[0] == ROW_SCALES[0]
 
 
 class FourBitProduct(PackedProduct):

@@ -51,7 +51,7 @@ def accept(
     stop_tokens: Sequence[int],
     remaining: int,
 ) -> Accepted:
-    """``walk``, as far as the request's end. remaining: tokens left to make; 0 or less: it had
+    """``walk``, up to the request's end. remaining: tokens left to make; 0 or less: it had
     ended before, and keeps nothing."""
     kept: list[int] = []
     stopped = False

@@ -46,7 +46,7 @@ def _accept_kernel(
     slot = tl.load(slots + request)
     left = tl.load(remaining + slot)
     index = tl.arange(0, TP)
-    is_child = (index > 0) & (index < T)  # the root is nobody's child
+    is_child = (index > 0) & (index < T)  # the root has no parent
     token_of = tl.load(tree_tokens + request * T + index, mask=is_child, other=-1)
     parent_of = tl.load(parents + request * T + index, mask=is_child, other=-1)
     node = tl.zeros([], tl.int32)

@@ -3,7 +3,7 @@
     token = argmax_v score_v                       score_v = x_v, or x_v + temperature · noise_v
 
 Of equal scores the lower token id is taken; there is none where the highest score is not finite, or
-some score is no number.
+some score is not a number.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ REFUSED = tl.constexpr(definition.REFUSED)
 NOTHING = tl.constexpr(definition.NOTHING)
 NO_TOKEN = tl.constexpr(definition.NO_TOKEN)
 
-# views of larger tensors may begin anywhere, which is no reason for other machine code
+# views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["seeds", "positions", "temperatures"]
 
 

@@ -73,7 +73,7 @@ def conv_prompts(
         own = xbc[prompt.first : prompt.first + prompt.length]
         outputs.append(causal_conv(own, weight, bias, before))
         inputs = torch.cat([before, own])
-        for offset, slot in prompt.saves:  # after so many of the prompt's tokens
+        for offset, slot in prompt.saves:  # after this many of the prompt's tokens
             saved[slot] = inputs[offset : offset + K - 1]
     return Convolved(torch.cat(outputs), saved)
 

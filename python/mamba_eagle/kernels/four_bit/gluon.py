@@ -42,7 +42,7 @@ class Config(NamedTuple):
 
 
 def choose_config(n: int, rows: int) -> Config:
-    """For n tokens and a weight of so many rows; the best on an H200."""
+    """For n tokens and a weight of this many rows; the best on an H200."""
     programs = triton.cdiv(rows, 16)
     if n > 8:
         return Config(2, 4, 32) if programs <= 4 * PROCESSORS else Config(2, 2, 16)

@@ -148,7 +148,7 @@ def _plain_integers(unit, zero):
 
 
 # What E2M1's bits stand for in a 16-bit float is too small by 2^126 or 2^14. Most of it is
-# multiplied to the scale, as far as 448 leaves room for it, and the rest to the finished sum.
+# multiplied to the scale, where 448 leaves room for it, and the rest to the finished sum.
 @triton.jit
 def whole_scale(scale, dtype: tl.constexpr):
     """E4M3 -> dtype."""

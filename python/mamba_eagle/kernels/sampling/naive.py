@@ -27,12 +27,12 @@ class Rule:
     top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     prompt: Collection[int] = ()  # tokens
     counts: Mapping[int, int] = field(default_factory=dict)  # of output tokens
-    bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     banned: Collection[int] = ()  # stop tokens that may not come yet
     allowed: Collection[int] | None = None  # by a grammar; None: all
 
@@ -43,9 +43,9 @@ def adjusted(logits: Sequence[float], rule: Rule, path: Sequence[int]) -> list[f
     for token, x in enumerate(logits):
         count = rule.counts.get(token, 0) + list(path).count(token)
         if count or token in rule.prompt:
-            x = x / rule.repetition if x > 0 else x * rule.repetition
-        x = x - rule.frequency * count - (rule.presence if count else 0.0)
-        x = x + rule.bias.get(token, 0.0)
+            x = x / rule.repetition_penalty if x > 0 else x * rule.repetition_penalty
+        x = x - rule.frequency_penalty * count - (rule.presence_penalty if count else 0.0)
+        x = x + rule.logit_bias.get(token, 0.0)
         if token in rule.banned or (rule.allowed is not None and token not in rule.allowed):
             x = -math.inf
         result.append(x)

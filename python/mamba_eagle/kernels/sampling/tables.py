@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from torch import Tensor
 
-# What a request asks for: bits of ``SamplingTables.flags``.
-NOISE = 1  # temperature above 0; without it no filter matters
-TOP_K = 2
-TOP_P = 4
-MIN_P = 8
-HISTORY = 16  # a penalty
-BIAS = 32
-BAN = 64  # stop tokens wait for min_new_tokens
+from mamba_eagle.core import SamplingParams
+
+# The columns of ``SamplingTables.numbers``: all parameters that are declared as floats.
+NUMBERS = tuple(name for name, kind in get_type_hints(SamplingParams).items() if kind is float)
+INTEGERS = ("seed", "top_k", "ban_until")  # of ``SamplingTables.integers``
+# What a request may ask for: bit i of its flags is set if parameter i changes its tokens. Without
+# noise (the temperature) no filter does.
+PARAMETERS = (*NUMBERS, "top_k", "logit_bias", "min_new_tokens")
+MASS = 2.0**40  # of a node's best token, in the integer sums of top-p
 
 
 class SamplingTables(NamedTuple):
     """By request slot; R of them, V tokens. The addresses never change: graphs hold them."""
 
-    flags: Tensor  # [R] int32
-    # [R, 6] float32: temperature, top_p, min_p, repetition, frequency, presence
-    numbers: Tensor
-    spans: Tensor  # [R] float32: temperature · log(min_p)
-    integers: Tensor  # [R, 3] int64: seed, top_k, first position at which stop tokens may come
+    flags: Tensor  # [R] int32, bits of PARAMETERS
+    numbers: Tensor  # [R, NUMBERS] float32; in the column of min_p, temperature · log(min_p)
+    integers: Tensor  # [R, INTEGERS] int64; ban_until: where the first stop token may come
     prompt_seen: Tensor  # [R, V] bool
     output_counts: Tensor  # [R, V] int32
     bias: Tensor  # [R, V] float32

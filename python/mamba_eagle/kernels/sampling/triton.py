@@ -27,19 +27,25 @@ from mamba_eagle.kernels.sampling.triton_rows import (
     IMPOSSIBLE,
     INFINITE,
     LOWEST,
+    MOST,
     NO_TOKEN,
-    NOISE,
+    SEED,
+    TEMPERATURE,
     TOP_K,
     TOP_P,
     above_floor,
     adjusted,
+    asks,
     float_of,
+    integer_of,
     key_of,
     key_rising,
     key_token,
+    lists,
     mass_limit,
     mass_of,
     noisy_key,
+    number_of,
     rising_of,
     threshold,
     token_of,
@@ -136,15 +142,15 @@ def _pivot_kernel(
     tl.store(listed + row, 0)
     if row == 0:
         tl.store(queued, 0)
-    if (asked & (TOP_K | TOP_P)) != 0:
+    if lists(asked):
         # Each of these maxima is a token: at least ``rank`` tokens are not below the rank-th of
         # them. Without a top-k the rank is a guess, which the kernels that follow check; so it is
         # for a large one, where some subs hold several of its tokens: a fifth more than it needs.
         rank = tl.maximum(subs * 3 // 4, 1).to(tl.int64)
-        if (asked & TOP_K) != 0:
-            rank = tl.minimum(tl.load(integers + slot * 3 + 1), subs)
+        if asks(asked, TOP_K):
+            rank = tl.minimum(integer_of(integers, slot, MOST), subs)
             if rank > subs // 2:
-                hit = 1.0 - tl.exp(-1.2 * tl.load(integers + slot * 3 + 1).to(tl.float32) / subs)
+                hit = 1.0 - tl.exp(-1.2 * integer_of(integers, slot, MOST).to(tl.float32) / subs)
                 rank = tl.maximum((hit * subs).to(tl.int64), 1)
         tl.store(pivots + row, _ranked(largest, rank))
 
@@ -157,7 +163,6 @@ def _collect_kernel(
     short,  # [rows, LIST] int64, out: their keys
     masses,  # [rows, blocks] int64, out: of all tokens, for a top-p without top-k
     winners,  # [rows, blocks] int64, out: keys of the best scores, without top-k and top-p
-    spans,
     flags,
     logits,
     row_stride,
@@ -181,7 +186,7 @@ def _collect_kernel(
     request = row // T
     slot = tl.load(slots + request)
     asked = tl.load(flags + slot)
-    if (asked & NOISE) != 0:
+    if asks(asked, TEMPERATURE):
         token = block * BLOCK + tl.arange(0, BLOCK)
         valid = token < V
         x = adjusted(
@@ -190,11 +195,11 @@ def _collect_kernel(
             stops, V, T,
         )  # fmt: skip
         best = float_of(tl.load(highest + row))
-        temperature = tl.load(numbers + slot * 6)
+        temperature = number_of(numbers, slot, TEMPERATURE)
         at = row * tl.num_programs(0) + block
-        if (asked & (TOP_K | TOP_P)) == 0:
-            noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
-            kept = valid & above_floor(x, best, slot, asked, spans)
+        if not lists(asked):
+            noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
+            kept = valid & above_floor(x, best, slot, asked, numbers)
             key = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
             tl.store(winners + at, tl.max(key, 0))
         else:
@@ -205,7 +210,7 @@ def _collect_kernel(
             place = first + tl.cumsum(count, 0) - 1
             key = key_of(rising, token, ID_BITS)
             tl.store(short + row * LIST + place, key, mask=chosen & (place < LIST))
-            if (asked & TOP_K) == 0:
+            if not asks(asked, TOP_K):
                 mass = tl.where(valid, mass_of(x, best, temperature), 0)
                 tl.store(masses + at, tl.sum(mass, 0))
 
@@ -238,7 +243,6 @@ def _listed_token(
     asked,
     blocks,
     masses,
-    spans,
     positions,
     numbers,
     integers,
@@ -251,26 +255,26 @@ def _listed_token(
     BITS: tl.constexpr = 32 + ID_BITS
     place = tl.arange(0, PLACES)
     key = tl.load(own + place, mask=place < count, other=-1)
-    temperature, high = tl.load(numbers + slot * 6), float_of(top)
+    temperature, high = number_of(numbers, slot, TEMPERATURE), float_of(top)
     x = float_of(key_rising(key, ID_BITS))
     decides = count <= PLACES
     lowest = tl.zeros([], tl.int64)
-    if (asked & TOP_K) != 0:
-        top_k = tl.load(integers + slot * 3 + 1)
+    if asks(asked, TOP_K):
+        top_k = integer_of(integers, slot, MOST)
         decides = decides & (count >= top_k)
         if PAIRS:
             lowest = _least_of_few(key, own, shares, count, top_k, False)
         else:
             lowest = threshold(key, tl.full([PLACES], 1, tl.int64), top_k, BITS)
-    if (asked & TOP_P) != 0:
+    if asks(asked, TOP_P):
         mass = tl.where(key >= lowest, mass_of(x, high, temperature), 0)
         covered = tl.sum(mass, 0)
         total = covered
-        if (asked & TOP_K) == 0:
+        if not asks(asked, TOP_K):
             block = tl.arange(0, BLOCKS)
             parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
             total = tl.sum(parts, 0)
-        limit = mass_limit(total, tl.load(numbers + slot * 6 + 1))
+        limit = mass_limit(total, number_of(numbers, slot, TOP_P))
         decides = decides & (covered >= limit)
         if PAIRS:
             tl.store(shares + place, mass)
@@ -279,8 +283,8 @@ def _listed_token(
         else:
             least = threshold(key, mass, limit, BITS)
         lowest = tl.maximum(lowest, least)
-    kept = (key >= lowest) & above_floor(x, high, slot, asked, spans)
-    noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
+    kept = (key >= lowest) & above_floor(x, high, slot, asked, numbers)
+    noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
     token = key_token(key, ID_BITS).to(tl.int32)
     scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
     return token_of(tl.max(scored, 0), ID_BITS), decides
@@ -298,7 +302,6 @@ def _choose_kernel(
     shares,  # [rows, FEW] int64: scratch
     masses,
     winners,
-    spans,
     flags,
     logits,
     row_stride,
@@ -329,7 +332,7 @@ def _choose_kernel(
     top = tl.load(highest + row)
     token_found = tl.full([], NO_TOKEN, tl.int64)
     if (top < INFINITE) & (top > IMPOSSIBLE):
-        if (asked & NOISE) == 0:
+        if not asks(asked, TEMPERATURE):
             place = tl.arange(0, SUBS)
             subs = (V + SUB - 1) // SUB
             largest = tl.load(maxima + row * SUBS + place, mask=place < subs, other=LOWEST)
@@ -342,7 +345,7 @@ def _choose_kernel(
             )  # fmt: skip
             is_best = (rising_of(x) == top) & (token < V)
             token_found = tl.min(tl.where(is_best, token, 0x7FFFFFFF), 0).to(tl.int64)
-        elif (asked & (TOP_K | TOP_P)) == 0:
+        elif not lists(asked):
             block = tl.arange(0, BLOCKS)
             best = tl.load(winners + row * blocks + block, mask=block < blocks, other=-1)
             token_found = token_of(tl.max(best, 0), ID_BITS)
@@ -351,12 +354,12 @@ def _choose_kernel(
             own = short + row * LIST
             if count <= FEW:
                 token_found, decides = _listed_token(
-                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses, spans,
+                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses,
                     positions, numbers, integers, ID_BITS, BLOCKS, FEW, True,
                 )  # fmt: skip
             else:
                 token_found, decides = _listed_token(
-                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses, spans,
+                    own, shares + row * FEW, count, top, row, slot, asked, blocks, masses,
                     positions, numbers, integers, ID_BITS, BLOCKS, LIST, False,
                 )  # fmt: skip
             if not decides:
@@ -404,7 +407,6 @@ def sample_nodes(
     sizes = sizes or Sizes()
     logits = logits.reshape(b * T, V)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    seen, counts, bias, stops = tables[4:]
     reads = (
         tables.flags,
         logits,
@@ -415,10 +417,10 @@ def sample_nodes(
         nodes.ancestors.contiguous().view(torch.uint8),
         tables.numbers,
         tables.integers,
-        seen.view(torch.uint8),
-        counts,
-        bias,
-        stops.view(torch.uint8),
+        tables.prompt_seen.view(torch.uint8),
+        tables.output_counts,
+        tables.bias,
+        tables.stops.view(torch.uint8),
         V,
         T,
     )
@@ -489,7 +491,6 @@ def _choose_from_lists(rows: _Rows, reads: tuple, tables: SamplingTables, sizes:
         short,
         rows.masses,
         winners,
-        tables.spans,
         *reads,
         ID_BITS=_id_bits(reads),
         BLOCK=sizes.block,
@@ -507,7 +508,6 @@ def _choose_from_lists(rows: _Rows, reads: tuple, tables: SamplingTables, sizes:
         few,
         rows.masses,
         winners,
-        tables.spans,
         *reads,
         blocks,
         ID_BITS=_id_bits(reads),
@@ -536,7 +536,6 @@ def _search(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> 
         rows.queue,
         rows.queued,
         rows.highest,
-        tables.spans,
         *reads,
         ID_BITS=ids,
         BLOCK=sizes.block,
@@ -563,7 +562,6 @@ def _search(rows: _Rows, reads: tuple, tables: SamplingTables, sizes: Sizes) -> 
         rows.queue,
         rows.queued,
         rows.highest,
-        tables.spans,
         *reads,
         blocks,
         ID_BITS=ids,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# views of larger tensors may begin anywhere, which is no reason for other machine code
+# views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["slots", "tokens", "number"]
 
 

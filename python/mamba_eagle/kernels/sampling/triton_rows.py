@@ -19,22 +19,57 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from mamba_eagle.kernels.sampling import tables as tables_module
+from mamba_eagle.kernels.sampling import tables
 from mamba_eagle.kernels.sampling_noise.triton import gumbel_of, token_bits
 from mamba_eagle.kernels.triton_math import INTERPRETED, rounded_product
 
-NOISE, TOP_K, TOP_P, MIN_P, HISTORY, BIAS, BAN = (
-    tl.constexpr(getattr(tables_module, name))
-    for name in ("NOISE", "TOP_K", "TOP_P", "MIN_P", "HISTORY", "BIAS", "BAN")
+# Parameters: the bits of flags, and where they are numbers their columns.
+TEMPERATURE, TOP_P, MIN_P, TOP_K, BIAS, BAN = (
+    tl.constexpr(tables.PARAMETERS.index(name))
+    for name in ("temperature", "top_p", "min_p", "top_k", "logit_bias", "min_new_tokens")
 )
+REPETITION, FREQUENCY, PRESENCE = (
+    tl.constexpr(tables.NUMBERS.index(f"{name}_penalty"))
+    for name in ("repetition", "frequency", "presence")
+)
+SEED, MOST, BAN_UNTIL = (
+    tl.constexpr(tables.INTEGERS.index(name)) for name in ("seed", "top_k", "ban_until")
+)
+NUMBERS, INTEGERS = tl.constexpr(len(tables.NUMBERS)), tl.constexpr(len(tables.INTEGERS))
 NO_TOKEN = tl.constexpr(-1)
-MASS = tl.constexpr(2.0**40)  # as in runner/sampler.py
+MASS = tl.constexpr(tables.MASS)
 LOWEST = tl.constexpr(-(2**31))  # below every rising number
 INFINITE = tl.constexpr(0x7F800000)  # the rising number of +infinity; those of NaN are above it
 IMPOSSIBLE = tl.constexpr(-0x7F800001)  # of -infinity
 
-# views of larger tensors may begin anywhere, which is no reason for other machine code
+# views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["slots", "positions", "tree_tokens", "ancestors"]
+
+
+# ── parameters ───────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def asks(asked, WHAT: tl.constexpr):
+    """Whether a request asks for a parameter. asked: its flags."""
+    return ((asked >> WHAT) & 1) != 0
+
+
+@triton.jit
+def lists(asked):
+    """Whether a request's tokens come from a short list: top-k or top-p."""
+    return asks(asked, TOP_K) | asks(asked, TOP_P)
+
+
+@triton.jit
+def number_of(numbers, slot, WHAT: tl.constexpr):
+    """A parameter of a request."""
+    return tl.load(numbers + slot * NUMBERS + WHAT)
+
+
+@triton.jit
+def integer_of(integers, slot, WHAT: tl.constexpr):
+    return tl.load(integers + slot * INTEGERS + WHAT)
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────
@@ -141,22 +176,22 @@ def adjusted(
     valid = token < V
     x = tl.load(logits + row * row_stride + token, mask=valid, other=float("-inf")).to(tl.float32)
     cell = slot * V + token
-    if (asked & HISTORY) != 0:
+    if asks(asked, REPETITION) | asks(asked, FREQUENCY) | asks(asked, PRESENCE):
         count = tl.load(output_counts + cell, mask=valid, other=0)
         for other in range(1, T):  # the root is counted already
             on_path = tl.load(ancestors + row * T + other) != 0
             drafted = tl.load(tree_tokens + request * T + other)
             count += (on_path & (drafted == token)).to(tl.int32)
         seen = tl.load(prompt_seen + cell, mask=valid, other=0) != 0
-        repetition = tl.load(numbers + slot * 6 + 3) + tl.zeros_like(x)
+        repetition = number_of(numbers, slot, REPETITION) + tl.zeros_like(x)
         repeated = tl.where(x > 0, tl.div_rn(x, repetition), rounded_product(x, repetition))
         x = tl.where(seen | (count > 0), repeated, x)
-        x = x - rounded_product(count.to(tl.float32), tl.load(numbers + slot * 6 + 4))
-        x = x - tl.where(count > 0, tl.load(numbers + slot * 6 + 5), 0.0)
-    if (asked & BIAS) != 0:
+        x = x - rounded_product(count.to(tl.float32), number_of(numbers, slot, FREQUENCY))
+        x = x - tl.where(count > 0, number_of(numbers, slot, PRESENCE), 0.0)
+    if asks(asked, BIAS):
         x = x + tl.load(bias + cell, mask=valid, other=0.0)
-    if (asked & BAN) != 0:
-        early = tl.load(positions + row) < tl.load(integers + slot * 3 + 2)
+    if asks(asked, BAN):
+        early = tl.load(positions + row) < integer_of(integers, slot, BAN_UNTIL)
         stop = tl.load(stops + cell, mask=valid, other=0) != 0
         x = tl.where(early & stop, float("-inf"), x)
     return x
@@ -171,7 +206,6 @@ def noisy_key(x, kept, token, noise_key, temperature, ID_BITS: tl.constexpr):
 
 
 @triton.jit
-def above_floor(x, highest, slot, asked, spans):
-    """Which tokens min-p keeps."""
-    floor = highest + tl.load(spans + slot)
-    return (x >= floor) | ((asked & MIN_P) == 0)
+def above_floor(x, highest, slot, asked, numbers):
+    """Which tokens min-p keeps: its number is ``temperature * log(min_p)``."""
+    return (x >= highest + number_of(numbers, slot, MIN_P)) | (asks(asked, MIN_P) == 0)

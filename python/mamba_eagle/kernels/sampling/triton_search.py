@@ -22,16 +22,22 @@ import triton.language as tl
 
 from mamba_eagle.kernels.sampling.triton_rows import (
     ANY_PLACE,
+    MOST,
+    SEED,
+    TEMPERATURE,
     TOP_K,
     TOP_P,
     above_floor,
     adjusted,
+    asks,
     float_of,
+    integer_of,
     key_of,
     key_token,
     mass_limit,
     mass_of,
     noisy_key,
+    number_of,
     rising_of,
     token_of,
 )
@@ -42,7 +48,7 @@ UNLIKELY = tl.constexpr(13.8)  # -log of the share of rows whose nominees are al
 
 @triton.jit
 def _by_one_filter(asked):
-    return (asked & (TOP_K | TOP_P)) != (TOP_K | TOP_P)
+    return (asks(asked, TOP_K) & asks(asked, TOP_P)) == 0
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=ANY_PLACE)
@@ -51,7 +57,6 @@ def nominate_kernel(
     queue,  # [rows] int32, the rows to search
     queued,  # [1] int32, how many
     highest,
-    spans,
     flags,
     logits,
     row_stride,
@@ -84,9 +89,10 @@ def nominate_kernel(
                 ancestors, numbers, integers, prompt_seen, output_counts, bias, stops, V, T,
             )  # fmt: skip
             high = float_of(tl.load(highest + row))
-            kept = (token < V) & above_floor(x, high, slot, asked, spans)
-            noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
-            scored = noisy_key(x, kept, token, noise_key, tl.load(numbers + slot * 6), ID_BITS)
+            kept = (token < V) & above_floor(x, high, slot, asked, numbers)
+            noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
+            temperature = number_of(numbers, slot, TEMPERATURE)
+            scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
             at = (row * tl.num_programs(0) + block) * EACH
             for rank in tl.static_range(EACH):
                 best = tl.max(scored, 0)
@@ -98,7 +104,7 @@ def nominate_kernel(
 def _tries(top_p, asked, NOMINEES: tl.constexpr):
     """How many nominees are worth their sums: each is kept with a chance of about top-p."""
     tries = tl.full([], NOMINEES, tl.int32)
-    if (asked & TOP_P) != 0:
+    if asks(asked, TOP_P):
         wanted = UNLIKELY / tl.maximum(-tl.log(1.0 - top_p), 0.001)
         tries = tl.minimum(wanted, NOMINEES - 1.0).to(tl.int32) + 1
     return tries
@@ -146,10 +152,11 @@ def weigh_kernel(
             )  # fmt: skip
             key = key_of(rising_of(x), token, ID_BITS)
             weight = (token < V).to(tl.int64)
-            if (asked & TOP_P) != 0:
+            if asks(asked, TOP_P):
                 high = float_of(tl.load(highest + row))
-                weight = tl.where(token < V, mass_of(x, high, tl.load(numbers + slot * 6)), 0)
-            tries = _tries(tl.load(numbers + slot * 6 + 1), asked, NOMINEES)
+                temperature = number_of(numbers, slot, TEMPERATURE)
+                weight = tl.where(token < V, mass_of(x, high, temperature), 0)
+            tries = _tries(number_of(numbers, slot, TOP_P), asked, NOMINEES)
             at = weights + row * NOMINEES * blocks + block
             others = tl.arange(0, NOMINEES)
             tl.store(at + others * blocks, tl.full([NOMINEES], -1, tl.int64), mask=others >= tries)
@@ -229,10 +236,10 @@ def _best_nominee(
 ):
     """The key of the best score that is kept; -1 if no nominee is."""
     block = tl.arange(0, BLOCKS)
-    limit = tl.load(integers + slot * 3 + 1)
-    if (asked & TOP_P) != 0:
+    limit = integer_of(integers, slot, MOST)
+    if asks(asked, TOP_P):
         parts = tl.load(masses + row * blocks + block, mask=block < blocks, other=0)
-        limit = mass_limit(tl.sum(parts, 0), tl.load(numbers + slot * 6 + 1))
+        limit = mass_limit(tl.sum(parts, 0), number_of(numbers, slot, TOP_P))
     own = nominees + row * blocks * EACH
     last = tl.load(own + block * EACH + EACH - 1, mask=block < blocks, other=-1)
     complete = tl.max(last, 0)  # down to this score all are known
@@ -252,7 +259,6 @@ def _best_nominee(
 @triton.jit
 def _best_of_row(
     top,  # the largest logit's rising number
-    spans,
     logits,
     row_stride,
     row,
@@ -275,11 +281,11 @@ def _best_of_row(
 ):
     """The key of the best score that is kept: thresholds bit by bit, then noise."""
     BITS: tl.constexpr = 32 + ID_BITS
-    temperature, high = tl.load(numbers + slot * 6), float_of(top)
+    temperature, high = number_of(numbers, slot, TEMPERATURE), float_of(top)
     one = tl.full([], 1, tl.int64)
     kth = tl.zeros([], tl.int64)
-    if (asked & TOP_K) != 0:
-        limit = tl.load(integers + slot * 3 + 1)
+    if asks(asked, TOP_K):
+        limit = integer_of(integers, slot, MOST)
         for step in range(BITS):
             trial = kth | (one << (BITS - 1 - step))
             reached = _row_weight(
@@ -289,7 +295,7 @@ def _best_of_row(
             )  # fmt: skip
             kth = tl.where(reached >= limit, trial, kth)
     lowest = kth
-    if (asked & TOP_P) != 0:
+    if asks(asked, TOP_P):
         limit = tl.zeros([], tl.int64)
         lowest = tl.zeros([], tl.int64)
         for step in range(BITS + 1):  # first the total
@@ -302,11 +308,11 @@ def _best_of_row(
                 True,
             )  # fmt: skip
             if step == 0:
-                limit = mass_limit(reached, tl.load(numbers + slot * 6 + 1))
+                limit = mass_limit(reached, number_of(numbers, slot, TOP_P))
             else:
                 lowest = tl.where(reached >= limit, trial, lowest)
         lowest = tl.maximum(lowest, kth)
-    noise_key = row_key(tl.load(integers + slot * 3), tl.load(positions + row))
+    noise_key = row_key(integer_of(integers, slot, SEED), tl.load(positions + row))
     best = tl.full([], -1, tl.int64)
     for begin in range(0, V, BLOCK):
         token = begin + tl.arange(0, BLOCK)
@@ -316,7 +322,7 @@ def _best_of_row(
             T,
         )  # fmt: skip
         kept = (token < V) & (key_of(rising_of(x), token, ID_BITS) >= lowest)
-        kept = kept & above_floor(x, high, slot, asked, spans)
+        kept = kept & above_floor(x, high, slot, asked, numbers)
         scored = noisy_key(x, kept, token, noise_key, temperature, ID_BITS)
         best = tl.maximum(best, tl.max(scored, 0))
     return best
@@ -331,7 +337,6 @@ def search_kernel(
     queue,
     queued,
     highest,
-    spans,
     flags,
     logits,
     row_stride,
@@ -369,7 +374,7 @@ def search_kernel(
             )  # fmt: skip
         if best < 0:
             best = _best_of_row(
-                tl.load(highest + row), spans, logits, row_stride, row, request, slot, asked,
+                tl.load(highest + row), logits, row_stride, row, request, slot, asked,
                 positions, tree_tokens, ancestors, numbers, integers, prompt_seen, output_counts,
                 bias, stops, V, T, ID_BITS, BLOCK,
             )  # fmt: skip

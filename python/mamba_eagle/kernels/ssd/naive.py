@@ -91,6 +91,6 @@ def scan_prompts(
         own_x, own_dt, own_B, own_C = own
         y, after = recurrence_oracle(own_x, own_dt, A, own_B, own_C, D, before)
         outputs.append(y)
-        for offset, slot in prompt.saves:  # after so many of the prompt's tokens
+        for offset, slot in prompt.saves:  # after this many of the prompt's tokens
             saved[slot] = after[offset - 1] if offset else before
     return Scanned(torch.cat(outputs), saved)

@@ -82,7 +82,7 @@ def _block_kernel(
 
 @triton.jit
 def _exp(x):
-    """exp of float32 numbers; 0 where it is no normal number."""
+    """exp of float32 numbers; 0 where it is not a normal number."""
     if INTERPRETED:
         return tl.exp(x)
     else:

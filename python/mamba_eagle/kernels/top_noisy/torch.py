@@ -19,8 +19,8 @@ class NoiseKeys(NamedTuple):
 
     slots: Tensor  # [b] int64, request slots
     positions: Tensor  # [b] int64, of the tokens
-    numbers: Tensor  # [R, n] float32, the temperature first
-    integers: Tensor  # [R, n] int64, the seed first
+    temperatures: Tensor  # [R] float32, with any stride
+    seeds: Tensor  # [R] int64, with any stride
     vocab_size: int  # V
 
 
@@ -41,8 +41,8 @@ def noisy_log_probs(
     log_probs: Tensor, keys: NoiseKeys, gumbel: Callable[[Tensor, Tensor, int], Tensor]
 ) -> Tensor:
     """Given the noise, which is the same in all lanes: [b, lanes, V] float32 -> the same."""
-    temperature = keys.numbers[keys.slots, 0][:, None, None]
-    seeds = keys.integers[keys.slots, 0]
+    temperature = keys.temperatures[keys.slots][:, None, None]
+    seeds = keys.seeds[keys.slots]
     noise = gumbel(seeds, keys.positions, log_probs.shape[-1])[:, None]
     noisy = (log_probs / temperature.clamp(min=COLDEST) + noise).log_softmax(-1)
     return torch.where(temperature > 0, noisy, log_probs)
@@ -56,8 +56,8 @@ def noisy_scores(
 ) -> Tensor:
     """``logits / temperature + noise`` of some tokens: logits [b, lanes, V'] float32 -> the same.
     columns: the target's tokens that these are."""
-    temperature = keys.numbers[keys.slots, 0][:, None, None]
-    seeds = keys.integers[keys.slots, 0]
+    temperature = keys.temperatures[keys.slots][:, None, None]
+    seeds = keys.seeds[keys.slots]
     noise = gumbel(seeds, keys.positions, keys.vocab_size)[:, columns][:, None]
     noisy = logits / temperature.clamp(min=COLDEST) + noise
     return torch.where(temperature > 0, noisy, logits)

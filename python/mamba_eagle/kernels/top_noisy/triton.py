@@ -32,7 +32,7 @@ from mamba_eagle.kernels.triton_math import rounded_product
 COLDEST = tl.constexpr(definition.COLDEST)
 ONE_WAVE = 512  # programs that run at once on a large GPU
 
-# views of larger tensors may begin anywhere, which is no reason for other machine code
+# views of larger tensors may start at any offset: kernels do not specialize on alignment
 ANY_PLACE = ["slots", "positions"]
 
 
@@ -48,8 +48,8 @@ def _block_kernel(
     ids,  # [V] int64, the target's tokens, or None
     slots,  # [b]
     positions,  # [b]
-    numbers,  # [R, NUMBERS]
-    integers,  # [R, INTEGERS]
+    temperatures,  # [R], APART from each other
+    seeds,  # [R], SEEDS_APART
     keys,  # [b·lanes, blocks, K], out
     largest,  # [b·lanes, blocks] float32, out
     total,  # [b·lanes, blocks] float32, out: of exp((score - largest) / temperature)
@@ -57,21 +57,21 @@ def _block_kernel(
     stride,
     lanes,
     first,  # the number of the first token
-    NUMBERS: tl.constexpr,
-    INTEGERS: tl.constexpr,
+    APART: tl.constexpr,
+    SEEDS_APART: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + request)
-    temperature = tl.load(numbers + slot * NUMBERS)
+    temperature = tl.load(temperatures + slot * APART)
     sharpness = sharpness_of(temperature)
     number = block * BLOCK + tl.arange(0, BLOCK)
     valid = number < V
     token = first + number
     if ids is not None:
         token = tl.load(ids + number, mask=valid, other=0).to(tl.int32)
-    noise_key = row_key(tl.load(integers + slot * INTEGERS), tl.load(positions + request))
+    noise_key = row_key(tl.load(seeds + slot * SEEDS_APART), tl.load(positions + request))
     noise = rounded_product(gumbel_of(token_bits(noise_key, token)), temperature)
     for lane in range(tl.program_id(2), lanes, tl.num_programs(2)):
         row = request * lanes + lane
@@ -93,7 +93,7 @@ def _block_kernel(
 def _merge_kernel(
     ids,
     slots,
-    numbers,
+    temperatures,
     keys,
     largest,
     total,
@@ -101,13 +101,13 @@ def _merge_kernel(
     tokens,  # [b·lanes, K], out
     blocks,
     lanes,
-    NUMBERS: tl.constexpr,
+    APART: tl.constexpr,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,  # padded
     KEYS: tl.constexpr,  # blocks·K, padded
 ):
     row = tl.program_id(0).to(tl.int64)
-    sharpness = sharpness_of(tl.load(numbers + tl.load(slots + row // lanes) * NUMBERS))
+    sharpness = sharpness_of(tl.load(temperatures + tl.load(slots + row // lanes) * APART))
     block = tl.arange(0, BLOCKS)
     known = block < blocks
     highs = tl.load(largest + row * blocks + block, mask=known, other=float("-inf"))
@@ -140,7 +140,7 @@ def best_of_blocks(
     b, lanes, V = logits.shape
     flat = logits.flatten(0, 1)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    n, numbers = b * lanes, noise.numbers
+    n = b * lanes
     block = max(block, triton.next_power_of_2(k))
     blocks = triton.cdiv(V, block)
     found = Blocks.empty(n, blocks, k, logits.device)
@@ -150,15 +150,15 @@ def best_of_blocks(
         ids,
         noise.slots.contiguous(),
         noise.positions.contiguous(),
-        numbers,
-        noise.integers,
+        noise.temperatures,
+        noise.seeds,
         *found,
         V,
         flat.stride(0),
         lanes,
         first,
-        NUMBERS=numbers.shape[1],
-        INTEGERS=noise.integers.shape[1],
+        APART=noise.temperatures.stride(0),
+        SEEDS_APART=noise.seeds.stride(0),
         K=k,
         BLOCK=block,
         num_warps=warps,
@@ -189,12 +189,12 @@ def top_noisy(
     _merge_kernel[(b * lanes,)](
         ids,
         noise.slots.contiguous(),
-        noise.numbers,
+        noise.temperatures,
         *blocks,
         *found,
         count,
         lanes,
-        NUMBERS=noise.numbers.shape[1],
+        APART=noise.temperatures.stride(0),
         K=k,
         BLOCKS=triton.next_power_of_2(count),
         KEYS=triton.next_power_of_2(count * k),

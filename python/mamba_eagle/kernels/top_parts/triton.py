@@ -25,30 +25,30 @@ from mamba_eagle.kernels.top_noisy.triton import sharpness_of
 
 
 @triton.jit
-def _row_sharpness(slots, numbers, row, lanes, NUMBERS: tl.constexpr):
+def _row_sharpness(slots, temperatures, row, lanes, APART: tl.constexpr):
     if slots is None:
         return 1.0
     else:
-        return sharpness_of(tl.load(numbers + tl.load(slots + row // lanes) * NUMBERS))
+        return sharpness_of(tl.load(temperatures + tl.load(slots + row // lanes) * APART))
 
 
 @triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["slots"])
 def _pack_kernel(
     slots,  # [b] or None
-    numbers,  # [R, NUMBERS]
+    temperatures,  # [R], APART from each other
     keys,  # [n, blocks, K]
     largest,  # [n, blocks] float32
     total,  # [n, blocks] float32
     out,  # [n, K + 1] int64
     blocks,
     lanes,
-    NUMBERS: tl.constexpr,
+    APART: tl.constexpr,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,  # padded
     KEYS: tl.constexpr,  # blocks·K, padded
 ):
     row = tl.program_id(0).to(tl.int64)
-    sharpness = _row_sharpness(slots, numbers, row, lanes, NUMBERS)
+    sharpness = _row_sharpness(slots, temperatures, row, lanes, APART)
     block = tl.arange(0, BLOCKS)
     known = block < blocks
     highs = tl.load(largest + row * blocks + block, mask=known, other=float("-inf"))
@@ -71,20 +71,20 @@ def _pack_kernel(
 def _merge_kernel(
     ids,  # [V'] int64, the target's tokens, or None
     slots,  # [b] or None
-    numbers,  # [R, NUMBERS]
+    temperatures,  # [R], APART from each other
     parts,  # [ranks, n, K + 1] int64
     values,  # [n, K], out
     tokens,  # [n, K], out
     n,
     ranks,
     lanes,
-    NUMBERS: tl.constexpr,
+    APART: tl.constexpr,
     K: tl.constexpr,
     RANKS: tl.constexpr,  # padded
     KEYS: tl.constexpr,  # ranks·K, padded
 ):
     row = tl.program_id(0).to(tl.int64)
-    sharpness = _row_sharpness(slots, numbers, row, lanes, NUMBERS)
+    sharpness = _row_sharpness(slots, temperatures, row, lanes, APART)
     rank = tl.arange(0, RANKS)
     known = rank < ranks
     last = tl.load(parts + (rank * n + row) * (K + 1) + K, mask=known, other=0)
@@ -113,12 +113,12 @@ def packed(found: Blocks, noise: NoiseKeys | None, lanes: int) -> Tensor:
     out = torch.empty(n, k + 1, dtype=torch.int64, device=found.keys.device)
     _pack_kernel[(n,)](
         None if noise is None else noise.slots.contiguous(),
-        None if noise is None else noise.numbers,
+        None if noise is None else noise.temperatures,
         *found,
         out,
         blocks,
         lanes,
-        NUMBERS=0 if noise is None else noise.numbers.shape[1],
+        APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
         BLOCKS=triton.next_power_of_2(blocks),
         KEYS=triton.next_power_of_2(blocks * k),
@@ -138,13 +138,13 @@ def merged(parts: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: in
     _merge_kernel[(n,)](
         ids,
         None if noise is None else noise.slots.contiguous(),
-        None if noise is None else noise.numbers,
+        None if noise is None else noise.temperatures,
         parts.contiguous(),
         *found,
         n,
         ranks,
         lanes,
-        NUMBERS=0 if noise is None else noise.numbers.shape[1],
+        APART=0 if noise is None else noise.temperatures.stride(0),
         K=k,
         RANKS=triton.next_power_of_2(ranks),
         KEYS=triton.next_power_of_2(ranks * k),

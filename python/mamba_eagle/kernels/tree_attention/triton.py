@@ -283,7 +283,7 @@ def choose_config(
 
     One tile of rows where they fit, since each tile reads all keys; then as many shares as give
     every multiprocessor two programs, or one of 8 warps. Measured with
-    benchmark/kernels/bench_tree_attention.py; see docs/design/kernels.md.
+    benchmark/kernels/bench_tree_attention.py; see benchmark/kernels.md.
     """
     wide = max(1, triton.next_power_of_2(head_dim) * itemsize // 256)  # 1: 128 channels of 16 bits
     needed = triton.next_power_of_2(nodes * heads // kv_heads)
@@ -325,7 +325,7 @@ def paged_tree_attention(
     """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
 
     b trees (or forests) of E nodes. The last T nodes are new; the others are already in the pool.
-    The nodes of requests that pad a batch share a KV slot that nobody reads; their prefix may be 0.
+    The nodes of requests that pad a batch share a KV slot that no one reads; their prefix may be 0.
 
     Args:
         q: [b*T, heads, D]; k, v: [b*T, kv_heads, D]; heads contiguous, rows any stride.

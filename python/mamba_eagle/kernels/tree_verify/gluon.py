@@ -34,7 +34,7 @@ MAX_NODES = 16
 MAX_PACKED = 64  # rows of the tree and the journal
 STATE_SIZES = (32, 64, 128, 256)
 CHUNK = 128  # numbers of a channel's state in a program's registers
-# Up to so many programs, each takes 16 channels; otherwise all channels of a head, whose weights
+# Up to this many programs, each takes 16 channels; otherwise all channels of a head, whose weights
 # are then computed once.
 SMALL_GRID, SMALL_GRID_ONE_NODE = 2048, 20480
 

@@ -325,10 +325,10 @@ def channel_tiles(sizes: Sizes) -> list[int]:
 def choose_config(
     batch: int, nodes: int, rows: int, sizes: Sizes, dtype: torch.dtype, folding: bool = False
 ) -> Config:
-    """The best on an H100 at Nemotron-Nano-9B-v2's sizes; see docs/design/kernels.md.
+    """The best on an H100 at Nemotron-Nano-9B-v2's sizes; see benchmark/kernels.md.
 
     In a small batch each tile has a program, which starts by loading it. From about two programs
-    per multiprocessor on, five tiles share what is read for their group, until there are so many
+    per multiprocessor on, five tiles share what is read for their group, until there are this many
     programs that running more of them at once gains more. One tile per program where shared memory
     or registers would not suffice for more.
     """

@@ -22,7 +22,7 @@ from mamba_eagle.parallel.sums.trial import AddNorm, Bench, Trial
 
 log = logging.getLogger("mamba_eagle.parallel")
 
-GAIN = 0.97  # another method replaces the collective where it takes less than so much of its time
+GAIN = 0.97  # another method replaces the collective where it takes less than this part of its time
 MIXED_ROUNDS = 3
 MAX_SECONDS = 120.0  # for a step of this that takes a few
 

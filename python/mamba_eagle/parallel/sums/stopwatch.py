@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-ROUNDS, REPEATS = 5, 10  # medians of rounds of so many repeats
+ROUNDS, REPEATS = 5, 10  # medians of rounds of this many repeats
 
 
 class Recorded(ABC):

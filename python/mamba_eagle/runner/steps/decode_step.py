@@ -20,19 +20,16 @@ from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pools import KVPool, RequestTable
+from mamba_eagle.backend.programs import network_of
 from mamba_eagle.backend.state import StateScheme
-from mamba_eagle.backend.steps import TargetPass, model_parts
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.runner.constrained_choice import MasksFirst
 from mamba_eagle.runner.guide import GrammarGuide
-from mamba_eagle.runner.sampler import (
-    BatchNoise,
-    SamplingState,
-    sample_in_kernels,
-)
+from mamba_eagle.runner.sampler import sample_in_kernels
+from mamba_eagle.runner.sampling_state import BatchNoise, SamplingState
 from mamba_eagle.tree.accept import Truncated, truncate
 from mamba_eagle.tree.simulate import simulated_walk
 from mamba_eagle.tree.tree import Tree, single_node_tree
@@ -53,15 +50,15 @@ class Verified(NamedTuple):
         return Verified(tree, self.layout, *(part[:b] for part in self[2:]))
 
 
-class Outcome(NamedTuple):
-    """The result of a decode step."""
+class Committed(NamedTuple):
+    """What a decode step has changed."""
 
     accepted: Truncated
     folded: Tensor  # [b] int64, positions of the states in the requests' state slots
 
-    def first(self, b: int) -> Outcome:
-        """The outcome for the first ``b`` requests."""
-        return Outcome(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
+    def first(self, b: int) -> Committed:
+        """The same for the first ``b`` requests."""
+        return Committed(Truncated(*(part[:b] for part in self.accepted)), self.folded[:b])
 
 
 class DecodeStep:
@@ -82,8 +79,16 @@ class DecodeStep:
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.choice, self.chooser, self.constraints = choice, choice.chooser, choice.constraints
+        target = network_of(model)
+        # what runs the target in place of its layers, one by one, and the scheme
+        self.program = None if target is None else backend.step_program(target, kv, table, scheme)
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
+
+    def simulate(self, length: float) -> None:
+        """Accept ``length`` nodes on average, whatever the target's tokens are."""
+        self.forced_length = length
+        self.drafter.draft_whole_trees()
 
     def draft(
         self,
@@ -106,6 +111,9 @@ class DecodeStep:
     ) -> Verified:
         """Run the target on the trees. logits: [b*T, V], the model's logits_dtype, written if
         given; otherwise new memory is used."""
+        if self.program is not None:
+            assert logits is None, "graphs have no programs"
+            return Verified(tree, *self.program.verify(slots, kv_slots, tree))
         table, shape = self.table, tree.tokens.shape
         processed = table.processed[slots]
         layout = self.scheme.begin(slots, tree)
@@ -143,23 +151,26 @@ class DecodeStep:
         verified: Verified,
         target: Tensor,
         part: StepPart,
-    ) -> Outcome:
+    ) -> Committed:
         """Make the accepted nodes part of the sequences; only indices change, in all tables.
 
         target: [b, T] int64, the target's token at each node.
         """
-        outcome = self._commit_target(slots, kv_slots, verified, target, part.shape.depth)
+        committed = self._commit_target(slots, kv_slots, verified, target, part.shape.depth)
         if self.drafter_commits(part):
-            self.drafter.observe_accepted(slots, outcome.accepted, verified.features)
-        return outcome
+            self.drafter.observe_accepted(slots, committed.accepted, verified.features)
+        return committed
 
     def _commit_target(
         self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, depth: int
-    ) -> Outcome:
+    ) -> Committed:
+        if self.program is not None and self.forced_length is None:
+            made = (verified.tree, verified.features, target, depth)
+            return Committed(*self.program.commit(slots, kv_slots, *made))
         accepted = self._accept(slots, verified.tree, target, depth)
         self.scheme.accept(verified.layout, accepted, verified.features)
         self.backend.commit_tokens(self.table, slots, kv_slots, accepted)
-        return Outcome(accepted, self.scheme.folded(slots))
+        return Committed(accepted, self.scheme.folded(slots))
 
     def _accept(self, slots: Tensor, tree: Tree, target: Tensor, depth: int) -> Truncated:
         table = self.table
@@ -189,36 +200,11 @@ class DecodeStep:
             self.drafter.observe_accepted(slots, accepted, verified.features)
 
 
-class PassStep(DecodeStep):
-    """One whose backend has a way of its own to run the target."""
+class Drafted(NamedTuple):
+    """The trees of a batch, before the target has seen them."""
 
-    target_pass: TargetPass
-
-    def verify(
-        self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
-    ) -> Verified:
-        assert logits is None, "graphs have none"
-        return Verified(tree, *self.target_pass.verify(slots, kv_slots, tree))
-
-    def _commit_target(
-        self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, depth: int
-    ) -> Outcome:
-        if self.forced_length is not None:
-            return super()._commit_target(slots, kv_slots, verified, target, depth)
-        made = (slots, kv_slots, verified.tree, verified.features, target, depth)
-        return Outcome(*self.target_pass.commit(*made))
-
-
-def make_step(backend: Backend, model: CausalLM, *others: Any) -> DecodeStep:
-    """others: as ``DecodeStep`` takes them."""
-    kv, table, scheme = others[:3]
-    parts = model_parts(model)
-    found = None if parts is None else backend.target_pass(parts, kv, table, scheme)
-    if found is None:
-        return DecodeStep(backend, model, *others)
-    step = PassStep(backend, model, *others)
-    step.target_pass = found
-    return step
+    tree: Tree
+    kv_slots: Tensor  # [b, T] int64, of its nodes; fewer than planned where all chains end early
 
 
 class EagerRun:
@@ -232,7 +218,7 @@ class EagerRun:
         self.slots = place.to_device(batch.slots)
         self.kv_slots = place.to_device(batch.kv_slots)
 
-    def draft(self) -> Tree:
+    def draft(self) -> Drafted:
         """Draft trees."""
         sampling, constraints, slots = self.step.sampling, self.step.constraints, self.batch.slots
         keyed = BatchNoise(sampling, self.slots) if sampling.any_need(slots) else None
@@ -244,27 +230,25 @@ class EagerRun:
         inputs = (self.slots, self.kv_slots, self.part, noise)
         depth = self.part.shape.depth
         if steers:
-            self.tree = self.step.draft(
-                *inputs, lambda tree: constraints.reshape(slots, tree, depth)
-            )
+            tree = self.step.draft(*inputs, lambda tree: constraints.reshape(slots, tree, depth))
         else:
-            self.tree = self.step.draft(*inputs)
-        if (drafted := self.tree.tokens.shape[1]) < self.kv_slots.shape[1]:
-            self.kv_slots = self.kv_slots[:, :drafted].contiguous()
-        return self.tree
+            tree = self.step.draft(*inputs)
+        kv_slots = self.kv_slots
+        if (drafted := tree.tokens.shape[1]) < kv_slots.shape[1]:
+            kv_slots = kv_slots[:, :drafted].contiguous()
+        return Drafted(tree, kv_slots)
 
-    def verify(self) -> Verified:
+    def verify(self, drafted: Drafted) -> Verified:
         """Run the target on the drafted trees."""
-        self.verified = self.step.verify(self.slots, self.kv_slots, self.tree)
-        return self.verified
+        return self.step.verify(self.slots, drafted.kv_slots, drafted.tree)
 
-    def commit(self, target: Tensor | None) -> Outcome:
+    def commit(self, drafted: Drafted, verified: Verified, target: Tensor | None) -> Committed:
         """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""
         assert target is not None
         step, part = self.step, self.part
-        outcome = step.commit(self.slots, self.kv_slots, self.verified, target, part)
-        step.observe_on_host(self.slots, self.verified, outcome.accepted, part)
-        return outcome
+        committed = step.commit(self.slots, drafted.kv_slots, verified, target, part)
+        step.observe_on_host(self.slots, verified, committed.accepted, part)
+        return committed
 
 
 class EagerSteps:

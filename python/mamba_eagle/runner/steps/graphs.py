@@ -29,8 +29,8 @@ from torch import Tensor
 from mamba_eagle.core import PLAIN, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.message import DecodeBatch
-from mamba_eagle.runner.sampler import BatchNoise
-from mamba_eagle.runner.steps.decode_step import DecodeStep, Outcome, Verified
+from mamba_eagle.runner.sampling_state import BatchNoise
+from mamba_eagle.runner.steps.decode_step import Committed, DecodeStep, Drafted, Verified
 from mamba_eagle.tree.tree import Tree, empty_trees
 
 log = logging.getLogger("mamba_eagle.runner")
@@ -77,26 +77,21 @@ class GraphedRun:
         self.slots = graph.slots[: self.b]
         self.verified = graph.verified.first(self.b)
 
-    @property
-    def tree(self) -> Tree:
-        """The trees, once they are there."""
-        return self.verified.tree
-
-    def draft(self) -> Tree:
+    def draft(self) -> Drafted:
         """Draft trees; if no grammar needs them before, they are there after ``verify`` only."""
         if self.graph.kind.apart:
             self.graph.load(self.batch, self.part)
             self.graph.draft.replay()
-        return self.verified.tree
+        return Drafted(self.verified.tree, self.graph.kv_slots[: self.b])
 
-    def verify(self) -> Verified:
-        """Run the target on the trees."""
+    def verify(self, drafted: Drafted) -> Verified:
+        """Run the target on the trees, which are where the graph has them."""
         if not self.graph.kind.apart:
             self.graph.load(self.batch, self.part)
         self.graph.verify.replay()
         return self.verified
 
-    def commit(self, target: Tensor | None) -> Outcome:
+    def commit(self, drafted: Drafted, verified: Verified, target: Tensor | None) -> Committed:
         """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node; None:
         sample them."""
         if target is not None:
@@ -104,11 +99,11 @@ class GraphedRun:
         else:
             self.graph.sample.replay()
         self.graph.commit.replay()
-        outcome = self.graph.outcome.first(self.b)
+        committed = self.graph.committed.first(self.b)
         counted = self.graph.counts
         step = self.graph.step
-        step.observe_on_host(self.slots, self.verified, outcome.accepted, self.part, counted)
-        return outcome
+        step.observe_on_host(self.slots, verified, committed.accepted, self.part, counted)
+        return committed
 
 
 class _Graph:
@@ -130,7 +125,7 @@ class _Graph:
         self.logits = graphs.logits[: self.target.numel()]
         self.tree: Tree | None = None
         if not self.drafts:
-            self.tree = empty_trees(*self.target.shape, self.place.device)
+            self.tree = empty_trees(kind.batch, kind.shape.nodes, self.place.device)
 
         # Compiles kernels; runs on padding alone. Stages may differ in which kinds of steps they
         # have: what is captured exchanges something only when it is repeated.
@@ -180,11 +175,11 @@ class _Graph:
         self.target.copy_(self.step.sample(self.slots, self.verified, self.kind.sampled))
 
     def _commit(self) -> None:
-        self.outcome = self.step.commit(
+        self.committed = self.step.commit(
             self.slots, self.kv_slots, self.verified, self.target, self.part
         )
         if self.counts:
-            accepted = self.outcome.accepted
+            accepted = self.committed.accepted
             self.step.sampling.count(self.slots, accepted.tokens, accepted.count)
 
     def load(self, batch: DecodeBatch, part: StepPart) -> None:

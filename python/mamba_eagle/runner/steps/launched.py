@@ -12,7 +12,7 @@ from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.message import DecodeBatch, DecodeResult, StepResult, StepTrace
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.steps.decode_step import Outcome, Verified
+from mamba_eagle.runner.steps.decode_step import Committed, Verified
 from mamba_eagle.runner.steps.prompts import Logprobs, PendingPrefill
 from mamba_eagle.tree.tree import Tree
 
@@ -26,14 +26,14 @@ class PendingDecode:
         table: RequestTable,
         batch: DecodeBatch,
         verified: Verified,
-        outcome: Outcome,
+        committed: Committed,
         marks: Marks | None = None,
     ) -> None:
         """marks: of the grammars; None if no request of the batch has one."""
         self.marks = marks or Marks({}, {})
-        accepted, place = outcome.accepted, chooser.place
+        accepted, place = committed.accepted, chooser.place
         self.width = accepted.nodes.shape[1]
-        parts = (accepted.count, outcome.folded, accepted.tokens, accepted.nodes)
+        parts = (accepted.count, committed.folded, accepted.tokens, accepted.nodes)
         self.parts = parts if place.on_host else None
         if not place.on_host:  # one copy
             whole = torch.cat([parts[0][:, None], parts[1][:, None], *parts[2:]], dim=1)

@@ -54,7 +54,7 @@ class Pooling:
     """The prompts whose embeddings are wanted, by request slot."""
 
     def __init__(self, hidden_size: int) -> None:
-        self.hidden_size = hidden_size  # of a feature's columns, the first so many
+        self.hidden_size = hidden_size  # a feature's first columns, this many, are pooled
         self._open: dict[int, Pool] = {}
 
     def add(self, part: PrefillPart, features: Tensor) -> Tensor | None:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.journals import JournaledPrefill, SavedJournals
-from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.place import Numbers, Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillPart, prefill_parts, start_finished
+from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.sampler import NO_TOKEN, TokenLogprobs
+from mamba_eagle.runner.sampler import TokenLogprobs
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
 
@@ -193,7 +194,9 @@ class PromptRunner:
         pending = PendingPrefill(items)
         for i, part in enumerate(parts):
             if part.item.logprob_start >= 0:
-                pending.input_logprobs[i] = self._input_logprobs(part, tokens, features, before[i])
+                pending.input_logprobs[i] = _input_logprobs(
+                    self.step, part, tokens, features, before[i]
+                )
             if (vector := self.pooling.add(part, features)) is not None:
                 pending.embeddings[i] = self.place.to_host(vector)
         pending.finished = [part for part in parts if part.item.is_last]
@@ -256,7 +259,7 @@ class PromptRunner:
             self.step.drafter.observe_prefill([piece], tokens, features, nothing)
         return msgspec.structs.replace(item, is_first=False)
 
-    def _indices(self, values: Sequence[int]) -> Tensor:
+    def _indices(self, values: Numbers) -> Tensor:
         return self.place.to_device(values)
 
     def _admit(self, item: PrefillItem) -> None:
@@ -337,16 +340,17 @@ class PromptRunner:
                     chooser, logits[i : i + 1], tokens[i : i + 1], top
                 )
 
-    def _input_logprobs(
-        self, part: PrefillPart, tokens: Tensor, features: Tensor, before: Tensor
-    ) -> Logprobs:
-        """Logprobs of the chunk's tokens from position logprob_start on.
 
-        The logprob of the token at position q comes from the feature at q - 1; before [F] is the
-        feature before the chunk. The token at position 0 has no logprob; ``read`` removes it.
-        """
-        item, span = part.item, slice(part.first, part.first + part.length)
-        offset = max(item.logprob_start, item.start) - item.start
-        sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
-        logits = self.step.model.step_logits(sources)
-        return Logprobs(self.step.chooser, logits, tokens[span][offset:], item.top_logprobs)
+def _input_logprobs(
+    step: DecodeStep, part: PrefillPart, tokens: Tensor, features: Tensor, before: Tensor
+) -> Logprobs:
+    """Logprobs of the chunk's tokens from position logprob_start on.
+
+    The logprob of the token at position q comes from the feature at q - 1; before [F] is the
+    feature before the chunk. The token at position 0 has no logprob; ``read`` removes it.
+    """
+    item, span = part.item, slice(part.first, part.first + part.length)
+    offset = max(item.logprob_start, item.start) - item.start
+    sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
+    logits = step.model.step_logits(sources)
+    return Logprobs(step.chooser, logits, tokens[span][offset:], item.top_logprobs)

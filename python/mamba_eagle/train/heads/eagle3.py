@@ -41,6 +41,7 @@ class TrainableEagle3(UnrolledHead):
         head.choose_tokens(self.ids)
         self.module = head.to(target.lm_head.weight.device)
         self.ids = self.ids.to(target.lm_head.weight.device)
+        assert head.lm_head is not None  # of its own tokens
         with torch.no_grad():
             head.norm.weight.copy_(target.parts.norm.weight)
             head.lm_head.weight.copy_(target.lm_head.weight[self.ids] * target.logits_scale)

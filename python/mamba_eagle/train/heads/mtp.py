@@ -4,6 +4,7 @@ was published without it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class TrainableMtp(UnrolledHead):
         head = MtpHead(parse_config(self.config)).float()
         initialize(head, settings.seed)
         with torch.no_grad():  # each module ends in the target's norm, before the target's lm_head
-            for last in head.mtp.layers[head.length - 1 :: head.length]:
+            layers: Any = head.mtp.layers
+            for last in layers[head.length - 1 :: head.length]:
                 last.final_layernorm.weight.copy_(target.parts.norm.weight)
         self.module = head.to(target.lm_head.weight.device)
         self.network = MtpNetwork(head, target)

@@ -1,0 +1,202 @@
+"""Mixtures of experts on a GPU: what chooses between the kernels, by the number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.kernels.experts import triton as kernels
+from mamba_eagle.kernels.experts.torch import Choice, Routes
+from mamba_eagle.kernels.experts.triton import SILU_GATE, Config, Marked, Pairs, Stack
+from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
+from mamba_eagle.kernels.float8.torch import LARGEST
+from mamba_eagle.kernels.float8.triton import rounded
+from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
+from mamba_eagle.kernels.relu_squared.triton import relu_squared_
+from mamba_eagle.kernels.silu_gate.triton import silu_and_mul
+from mamba_eagle.layers.ops import FusedRouter
+from mamba_eagle.layers.products import ExpertLayer, GroupedLinear
+from mamba_eagle.model_config import Span
+from mamba_eagle.quantization.matrix import Float8Matrix, Matrix, same_rounding
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+MAX_TILES = 1024  # tokens; for more, libraries multiply 16 bits faster
+# Up to this many tokens shared experts are two more of the routed ones' launches; beyond, reading
+# their weights again for each tile of tokens takes longer than three launches.
+MAX_SHARED = 64
+
+
+class Sizes(NamedTuple):
+    """A number of tokens, and how the two products of up to that many are divided."""
+
+    tokens: int
+    up: Config
+    down: Config
+
+
+# What is fastest was measured (docs/design/kernels.md).
+FEW = Sizes(1, Config(8, 0, 512, 4, 4), Config(8, 0, 256, 2, 5))
+FEW_FLOAT8 = Sizes(1, Config(32, 0, 256, 4, 4), Config(16, 0, 512, 2, 3))
+TILES = [
+    Sizes(32, *[Config(64, 16, 128, 4, 4)] * 2),
+    Sizes(256, *[Config(64, 32, 128, 4, 4)] * 2),
+    Sizes(MAX_TILES, *[Config(64, 64, 64, 4, 4)] * 2),
+    Sizes(2**31, *[Config(128, 128, 64, 8, 4)] * 2),
+]
+TILES_FLOAT8 = [
+    Sizes(32, *[Config(64, 16, 128, 4, 4)] * 2),
+    Sizes(256, *[Config(64, 32, 128, 4, 4)] * 2),
+    Sizes(MAX_TILES, *[Config(64, 64, 128, 4, 4)] * 2),
+    Sizes(2**31, *[Config(128, 128, 128, 8, 4)] * 2),
+]
+
+
+def pack_router(weight: Tensor, choice: Choice) -> FusedRouter | None:
+    """None if the kernel does not choose so."""
+    if weight.dtype not in SIXTEEN_BITS or choice.num_groups > 1:
+        return None
+    if capability(weight.device) < TENSOR_CORES:
+        return None
+    return lambda hidden, ids: route(hidden, weight, choice, ids)
+
+
+def stack_of(matrix: Tensor | Matrix) -> Stack | None:
+    """None if the kernels do not multiply it."""
+    if isinstance(matrix, Tensor):
+        return Stack(matrix, None, 0, None) if matrix.dtype in SIXTEEN_BITS else None
+    if not isinstance(matrix, Float8Matrix) or matrix.rounding is None:
+        return None
+    if matrix.block is None:
+        return Stack(matrix.values, matrix.scale[..., 0].contiguous(), 0, matrix.rounding)
+    if matrix.block[1] != kernels.BLOCK:
+        return None
+    return Stack(matrix.values, matrix.scale.contiguous(), matrix.block[0], matrix.rounding)
+
+
+def sharing(stack: Stack, shared: Tensor | Matrix | None, by_rows: bool) -> tuple[Stack, int]:
+    """The stack with the shared experts' matrix beside it, and how many of its size they are; 0 if
+    they cannot be multiplied together."""
+    own = stack_of(shared) if isinstance(shared, (Tensor, Matrix)) else None
+    if own is None or stack.block or own.block or own.weight.dtype != stack.weight.dtype:
+        return stack, 0
+    if stack.rounding is not None and not same_rounding(stack.rounding, own.rounding):
+        return stack, 0
+    axis, other = (0, 1) if by_rows else (1, 0)
+    width, rest = own.weight.shape[axis], own.weight.shape[other]
+    if width % stack.weight.shape[1 + axis] or rest != stack.weight.shape[1 + other]:
+        return stack, 0
+    together = stack._replace(shared=own.weight.contiguous(), shared_scale=own.scale)
+    return together, width // stack.weight.shape[1 + axis]
+
+
+def fuse_experts(
+    up: Tensor | Matrix,
+    down: Tensor | Matrix,
+    act: str,
+    held: Span | None,
+    dtype: torch.dtype,
+    grouped: GroupedLinear,
+) -> FusedExperts | None:
+    """None if there is no kernel for such weights on their device."""
+    stacks = stack_of(up), stack_of(down)
+    if stacks[0] is None or stacks[1] is None or dtype not in SIXTEEN_BITS:
+        return None
+    if capability(stacks[0].weight.device) < TENSOR_CORES:
+        return None
+    return FusedExperts(stacks[0], stacks[1], act, held, dtype, grouped)
+
+
+class FusedExperts(ExpertLayer):
+    """One token: no sorting. More: tiles of its tokens by expert. Prompts in 16 bits: a library's
+    grouped products."""
+
+    def __init__(
+        self,
+        up: Stack,
+        down: Stack,
+        act: str,
+        held: Span | None,
+        dtype: torch.dtype,
+        grouped: GroupedLinear,
+    ) -> None:
+        self.up, self.down, self.act, self.dtype, self.grouped = up, down, act, dtype, grouped
+        self.held, self.count = held is not None, len(up.weight)
+        self.first = 0 if held is None else held.begin
+        self.shared = 0
+        self.float8 = up.rounding is not None or down.rounding is not None
+        self.library = dtype == torch.bfloat16 and not self.float8
+
+    def share(self, up: Tensor | Matrix, down: Tensor | Matrix) -> None:
+        if self.act == SILU_GATE:
+            return
+        stacks = sharing(self.up, up, by_rows=True), sharing(self.down, down, by_rows=False)
+        if stacks[0][1] == stacks[1][1] > 0:
+            (self.up, self.shared), (self.down, _) = stacks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        router = (1, 17, 33)  # tokens from which its tiles are larger
+        return (*router, 2, *(sizes.tokens + 1 for sizes in TILES[:-1]), MAX_SHARED + 1)
+
+    def __call__(
+        self, x: Tensor, routes: Routes, beside: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        n = len(x)
+        if routes.experts.dtype != torch.int32:
+            routes = Routes(routes.experts.int(), routes.weights)
+        inside = self.shared if beside is not None and n <= MAX_SHARED else 0
+        added = beside() if beside is not None and not inside else None
+        pairs = Pairs(routes, None, inside, self.first, self.held)
+        if n > MAX_TILES and self.library:
+            return self._many(x, pairs, added)
+        each = self._each(x, pairs)
+        return kernels.weighted_sum(each, pairs, self.count, added)
+
+    def _config(self, n: int) -> tuple[Config, Config]:
+        few, tiles = (FEW_FLOAT8, TILES_FLOAT8) if self.float8 else (FEW, TILES)
+        sizes = few if n <= few.tokens else next(each for each in tiles if n <= each.tokens)
+        up, down = sizes.up, sizes.down
+        if self.up.block and up.tokens:  # rounding more inputs as they are read takes longer
+            up = down = TILES[0].up
+        if self.act == SILU_GATE and up.tokens:  # two matrices at once
+            up = up._replace(columns=up.columns // 2, stages=up.stages + 1)
+        return up, down
+
+    def _each(self, x: Tensor, pairs: Pairs) -> Tensor:
+        """[pairs, size], in the order of triton.py."""
+        above, below = self._config(len(x))
+        given = Marked(x, pairs.routes.weights)
+        if above.tokens:
+            rounding = self.up.rounding
+            rounds = rounding is not None and not rounding.group
+            to_round = x if rounds else None
+            ids = pairs.routes.experts
+            place = sort_pairs(ids, self.count, self.first, to_round, rounding)
+            pairs = pairs._replace(place=place)
+            if rounds:
+                given = Marked(place.rounded, place.largest)
+        late = self.down.rounding if above.tokens else None
+        if late is not None and (late.group or late.scale is not None):
+            late = None  # rounded as they are read, or as they are written
+        following = self.down.rounding if late is None else None
+        made = kernels.product(given, self.up, pairs, above, self.act, self.dtype, following)
+        if late is not None:
+            eight = rounded(made.values, late)
+            made = Marked(eight.values, eight.scale * LARGEST)
+        last = kernels.product(made, self.down, pairs, below, None, self.dtype)
+        return last.values
+
+    def _many(self, x: Tensor, pairs: Pairs, added: Tensor | None) -> Tensor:
+        ids = pairs.routes.experts
+        place = sort_pairs(ids, self.count, self.first)
+        order = place.order // ids.shape[1]
+        if self.held:  # what is behind the last of this rank's pairs was not written
+            order = order.clamp_(0, len(x) - 1)
+        above = self.grouped(x[order], self.up.weight, place.ends)
+        made = silu_and_mul(above) if self.act == SILU_GATE else relu_squared_(above.contiguous())
+        each = self.grouped(made, self.down.weight, place.ends)
+        pairs = pairs._replace(place=place)
+        return kernels.weighted_sum(each, pairs, self.count, added, by_expert=True)

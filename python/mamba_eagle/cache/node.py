@@ -1,0 +1,188 @@
+"""What the prefix cache is made of, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mamba_eagle.message.indices import Indices
+
+Tokens = NDArray[np.int32]
+# Why a state was saved: at the end of a prompt, where prompts part, at a multiple of the interval
+# in case that prompts will part there, behind an output, where a client asked for it. A hit is of
+# kind "journal" if it is behind the state, by rows.
+StateKind = Literal["tail", "branch", "spare", "output", "asked", "journal"]
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
+
+
+def as_tokens(token_ids: Sequence[int]) -> Tokens:
+    """A copy."""
+    return np.array(token_ids, dtype=np.int32)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(a), len(b))
+    if size == 0 or a[0] != b[0]:
+        return 0
+    differ = a[:size] != b[:size]
+    first = int(differ.argmax())
+    return first if differ[first] else size
+
+
+def child_key(salt: int, token: int) -> int:
+    """token: the first one of a child's edge."""
+    return salt << 32 | token
+
+
+def salt_number(salt: str) -> int:
+    """Distinct for each salt, for all that can be computed; 0 for none."""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=16).digest(), "big") if salt else 0
+
+
+class Node:
+    """Tokens [start, end) of a prefix.
+
+    The object stands for position ``end``: when its edge is split it keeps the lower part, so that
+    references to it remain valid.
+    """
+
+    __slots__ = (
+        "state_slot",
+        "children",
+        "end",
+        "followed",
+        "inflation",
+        "journals",
+        "kind",
+        "kv_slots",
+        "locks",
+        "parent",
+        "pins",
+        "reaching",
+        "salt",
+        "spare",
+        "state_followed",
+        "state_pins",
+        "state_used_at",
+        "tokens",
+        "used_at",
+        "used_time",
+    )
+
+    def __init__(self, parent: Node | None, tokens: Tokens, kv_slots: Indices, end: int) -> None:
+        self.parent = parent
+        self.children: dict[int, Node] = {}  # key -> child
+        self.tokens = tokens
+        self.kv_slots = kv_slots
+        self.end = end
+        self.salt: int = 0 if parent is None else parent.salt  # of all nodes of one prefix
+        self.pins = 0  # pins that end here or below: its KV is evicted after all others
+        self.state_pins = 0  # pins that end here: the same for its state
+        self.followed = True  # the drafter has processed these tokens and all before them
+        self.locks = 0  # requests whose prefix runs through here
+        self.used_at = 0  # the cache's clock when the node was last on a matched path
+        self.used_time = 0.0  # time.monotonic() at that time; for people
+        self.state_slot = -1  # of the state after the node's last token; -1: none
+        # of that state:
+        self.kind: StateKind = "tail"
+        self.state_followed = True  # the drafter's own state is in the slot as well
+        self.spare = False  # stored although no request is known to ask for it, and not hit so far
+        self.state_used_at = 0  # the cache's clock when it was stored or last hit
+        self.journals: list[Journal] = []  # which begin there
+        self.reaching: list[Journal] = []  # whose last token is of this edge
+        self.inflation = 0  # the shelf's inflation at that time (CachedStates says what it is for)
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.kv_slots)
+
+    @property
+    def key(self) -> int:
+        """Under which its parent has it. Below one parent only the root's children differ in salt;
+        so prefixes of different salts share no node."""
+        return child_key(self.salt, int(self.tokens[0]))
+
+    def ancestors(self) -> Iterator[Node]:
+        """This node and those above it, except the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class Journal:
+    """Rows of the tokens that follow a node's state on some path, in a journal slot."""
+
+    __slots__ = ("bottom", "hit_at", "node", "slot", "tokens", "used_at")
+
+    def __init__(self, node: Node, bottom: Node, slot: int, tokens: Tokens, used_at: int) -> None:
+        """bottom: the node on whose edge its last token is."""
+        self.node, self.bottom, self.slot = node, bottom, slot
+        self.tokens, self.used_at = tokens, used_at
+        self.hit_at = 0  # the position that it served last; 0: none so far
+
+    @property
+    def end(self) -> int:
+        """The deepest position that it serves."""
+        return self.node.end + len(self.tokens)
+
+
+class Fold(NamedTuple):
+    """What is to be done with a journal that was evicted: to bring the state that it begins at to
+    ``end``, where the cache has it from now on."""
+
+    journal: int  # journal slot
+    start: int
+    end: int
+    state_slot: int
+
+
+class Match(NamedTuple):
+    """What the cache has of a prompt."""
+
+    length: int  # tokens whose KV is cached
+    position: int  # tokens that need not be processed: the deepest that a cached state, or one and
+    # rows behind it, give; 0 if there is none
+    state_slot: int  # of that state; -1 if position is 0
+    kv_slots: Indices  # of tokens [0, position), copied; the cache keeps the slots
+    node: Node  # ends at ``position``; to be locked for as long as these slots are used
+    kind: StateKind = "tail"  # of the hit
+    journal: int = -1  # journal slot with the rows of [anchor, position); -1: the state is there
+    anchor: int = 0  # position of the state
+    draft_from: int = 0  # where a drafter can start: it has followed the tokens before
+    draft_state: int = -1  # state slot with its own state there, if it has states of its own
+
+
+class Inserted(NamedTuple):
+    """What became of the slots that ``insert`` was given."""
+
+    taken: int  # the cache now owns the last ``taken`` of them; the others stay the caller's
+    node: Node  # ends after the last token inserted
+    healed: Sequence[tuple[int, Indices]] = ()  # where, in the tokens, the drafter has now followed
+    # what it had not, and the cache's KV slots there, which are to get its keys and values
+
+
+class CacheWatcher:
+    """Told of what changes in a RadixCache's tree, each time right after the change."""
+
+    def leaf_added(self, leaf: Node) -> None: ...
+
+    def split(self, upper: Node, lower: Node) -> None: ...
+
+    def leaf_removed(self, leaf: Node) -> None:
+        """Nothing that ends or begins at the leaf is left; ``leaf.parent`` is still set."""
+
+    def state_added(self, node: Node) -> None: ...
+
+    def state_dropped(self, node: Node) -> None: ...
+
+    def journal_added(self, journal: Journal) -> None: ...
+
+    def journal_dropped(self, journal: Journal) -> None: ...
+
+    def cleared(self) -> None: ...

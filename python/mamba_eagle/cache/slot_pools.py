@@ -1,0 +1,164 @@
+"""The pools of all slots, and what is cached in those not in use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from mamba_eagle.cache.allocator import SlotAllocator
+from mamba_eagle.cache.look import top_nodes
+from mamba_eagle.cache.node import Fold, Match, Node, Tokens
+from mamba_eagle.cache.radix import RadixCache
+from mamba_eagle.message import CacheNode
+from mamba_eagle.message.indices import Indices
+
+
+class SlotPools:
+    """Says what is free, hands out slots, and evicts from the cache where that takes it. Knows no
+    requests: who holds what is for ``Slots``."""
+
+    def __init__(
+        self,
+        max_kv_slots: int,
+        max_state_slots: int,
+        max_requests: int,
+        use_cache: bool = True,
+        max_journals: int = 0,
+        folds_journals: bool = True,
+    ) -> None:
+        """folds_journals: whether a state can be moved to the end of a journal by its rows alone;
+        otherwise journals leave with their states only."""
+        self.kv = SlotAllocator(max_kv_slots, "KV slot")
+        self.states = SlotAllocator(max_state_slots, "state slot")
+        self.requests = SlotAllocator(max_requests, "request slot")
+        self.journals = SlotAllocator(max_journals if use_cache else 0, "journal slot")
+        self.folds_journals = folds_journals
+        self._folds: list[Fold] = []
+        self.stores = use_cache  # otherwise nothing is inserted, and every slot stays its owner's
+        self.cache = RadixCache(self.kv, self.states, self.journals, not folds_journals)
+
+    # ── what there is ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def available_kv(self) -> int:
+        """KV slots that are free or could be evicted from the cache."""
+        return self.kv.num_free + self.cache.evictable_kv
+
+    @property
+    def num_free_requests(self) -> int:
+        return self.requests.num_free
+
+    @property
+    def has_spare_state(self) -> bool:
+        """Whether a state may be kept that no known request asks for: an eighth stays free."""
+        return self.states.num_free > max(1, self.states.total // 8)
+
+    @property
+    def has_spare_journal(self) -> bool:
+        """The same of journals."""
+        return self.journals.num_free > max(1, self.journals.total // 8)
+
+    def has_free_kv(self, count: int) -> bool:
+        """Whether that many KV slots can be had without evicting any."""
+        return self.kv.num_free >= count
+
+    def match(self, tokens: Tokens, limit: int, salt: int = 0, followed: bool = False) -> Match:
+        """As ``RadixCache.match``."""
+        return self.cache.match(tokens, limit, salt, followed)
+
+    def gauges(self) -> dict[str, float]:
+        """Slots by who has them; ``num_used_tokens`` leaves out what could be evicted."""
+        cache, used = self.cache, self.kv.total - self.available_kv
+        return {
+            "num_used_tokens": used,
+            "num_cached_tokens": cache.num_kv,
+            "num_locked_tokens": cache.num_kv - cache.evictable_kv,
+            "num_pinned_tokens": cache.pins.kv,
+            "num_free_kv_slots": self.kv.num_free,
+            "max_total_num_tokens": self.kv.total,
+            "token_usage": used / max(self.kv.total, 1),
+            "num_free_checkpoints": self.states.num_free,
+            "num_cached_checkpoints": cache.num_states,
+            "max_journals": self.journals.total,
+            "num_free_journals": self.journals.num_free,
+            "num_cached_journals": cache.num_journals,
+            "num_pinned_checkpoints": cache.pins.states,
+            "num_used_checkpoints": self.states.total - self.states.num_free - cache.num_states,
+            "max_mamba_cache_size": self.states.total,
+        }
+
+    def evictions(self) -> dict[str, int]:
+        """Slots of the cache since the start; a flush does not count."""
+        cache = self.cache
+        return {"evicted_states": cache.evicted_states, "evicted_tokens": cache.evicted_kv}
+
+    def top_nodes(self, max_nodes: int, max_tokens: int) -> list[CacheNode]:
+        """What the cache's tree looks like, for people."""
+        return top_nodes(self.cache.root, max_nodes, max_tokens)
+
+    # ── handing out ──────────────────────────────────────────────────────────────────────────
+
+    def reserve_state(self, keep: Collection[int] = ()) -> int | None:
+        """A state slot; one of ``keep`` is not evicted for it. None if there is no other."""
+        if self.states.num_free == 0:
+            self.cache.evict_states(1, keep)
+        slots = self.states.allocate(1)
+        return slots[0] if slots else None
+
+    def reserve_journal(self, keep: Collection[int] = ()) -> int | None:
+        """A journal slot; None if there is none that can be had for it. keep: state slots that are
+        not moved to the end of their journal for it; ``take_folds`` has the one that is."""
+        if self.journals.num_free == 0 and self.folds_journals:
+            fold = self.cache.evict_journal(keep)
+            if fold is not None:
+                self._folds.append(fold)
+        slots = self.journals.allocate(1)
+        return slots[0] if slots else None
+
+    def take_folds(self) -> list[Fold]:
+        """What is to be done first in the plan that is being built."""
+        folds, self._folds = self._folds, []
+        return folds
+
+    def reserve_tree(self, num_nodes: int) -> Indices | None:
+        """KV slots for the nodes of one request's tree; the plan's until ``settle``. None, and
+        nothing is evicted, if that many are not available."""
+        return self._take_kv(num_nodes)
+
+    def _take_kv(self, count: int) -> Indices | None:
+        """``count`` KV slots; None, and nothing is evicted, if that many are not available."""
+        missing = count - self.kv.num_free
+        if missing > 0:
+            if missing > self.cache.evictable_kv:
+                return None
+            self.cache.evict_kv(missing)
+        return self.kv.allocate(count)
+
+    # ── the cache ────────────────────────────────────────────────────────────────────────────
+
+    def unpin(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        self.cache.unpin(now)
+
+    def flush(self) -> None:
+        """Empties the cache. Raises: RuntimeError if something is locked."""
+        self.cache.flush()
+
+    def pin(self, node: Node, positions: Sequence[int], until: float) -> bool:
+        """As ``RadixCache.pin``."""
+        return self.cache.pin(node, positions, until)
+
+    def check_sums(self, kv: int, states: int, journals: int, requests: int) -> None:
+        """Raises: RuntimeError unless what is free, cached and held is all there is. Arguments:
+        slots that requests and plans hold."""
+        cache = self.cache
+        for pool, cached, in_use in (
+            (self.kv, cache.num_kv, kv),
+            (self.states, cache.num_states, states),
+            (self.journals, cache.num_journals, journals),
+            (self.requests, 0, requests),
+        ):
+            if pool.num_free + cached + in_use != pool.total:
+                raise RuntimeError(
+                    f"{pool.name}s do not add up: {pool.num_free} free + {cached} cached + "
+                    f"{in_use} held by requests != {pool.total}"
+                )

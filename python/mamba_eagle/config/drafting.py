@@ -1,0 +1,122 @@
+"""Who drafts, and what trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mamba_eagle.config.flags import Settings, setting
+from mamba_eagle.config.model import QUANTIZATIONS
+from mamba_eagle.core import PLAIN, TreeShape
+from mamba_eagle.drafters import DRAFTERS
+
+DEFAULT_TREE = TreeShape(topk=2, depth=5, nodes=8)
+# A node costs nearly as much there as a step of a model in the cache: branches do not pay.
+CPU_CHAIN = TreeShape(topk=1, depth=5, nodes=6)
+
+
+@dataclass(frozen=True)
+class DraftSettings(Settings):
+    speculative_algorithm: str = setting(
+        "auto",
+        "draft algorithm; auto: inferred from the drafter's config.json, NONE without a drafter "
+        "(EAGLE for the embedded model)",
+        ("auto", *DRAFTERS, "NONE"),
+        group="drafting",
+    )
+    speculative_draft_model_path: str = setting(
+        "",
+        "folder or Hugging Face name of the drafter (default: for the embedded model, the drafter "
+        "that comes with it)",
+    )
+    speculative_draft_model_quantization: str = setting(
+        "same",
+        "weights of few bits of the drafter, with the values of --quantization; same: what that "
+        "says, and int8 for EAGLE on a CPU where that says auto",
+        ("same", *QUANTIZATIONS),
+    )
+    speculative_num_steps: int | None = setting(None, "depth of the draft tree; auto: 5")
+    speculative_eagle_topk: int | None = setting(
+        None, "branching factor of the draft tree; 1: a chain; auto: 2, on a CPU 1"
+    )
+    speculative_num_draft_tokens: int | None = setting(
+        None,
+        "number of nodes verified per step, including the root; auto: 8, on a CPU 6",
+    )
+    speculative_draft_p_min: float = setting(
+        0.5,
+        "on a CPU, greedy requests: a chain of drafts ends where the drafter's probability "
+        "that all of it is accepted falls below this; 0: never",
+    )
+    speculative_adaptive: bool = setting(
+        True, "use the fastest draft for each step: this tree, a smaller one, a chain, or none"
+    )
+    speculative_ngram_max_trie_depth: int = setting(
+        12, "NGRAM: maximum length of an n-gram, including the token it predicts"
+    )
+    speculative_ngram_capacity: int = setting(
+        2_000_000, "NGRAM: maximum number of n-grams kept, 40 bytes of host memory each"
+    )
+
+    simulate_acc_len: float = setting(
+        0.0,
+        "for benchmarks with dummy weights: every step accepts this many tokens on average, "
+        "whatever the target says, and texts mean nothing; 0: off "
+        "(SGLang: SGLANG_SIMULATE_ACC_LEN)",
+    )
+
+    @property
+    def journal_rows(self) -> int:
+        """Tokens per saved journal: 64 before the end of any output, what three steps may add, and
+        enough room that anchors need not be moved with each step."""
+        accepts = self.tree_shape.depth + 1
+        return max(128, 96 + 3 * accepts)
+
+    @property
+    def tree_shape(self) -> TreeShape:
+        """The tree of a verify step; a single node without a drafter."""
+        return PLAIN if self.speculative_algorithm == "NONE" else self.drafted_tree
+
+    @property
+    def drafted_tree(self) -> TreeShape:
+        """The tree that a drafter makes, by the settings and what is usual."""
+        usual = (DEFAULT_TREE.topk, DEFAULT_TREE.depth, DEFAULT_TREE.nodes)
+        return TreeShape(*(u if given is None else given for given, u in zip(self._tree, usual)))
+
+    @property
+    def names_tree(self) -> bool:
+        """Whether a part of the tree's shape is set."""
+        return self._tree != (None, None, None)
+
+    @property
+    def _tree(self) -> tuple[int | None, int | None, int | None]:
+        return (
+            self.speculative_eagle_topk,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
+        )
+
+    def problems(self) -> list[str]:
+        wrong, least = super().problems(), self.speculative_draft_p_min
+        if not 0 <= least <= 1:
+            given = f"--speculative-draft-p-min {least:g}"
+            wrong.append(f"{given}: must be between 0 and 1, a probability")
+        if self.speculative_algorithm in DRAFTERS:
+            wrong += self.tree_shape.problems()
+        return wrong + self.simulation_problems()
+
+    def simulation_problems(self) -> list[str]:
+        """Why --simulate-acc-len cannot be had."""
+        length, most = self.simulate_acc_len, self.tree_shape.depth + 1
+        flag = f"--simulate-acc-len {length:g}"
+        if length == 0.0:
+            return []
+        if self.speculative_algorithm == "NONE":
+            return [
+                f"{flag}: without a drafter each step makes one token; set --speculative-algorithm"
+            ]
+        if not 1 <= length <= most:
+            return [
+                f"{flag}: must be between 1 and {most}, the most that a tree of "
+                f"--speculative-num-steps {self.tree_shape.depth} can gain per step; or 0 for off"
+            ]
+        return []

@@ -1,0 +1,61 @@
+"""What the scheduler and the runner need to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from mamba_eagle.config.drafting import DraftSettings
+from mamba_eagle.config.flags import Settings, setting
+from mamba_eagle.config.memory import MambaSettings, MemorySettings
+from mamba_eagle.config.model import ModelSettings, RankSettings
+from mamba_eagle.drafters import DRAFTERS
+
+
+@dataclass(frozen=True)
+class LogSettings(Settings):
+    log_level: str = setting(
+        "info",
+        "least severe messages that are logged",
+        ("debug", "info", "warning", "error"),
+        group="logging",
+    )
+    log_format: str = setting("text", "text, or one JSON object per line", ("text", "json"))
+
+
+# The fields of a dataclass are those of its last base first: so they stand in --help.
+@dataclass(frozen=True)
+class EngineConfig(
+    LogSettings, DraftSettings, MambaSettings, MemorySettings, RankSettings, ModelSettings
+):
+    """The settings of scheduler and runner: all groups, and what they must have in common."""
+
+    @property
+    def quantizations(self) -> dict[str, str]:
+        """What the flags for weights of few bits say, the target's and the drafter's."""
+        drafter = self.speculative_draft_model_quantization
+        given = {"--quantization": self.quantization}
+        if drafter != "same" and self.speculative_algorithm != "NONE":
+            given["--speculative-draft-model-quantization"] = drafter
+        return given
+
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        for flag, kind in self.quantizations.items():
+            wrong += self.products_missing(flag, kind)
+        wrong += self.sum_problems(self.device)
+        drafter = DRAFTERS.get(self.speculative_algorithm)
+        if drafter and drafter.needs_folder and not self.speculative_draft_model_path:
+            wrong.append(
+                f"--speculative-algorithm {self.speculative_algorithm} needs "
+                "--speculative-draft-model-path, the folder of a drafter made for "
+                f"{self.model_path}"
+            )
+        return wrong
+
+
+def engine_part(config: EngineConfig) -> EngineConfig:
+    """The settings that scheduler and runner need, and no others."""
+    return EngineConfig(
+        **{spec.name: getattr(config, spec.name) for spec in dataclasses.fields(EngineConfig)}
+    )

@@ -1,0 +1,154 @@
+"""What a setting is: a field of a frozen dataclass, from which a flag is made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work; ``problems`` lists every one with its remedy."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    minimum: int | None = None,
+    group: str = "",
+    may_be_empty: bool = True,
+    repeats: bool = False,
+) -> Any:
+    """A field that becomes a flag.
+
+    Args:
+        default: None means ``auto``: the runner decides when it knows the model and the machine.
+        help: one phrase; the default is added to it.
+        minimum: the smallest value that works.
+        group: the heading in ``--help`` that begins with this setting.
+        may_be_empty: whether a text on the command line may be "", as an unset variable gives.
+        repeats: whether the flag may be given several times; the value is a tuple then.
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "group": group,
+        "may_be_empty": may_be_empty,
+        "repeats": repeats,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of each group of settings. A room that needs one group takes that, and is given the
+    whole: ``EngineConfig`` is all of them."""
+
+    def problems(self) -> list[str]:
+        """Every setting that cannot work, with its value and what to change. Looks at no file."""
+        return [
+            f"{flag_of(spec.name)} {value}: must be {minimum} or more"
+            + (", or auto" if spec.default is None else "")
+            for spec in dataclasses.fields(self)
+            if (minimum := spec.metadata["minimum"]) is not None
+            and (value := getattr(self, spec.name)) is not None
+            and value < minimum
+        ]
+
+
+# ── the command line ──
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag per field, with the field's default and help. A setting whose default is None also
+    takes ``auto``, and 0, which meant ``auto`` up to version 0.1."""
+    hints = typing.get_type_hints(config)
+    place: argparse._ActionsContainer = parser
+    for spec in dataclasses.fields(config):
+        if group := spec.metadata["group"]:
+            place = parser.add_argument_group(group)
+        flag, kind, help_text = flag_of(spec.name), hints[spec.name], spec.metadata["help"]
+        if kind is bool and spec.default:
+            pair = argparse.BooleanOptionalAction  # --flag and --no-flag
+            place.add_argument(flag, action=pair, default=True, help=help_text)
+        elif kind is bool:
+            place.add_argument(flag, action="store_true", help=help_text)
+        elif spec.metadata["repeats"]:
+            name = _metavar(spec.name, str)
+            place.add_argument(
+                flag,
+                action="append",
+                type=_reader(str, spec.metadata["may_be_empty"]),
+                default=argparse.SUPPRESS,
+                metavar=name,
+                help=help_text,
+            )
+        else:
+            default = "auto" if spec.default is None else spec.default
+            may_be_empty = spec.metadata["may_be_empty"]
+            place.add_argument(
+                flag,
+                type=_reader(kind, may_be_empty),
+                # argparse reads a default text as if it had been given.
+                default=spec.default if may_be_empty else argparse.SUPPRESS,
+                choices=spec.metadata["choices"],
+                metavar=None if spec.metadata["choices"] else _metavar(spec.name, kind),
+                help=help_text if default == "" else f"{help_text} (default: {default})",
+            )
+
+
+def _reader(kind: Any, may_be_empty: bool) -> Callable[[str], Any]:
+    """Reads the value of a flag."""
+    if kind == int | None:
+        return _number_or_auto
+    reader: Callable[[str], Any] = kind if may_be_empty else _not_empty
+    return reader
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError(
+            "is empty (an unset variable?): give a value, or leave the flag out"
+        )
+    return value
+
+
+def _number_or_auto(text: str) -> int | None:
+    """None for ``auto``, and for 0."""
+    if text == "auto":
+        return None
+    try:
+        return int(text) or None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is neither a number nor auto") from None
+
+
+def _metavar(name: str, kind: Any) -> str:
+    """PATH for model_path, N for a number."""
+    return name.rpartition("_")[2].upper() if kind is str else "N" if kind is not float else "F"
+
+
+def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
+    """The dataclass from parsed flags; other flags of the parser are ignored."""
+    names = {spec.name for spec in dataclasses.fields(config)}
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return config(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
+    )

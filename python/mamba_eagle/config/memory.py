@@ -1,0 +1,125 @@
+"""How many requests and tokens there is room for, and which come first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mamba_eagle.config.flags import Settings, setting
+from mamba_eagle.events_config import read_events_config
+
+
+@dataclass(frozen=True)
+class MemorySettings(Settings):
+    max_running_requests: int = setting(
+        32,
+        "maximum number of requests decoded at the same time",
+        minimum=1,
+        group="memory and scheduling",
+    )
+    max_total_tokens: int | None = setting(
+        None, "number of KV slots, one per token; auto: what fits into memory", minimum=1
+    )
+    max_mamba_cache_size: int | None = setting(
+        None,
+        "number of state slots, for running requests and the prefix cache; auto: what fits into "
+        "memory",
+        minimum=1,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of keys and values in KV slots; auto: --dtype; fp8_e4m3: half of the memory of 16 "
+        "bits, rounded",
+        ("auto", "fp8_e4m3"),
+    )
+    max_journals: int = setting(
+        -1,
+        "number of saved journals, each with which the prefix cache continues at any of the tokens "
+        "that follow a state; -1: half as many as state slots on a CPU, none on a GPU; 0: none",
+    )
+    mem_fraction_static: float = setting(0.85, "fraction of GPU memory for weights and pools")
+    chunked_prefill_size: int | None = setting(
+        None,
+        "maximum number of prompt tokens per step; auto: 1024 on a CPU, 8192 on a GPU",
+        minimum=1,
+    )
+    schedule_policy: str = setting(
+        "fcfs",
+        "order of waiting requests; fcfs: first come, first served; lpm: longest cached prefix "
+        "first; priority: by the field of that name, and running requests step back for higher "
+        "ones",
+        ("fcfs", "lpm", "priority"),
+    )
+    queue_timeout: float = setting(
+        0.0, "seconds that a request may wait to be started; then it gets status 504; 0: any"
+    )
+    disable_radix_cache: bool = setting(False, "do not reuse the prefixes of earlier requests")
+    kv_events_config: str = setting(
+        "",
+        "publishes which blocks of tokens the prefix cache could reuse, in vLLM's format over ZMQ; "
+        'a JSON object, such as {"endpoint": "tcp://127.0.0.1:5557"} (default: none); prompts can '
+        "be read from it",
+        may_be_empty=True,
+    )
+    disable_overlap_schedule: bool = setting(
+        False, "wait for the result of each step before planning the next"
+    )
+    disable_cuda_graph: bool = setting(
+        False, "on a GPU, launch the operations of a step one by one"
+    )
+
+    @property
+    def num_journals(self) -> int | None:
+        """None: to be derived from the number of state slots."""
+        if self.disable_radix_cache:
+            return 0
+        return None if self.max_journals < 0 else self.max_journals
+
+    def problems(self) -> list[str]:
+        wrong = super().problems()
+        try:
+            read_events_config(self.kv_events_config)
+        except ValueError as error:
+            wrong += str(error).splitlines()
+        if self.max_journals < -1:
+            wrong.append(
+                f"--max-journals {self.max_journals}: must be 0 or more, or -1 for half as many as "
+                "state slots"
+            )
+        if not 0 < self.mem_fraction_static <= 1:
+            wrong.append(
+                f"--mem-fraction-static {self.mem_fraction_static}: must be above 0 and at most 1"
+            )
+        if not 0 <= self.queue_timeout < math.inf:
+            wrong.append(f"--queue-timeout {self.queue_timeout:g}: must be 0 seconds or more")
+        return wrong
+
+
+@dataclass(frozen=True)
+class MambaSettings(Settings):
+    mamba_ssm_dtype: str = setting(
+        "float32",
+        "dtype of the recurrent states in state slots",
+        ("float32", "bfloat16", "float16"),
+        group="Mamba2 layers",
+    )
+    mamba_ssm_rounding: str = setting(
+        "stochastic",
+        "how a state is rounded to 16 bits when it is written; stochastic: up or down at random, "
+        "by the request's seed and the position, so that the average is right",
+        ("stochastic", "nearest"),
+    )
+    mamba_verify_mode: str = setting(
+        "deferred",
+        "how trees are verified; deferred: one row per node, folded into the state later; "
+        "snapshot: one state per node",
+        ("deferred", "snapshot"),
+    )
+    mamba_rows: int | None = setting(
+        None, "rows buffered per request, one per token; auto: derived from the tree", minimum=1
+    )
+    mamba_checkpoint_interval: int = setting(
+        64,
+        "tokens between the states kept inside a prompt, while state slots are free; 0: keep none",
+        minimum=0,
+    )

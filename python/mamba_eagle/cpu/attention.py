@@ -1,0 +1,147 @@
+"""Attention of trees, lanes and blocks on a CPU, straight from the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.attention import BlockRows, LaneAttention, PromptSpan, TreeNodes
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.cpu.ops import tree_attention as cpu
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.block_attention import BlockAttention
+
+
+class CpuTreeAttention:
+    """Attention of tree nodes to the tokens before the root and to their ancestors."""
+
+    def __init__(self, pool: KVPool, nodes: TreeNodes) -> None:
+        self.pool = pool
+        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
+        indices = tuple(part.contiguous().numpy() for part in nodes[:5])
+        self.sequences, self.tree = indices[:3], indices[3:]
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b*T, heads, D]; k, v [b*T, kv_heads, D] -> [b*T, heads, D]."""
+        pool = (self.keys[layer.index], self.values[layer.index])
+        return _attend(pool, self.sequences, self.tree, layer, q, k, v)
+
+
+class CpuPromptAttention:
+    """Attention of prompt chunks to themselves and to earlier tokens, with the bits of decode
+    steps: each BLOCK tokens, or fewer at a chunk's end, are a tree without branches."""
+
+    BLOCK = 16
+
+    def __init__(self, pool: KVPool, slot_table: Tensor, spans: Sequence[PromptSpan]) -> None:
+        self.pool, self.keys, self.values = pool, pool.k.numpy(), pool.v.numpy()
+        table, first = slot_table.numpy(), 0
+        found: dict[int, list[tuple[int, int, int]]] = {}  # by length: row, slot, position
+        written = []
+        for slot, start, length in spans:
+            written.append(table[slot, start : start + length])
+            for at in range(0, length, self.BLOCK):
+                blocks = found.setdefault(min(self.BLOCK, length - at), [])
+                blocks.append((first + at, slot, start + at))
+            first += length
+        self.written = torch.from_numpy(np.concatenate(written))
+        self.parts = []
+        for length, blocks in found.items():
+            rows, slots, prefix = np.array(blocks, np.int64).T
+            chain = np.arange(length)
+            own = table[slots[:, None], prefix[:, None] + chain]
+            parents = np.tile(np.maximum(chain - 1, 0), (len(blocks), 1))
+            tokens = torch.from_numpy((rows[:, None] + chain).ravel())
+            sequences = (table, slots.copy(), prefix.copy())
+            self.parts.append((tokens, sequences, (own, parents)))
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, D]; k, v [n, kv_heads, D] -> [n, heads, D], with the chunks concatenated."""
+        self.pool.write(layer.index, self.written, k, v)  # blocks read those before them
+        pool, out = (self.keys[layer.index], self.values[layer.index]), torch.empty(q.shape)
+        for tokens, sequences, tree in self.parts:
+            new = (part[tokens] for part in (q, k, v))
+            out[tokens] = _attend(pool, sequences, tree, layer, *new)
+        return out
+
+
+class CpuLanes(LaneAttention):
+    """The lanes of a request are a forest that follows its prefix, in spare slots of the pool."""
+
+    def __init__(
+        self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
+    ) -> None:
+        """max_lanes: spare KV slots per request, for the lanes of all depths."""
+        b = len(slots)
+        self.pool = pool
+        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
+        self.sequences = tuple(part.numpy() for part in (slot_table, slots, prefix))
+        spare = pool.padding_slot + 1 + np.arange(b * max_lanes)
+        self.spare = spare.reshape(b, max_lanes)
+        self.own = self.parents = np.empty((b, 0), np.int64)  # KV slots, parents of lanes so far
+
+    @property
+    def tree(self) -> tuple[np.ndarray, np.ndarray]:
+        """KV slots and parents of the lanes of all depths so far."""
+        return self.own, self.parents
+
+    def advance(self, above: Tensor) -> None:
+        b, topk = above.shape
+        first = self.parents.shape[1]
+        self.own = np.ascontiguousarray(self.spare[:, : first + topk])
+        # the first lanes are roots: each is its own parent
+        roots = np.tile(np.arange(topk), (b, 1))
+        parent = above.numpy() + first - topk if first else roots
+        self.parents = np.concatenate([self.parents, parent], axis=1)
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pool = (self.keys[layer.index], self.values[layer.index])
+        return _attend(pool, self.sequences, (self.own, self.parents), layer, q, k, v)
+
+
+class CpuBlocks:
+    """Attention of the rows of blocks to their context and to each other."""
+
+    def __init__(self, pool: KVPool, rows: BlockRows) -> None:
+        self.keys, self.values = pool.k.numpy(), pool.v.numpy()
+        indices = tuple(part.contiguous().numpy() for part in rows)
+        self.sequences, self.own = indices[:3], indices[3]
+
+    def attend(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, sinks = torch.empty(q.shape), layer.attention_sink_bias
+        new = tuple(part.contiguous().numpy() for part in (q, k, v))
+        cpu.paged_block_attention(
+            cpu.multiply_adds(new[0], self.sequences[2], self.own),
+            new,
+            (self.keys[layer.index], self.values[layer.index]),
+            self.sequences,
+            self.own,
+            layer.window,
+            layer.causal,
+            (torch.empty(0) if sinks is None else sinks.detach()).numpy(),
+            np.float32(layer.scale),
+            out.numpy(),
+        )
+        return out
+
+
+def _attend(
+    pool: tuple[np.ndarray, np.ndarray],
+    sequences: tuple[np.ndarray, ...],
+    tree: tuple[np.ndarray, ...],
+    layer: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """pool: keys and values of the layer; sequences, tree: as the kernel takes them."""
+    out = torch.empty(q.shape)
+    new = tuple(part.contiguous().numpy() for part in (q, k, v))
+    work = cpu.multiply_adds(new[0], sequences[2], tree[0])
+    cpu.paged_tree_attention(
+        work, new, pool, sequences, *tree, np.float32(layer.scale), out.numpy()
+    )
+    return out

@@ -1,0 +1,90 @@
+"""Layer operations on a CPU in float32: fused norms, and products with one copy of each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.backend.torch.layer_ops import HostOps
+from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm
+from mamba_eagle.cpu.ops.rms_norm import rms_norm
+from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
+from mamba_eagle.cpu.products.packed import (
+    GroupedExperts,
+    GroupedProduct,
+    float_product,
+    multiplies,
+)
+from mamba_eagle.cpu.vector_math import sigmoid
+from mamba_eagle.layers.ops import Normed, Product
+from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
+from mamba_eagle.layers.products import MatrixProduct, PackedProduct
+from mamba_eagle.quantization.dense import DenseMatrix
+from mamba_eagle.quantization.grouped import GroupedMatrix
+from mamba_eagle.quantization.matrix import Matrix
+
+EXPONENTIAL = 8  # multiply-adds that take about as long as half of a number's gate
+
+
+class CpuOps(HostOps):
+    name = "numba"
+
+    def __init__(self, product: Callable[[Tensor], PackedProduct] = float_product) -> None:
+        """product: that with weights of 16 and 32 bits."""
+        self._product = product
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        rms_norm(x.numpy(), weight.numpy(), eps, out.numpy())
+        return out
+
+    def add_rms_norm(self, stream: Tensor, added: Tensor, weight: Tensor, eps: float) -> Normed:
+        stream = stream + added
+        return Normed(self.rms_norm(stream, weight, eps), stream)
+
+    def gated_group_rms_norm(
+        self, y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float
+    ) -> Tensor:
+        out = torch.empty_like(y)
+        inputs = (y.numpy(), gate.contiguous().numpy(), weight.numpy())
+        gated_group_rms_norm(*inputs, group_size, eps, out.numpy())
+        return out
+
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        n, width = both.shape
+        out = torch.empty(n, width // 2)
+        work = EXPONENTIAL * n * width
+        silu_and_mul(work, both.contiguous().numpy(), out.numpy())
+        return out
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        sigmoid(x.numpy(), out.numpy())
+        return out
+
+    def keeps(self, matrix: Matrix, device: torch.device) -> bool:
+        if isinstance(matrix, DenseMatrix):
+            return len(matrix.shape) == 2
+        return isinstance(matrix, GroupedMatrix) and multiplies(matrix)
+
+    def pack_matrix(self, matrix: Matrix, dtype: torch.dtype) -> MatrixProduct:
+        if isinstance(matrix, DenseMatrix):
+            return self._product(matrix.values)
+        if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
+            return GroupedProduct(matrix)
+        return super().pack_matrix(matrix, dtype)
+
+    def pack_experts(self, matrix: Matrix, dtype: torch.dtype) -> ExpertsProduct | None:
+        if isinstance(matrix, GroupedMatrix) and multiplies(matrix):
+            return GroupedExperts(matrix)
+        return super().pack_experts(matrix, dtype)
+
+    def pack_linear(self, weight: Tensor) -> Product | None:
+        return self._product(weight)
+
+    def pack_embedding(self, weight: Tensor) -> Tensor:
+        short = weight.bfloat16()
+        same = weight.dtype == torch.float32 and torch.equal(short.float(), weight)
+        return short if same else weight

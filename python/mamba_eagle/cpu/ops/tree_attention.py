@@ -1,0 +1,347 @@
+"""Attention of tree nodes and of drafted blocks, straight from the paged pool, on a CPU: float32.
+
+Threads share out pairs of a request and a key head, each of which is computed as if it were alone.
+
+No keys are gathered and no mask is made: a node reads its request's prefix through the slot table,
+and its ancestors through parent indices; a row of a block knows what it sees by its place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mamba_eagle.cpu.threads import threaded
+from mamba_eagle.cpu.vector_math import ONE, ZERO, exp
+from mamba_eagle.cpu.vectors.sums import (
+    COLUMNS,
+    LANES,
+    ROWS,
+    WIDTH,
+    add_four_rows,
+    add_narrow_row,
+    add_one_row,
+    add_products_of_four,
+    add_products_of_one,
+    add_products_of_two,
+    add_two_rows,
+    add_up_lanes,
+    largest_of,
+)
+from mamba_eagle.machine_code import kernel, prange, strictly
+
+INFINITY = np.float32(np.inf)
+
+
+def multiply_adds(q: np.ndarray, prefix: np.ndarray, own: np.ndarray) -> int:
+    """Of a call: q [b*T, heads, D], prefix [b], own [b, E]."""
+    return 2 * q.size * (int(prefix.max(initial=0)) + own.shape[1])
+
+
+@kernel
+def _scores(queries, key, scale, out, j):
+    """out[m, j] = scale · queries[m] · key; queries [M, D], key [D]; read once per four queries."""
+    M, D = queries.shape
+    m = 0
+    while m + 4 <= M:
+        q0, q1, q2, q3 = queries[m], queries[m + 1], queries[m + 2], queries[m + 3]
+        t0, t1, t2, t3 = ZERO, ZERO, ZERO, ZERO
+        for d in range(D):
+            value = key[d]
+            t0 += value * q0[d]
+            t1 += value * q1[d]
+            t2 += value * q2[d]
+            t3 += value * q3[d]
+        out[m, j], out[m + 1, j] = scale * t0, scale * t1
+        out[m + 2, j], out[m + 3, j] = scale * t2, scale * t3
+        m += 4
+    while m < M:
+        q0, t0 = queries[m], ZERO
+        for d in range(D):
+            t0 += q0[d] * key[d]
+        out[m, j] = scale * t0
+        m += 1
+
+
+@kernel
+def _add_values(weights, pool_v, kv_head, table, n, result):
+    """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n; result [M, D]."""
+    result[:] = ZERO
+    j = 0
+    while j < n:
+        # four keys at a time; past the end, the last key again with a weight of zero
+        count = min(4, n - j)
+        v0 = pool_v[table[j], kv_head]
+        v1 = pool_v[table[j + min(1, count - 1)], kv_head]
+        v2 = pool_v[table[j + min(2, count - 1)], kv_head]
+        v3 = pool_v[table[j + count - 1], kv_head]
+        for m in range(result.shape[0]):
+            w, total = weights[m], result[m]
+            w0 = w[j]
+            w1 = w[j + 1] if count > 1 else ZERO
+            w2 = w[j + 2] if count > 2 else ZERO
+            w3 = w[j + 3] if count > 3 else ZERO
+            for d in range(result.shape[1]):
+                total[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
+        j += 4
+
+
+@strictly
+def _all_scores(queries, pool_k, kv_head, table, scale, weights):
+    """weights[m, j] += scale · queries[m] · pool_k[table[j], kv_head], for all of ``table``, whose
+    length is that of whole vectors."""
+    (M, D), (n, kv), m = queries.shape, (len(table), pool_k.shape[1]), 0
+    if D % LANES != 0:
+        for j in range(n):
+            key = pool_k[table[j], kv_head]
+            for m in range(M):
+                total = ZERO
+                for d in range(D):
+                    total += queries[m, d] * key[d]
+                weights[m, j] = scale * total
+        return
+    flat, scales = pool_k.reshape(pool_k.size), np.empty(ROWS, np.float32)
+    scales[:] = scale
+    while m + ROWS <= M:
+        for j in range(0, n, COLUMNS):
+            add_products_of_four(
+                weights, m * n + j, n, scales, 0, queries, m * D, D,
+                flat, kv_head * D, kv * D, table, j, D,
+            )  # fmt: skip
+        m += ROWS
+    if m + 2 <= M:
+        for j in range(0, n, LANES // 2):
+            add_products_of_two(
+                weights, m * n + j, n, scales, 0, queries, m * D, D,
+                flat, kv_head * D, kv * D, table, j, D,
+            )  # fmt: skip
+        m += 2
+    while m < M:
+        for j in range(0, n, LANES):
+            add_products_of_one(
+                weights, m * n + j, n, scales, 0, queries, m * D, D,
+                flat, kv_head * D, kv * D, table, j, D,
+            )  # fmt: skip
+        m += 1
+
+
+@strictly
+def _all_values(weights, pool_v, kv_head, table, n, result):
+    """result[m] = Σ_j weights[m, j] · pool_v[table[j], kv_head], j < n, added up in this order;
+    result [M, D]."""
+    (M, D), (W, kv), m = result.shape, (weights.shape[1], pool_v.shape[1]), 0
+    result[:] = ZERO
+    if D % LANES != 0:
+        for m in range(M):
+            for j in range(n):
+                value = pool_v[table[j], kv_head]
+                for d in range(D):
+                    result[m, d] += weights[m, j] * value[d]
+        return
+    flat, wide = pool_v.reshape(pool_v.size), D // WIDTH * WIDTH
+    while m + ROWS <= M:
+        for d in range(0, wide, WIDTH):
+            of_head = kv_head * D + d
+            add_four_rows(
+                result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
+            )
+        m += ROWS
+    if m + 2 <= M:
+        for d in range(0, wide, WIDTH):
+            of_head = kv_head * D + d
+            add_two_rows(
+                result, m * D + d, D, weights, m * W, W, 1, flat, of_head, kv * D, table, n
+            )
+        m += 2
+    for rest in range(M):
+        if rest >= m:
+            for d in range(0, wide, WIDTH):
+                of_head = kv_head * D + d
+                add_one_row(
+                    result,
+                    rest * D + d,
+                    D,
+                    weights,
+                    rest * W,
+                    W,
+                    1,
+                    flat,
+                    of_head,
+                    kv * D,
+                    table,
+                    n,
+                )
+        for d in range(wide, D, LANES):
+            of_head = kv_head * D + d
+            add_narrow_row(
+                result, rest * D + d, D, weights, rest * W, W, 1, flat, of_head, kv * D, table, n
+            )
+
+
+@kernel
+def _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out):
+    """All nodes of request r, in the query heads that share a key head."""
+    (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
+    b, E = own.shape
+    T, D = q.shape[0] // b, q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    first, seen, old, before = r * T, prefix[r], E - T, kv_head * group
+    whole = -(-(seen + E) // LANES) * LANES
+    queries = np.empty((T * group, D), np.float32)
+    weights = np.zeros((T * group, whole), np.float32)
+    result = np.empty((T * group, D), np.float32)
+    table = np.empty(whole, np.int64)
+    for j in range(seen):
+        table[j] = slot_table[slots[r], j]
+    for i in range(E):
+        table[seen + i] = own[r, i]
+    for j in range(seen + E, whole):
+        table[j] = own[r, 0]
+    for i in range(T):
+        pool_k[own[r, old + i], kv_head] = k[first + i, kv_head]
+        pool_v[own[r, old + i], kv_head] = v[first + i, kv_head]
+        for h in range(group):
+            queries[i * group + h] = q[first + i, before + h]
+    _all_scores(queries, pool_k, kv_head, table, scale, weights)
+    hidden, path = np.empty(whole, np.bool_), np.empty(E, np.int64)
+    for i in range(T):
+        _off_path(hidden, seen, parents[r], old + i)
+        length = 0
+        for e in range(E):
+            if not hidden[seen + e]:
+                path[length] = seen + e
+                length += 1
+        for h in range(group):
+            _softmax_of_seen(weights[i * group + h], hidden, seen, path[:length])
+    _all_values(weights, pool_v, kv_head, table, seen + E, result)
+    for i in range(T):
+        for h in range(group):
+            out[first + i, before + h] = result[i * group + h]
+
+
+@threaded
+def paged_tree_attention(new, pool, sequences, own, parents, scale, out):
+    """Write the new nodes' keys and values to the pool; they attend to prefix and ancestors.
+
+    b trees (or forests) of E nodes. The last T nodes are new; the others are already in the pool.
+
+    Args:
+        new: q [b*T, heads, D]; k, v [b*T, kv_heads, D]. out: as q.
+        pool: keys and values, [KV slots, kv_heads, D].
+        sequences: slot_table [R, positions], the KV slots of each request slot; slots [b], request
+            slots; prefix [b], how many positions of the table a tree's nodes see.
+        own: [b, E], the nodes' KV slots; parents: [b, E], a root is its own parent.
+        scale: float32.
+    """
+    kv_heads = new[1].shape[1]
+    for task in prange(own.shape[0] * kv_heads):
+        r, kv_head = task // kv_heads, task % kv_heads
+        _tree_head(r, kv_head, new, pool, sequences, own, parents, scale, out)
+
+
+@kernel
+def _off_path(hidden, seen, parents, node):
+    """Whether a key is hidden from the node: [keys], the prefix's first. What is behind the nodes'
+    keys is hidden, too."""
+    hidden[:seen] = False
+    hidden[seen:] = True
+    hidden[seen + node] = False
+    while parents[node] != node:
+        node = parents[node]
+        hidden[seen + node] = False
+
+
+@strictly
+def _softmax_of_seen(scores, hidden, seen, path):
+    """In place: scores become weights; hidden ones get zero. Their number is a multiple of LANES:
+    vectors of exponentials have no remainder. path: places of the nodes' keys, root first.
+
+    The sum is that of LANES sums over every LANES-th *position*, so it has the same bits whether a
+    token is a node of the tree or of the prefix by now, and whatever other nodes there are.
+    """
+    for j in range(len(scores)):
+        scores[j] = -INFINITY if hidden[j] else scores[j]
+    largest, total = largest_of(scores, len(scores)), ZERO
+    for j in range(len(scores)):
+        scores[j] = ZERO if hidden[j] else exp(scores[j] - largest)
+    sums = np.empty(LANES, np.float32)
+    add_up_lanes(sums, scores, seen)
+    for j in range(seen // LANES * LANES, seen):
+        sums[j % LANES] += scores[j]
+    for i in range(len(path)):
+        sums[(seen + i) % LANES] += scores[path[i]]
+    for lane in range(LANES):
+        total += sums[lane]
+    inverse = ONE / total
+    for j in range(len(scores)):
+        scores[j] *= inverse
+
+
+@kernel
+def _block_head(r, kv_head, new, pool, sequences, own, window, causal, sinks, scale, out):
+    """All rows of request r, in the query heads that share a key head."""
+    (q, k, v), (pool_k, pool_v), (slot_table, slots, prefix) = new, pool, sequences
+    T, D = own.shape[1], q.shape[2]
+    group = q.shape[1] // k.shape[1]
+    # the first position that any row sees
+    begin = max(0, prefix[r] - window + 1) if window else 0
+    first, seen = r * T, prefix[r] - begin
+    queries = np.empty((T * group, D), np.float32)
+    weights = np.empty((T * group, seen + T), np.float32)
+    result = np.empty((T * group, D), np.float32)
+    table = np.empty(seen + T, np.int64)
+    for j in range(seen):
+        table[j] = slot_table[slots[r], begin + j]
+    for i in range(T):
+        table[seen + i] = own[r, i]
+        pool_k[own[r, i], kv_head] = k[first + i, kv_head]
+        pool_v[own[r, i], kv_head] = v[first + i, kv_head]
+        for h in range(group):
+            queries[i * group + h] = q[first + i, kv_head * group + h]
+    for j in range(seen + T):
+        _scores(queries, pool_k[table[j], kv_head], scale, weights, j)
+    for i in range(T):
+        # keys [low, high) of the table
+        low = max(0, seen + i - window + 1) if window else 0
+        high = seen + i + 1 if causal else seen + T
+        if window:
+            high = min(high, seen + i + window)
+        for h in range(group):
+            head = kv_head * group + h
+            sink = sinks[head] if len(sinks) else -np.float32(np.inf)
+            _softmax_between(weights[i * group + h], low, high, sink)
+    _add_values(weights, pool_v, kv_head, table, seen + T, result)
+    for i in range(T):
+        for h in range(group):
+            out[first + i, kv_head * group + h] = result[i * group + h]
+
+
+@threaded
+def paged_block_attention(new, pool, sequences, own, window, causal, sinks, scale, out):
+    """Write the rows' keys and values to the pool; they attend to prefix and block.
+
+    b blocks of T rows, row i at position prefix + i.
+
+    Args:
+        As for ``paged_tree_attention``; own: [b, T], the rows' KV slots.
+        window: a row sees positions less than this far from its own; 0: all. causal: it sees no
+            later row. sinks: [heads], logits of keys without values; [0]: there are none.
+    """
+    kv_heads = new[1].shape[1]
+    for task in prange(own.shape[0] * kv_heads):
+        r, kv_head = task // kv_heads, task % kv_heads
+        _block_head(r, kv_head, new, pool, sequences, own, window, causal, sinks, scale, out)
+
+
+@kernel
+def _softmax_between(scores, low, high, sink):
+    """In place: scores become weights; those outside of [low, high) get zero. sink: one more logit
+    of the softmax."""
+    largest = sink
+    for j in range(low, high):
+        largest = max(largest, scores[j])
+    total = exp(sink - largest)
+    for j in range(low, high):
+        scores[j] = exp(scores[j] - largest)
+        total += scores[j]
+    for j in range(len(scores)):
+        scores[j] = scores[j] / total if low <= j and j < high else ZERO

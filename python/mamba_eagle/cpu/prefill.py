@@ -1,0 +1,87 @@
+"""Prompt chunks on a CPU in float32, of all requests at a time: layers as programs, or one by one
+with a few calls of kernels each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.backend.attention import NewTokenAttention
+from mamba_eagle.backend.place import Place
+from mamba_eagle.backend.pools import StatePool
+from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart, prompt_of
+from mamba_eagle.cpu.ops.causal_conv import convolve_prompts, save_histories
+from mamba_eagle.cpu.ops.ssd import scan
+from mamba_eagle.cpu.programs.prompts import PromptPrograms, PromptTables
+from mamba_eagle.cpu.weights import layer_weights, step_sizes_of
+from mamba_eagle.kernels.prefill_plan import prefill_plan
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+
+
+class CpuPrefillContext(PrefillContext):
+    """The kernels read the initial state from the state slot that holds it; only the feature is
+    copied."""
+
+    def __init__(
+        self,
+        parts: list[PrefillPart],
+        pool: StatePool,
+        paged: NewTokenAttention | None,
+        place: Place,
+        programs: PromptPrograms,
+    ) -> None:
+        """pool: in float32; it has no layers if the model has none with states."""
+        super().__init__(parts, paged, place)
+        self.pool, self.programs = pool, programs
+        for part in parts:
+            if part.item.is_first:
+                pool.begin_feature(part.item)
+        self.tables: PromptTables | None = None
+        if len(pool.ssm):
+            plan = prefill_plan([prompt_of(part) for part in parts])
+            requests, segments = plan.requests.numpy(), plan.segments.numpy()
+            self.tables = PromptTables(tokens_of(requests, segments), requests, segments)
+
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
+        return self.programs.run(layers, hidden, self, self.pool, self.tables, None)
+
+    def run_keeping(
+        self,
+        layers: Sequence[nn.Module],
+        hidden: Tensor,
+        ctx: ForwardContext,
+        kept: Callable[[], KeptInputs],
+    ) -> Tensor | None:
+        return self.programs.run(layers, hidden, ctx, self.pool, self.tables, kept())
+
+    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+        assert self.tables is not None
+        n, c = xbc.shape[0], layer.config
+        raw, weights = xbc.contiguous().numpy(), layer_weights(layer)
+        history, state = (part[layer.index].numpy() for part in (self.pool.conv, self.pool.ssm))
+        tokens, *places = self.tables
+        xBC, y = torch.empty(n, xbc.shape[1]).numpy(), torch.empty(n, c.inner_size)
+        convolve_prompts(
+            xbc.numel() * c.conv_kernel * 4,  # with the exponential of the gate
+            *(raw, 0, weights.conv, history, tokens, xBC),
+        )
+        save_histories(raw, 0, history, *places)
+        scan(
+            n * c.inner_size * 2 * c.state_size,
+            *(xBC, *step_sizes_of(layer, dt), weights.heads[2], state),
+            *(*places, y.numpy()),
+        )
+        return y
+
+
+def tokens_of(requests: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """[n, 2] int32, of each token: the first one of its request, the state slot that its request
+    starts from. requests, segments: of a PrefillPlan."""
+    tokens = np.empty((segments[:, 1].max(), 2), np.int32)
+    for first, last, source in requests.tolist():
+        tokens[segments[first, 0] : segments[last - 1, 1]] = segments[first, 0], source
+    return tokens

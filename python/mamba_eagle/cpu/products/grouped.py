@@ -1,0 +1,379 @@
+"""Products on a CPU with weights of int8 or int4 groups: integers within groups of 32.
+
+    y_ro = Σ_g scale_og s_rg Σ_i number_oi q_ri (+ minimum_og s_rg Σ_i q_ri)
+
+Inputs are rounded to int8 (naive.py), four of them are multiplied with 16 outputs' weights in one
+instruction where the processor has it, and integer sums are exact: a row's outputs do not depend on
+the instructions, the batch or the threads. A block holds 16 outputs: codes [in / 32, 512 bytes, or
+256 of four bits], scales [in / 32, 16]. Codes are unsigned; what is added to them is subtracted
+once per group, since Σ (number + offset) q = Σ number q + offset Σ q.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.products.transpose import transpose
+from mamba_eagle.cpu.span_kernels import Call, SpanKernel
+from mamba_eagle.cpu.vectors.code import (
+    F32,
+    FLOATS,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    Code,
+    has,
+    ir,
+    vector_code,
+)
+from mamba_eagle.cpu.vectors.memory import pointer_to
+from mamba_eagle.cpu.vectors.rounding import GROUP, round_groups
+from mamba_eagle.machine_code import exactly, numba
+from mamba_eagle.quantization.group_rounding import order_nibbles
+
+QUAD = 4  # inputs per instruction
+# what a core reads, multiplies and rounds, at best
+BYTES_PER_NS, PRODUCTS_PER_NS, ROUNDED_PER_NS = 12, 200, 3
+# Bytes between the codes that are asked for and those that are read, about 100 ns. Four bits only:
+# eight are read as fast as the memory gives them without that.
+AHEAD = 4096
+FEW = 4  # rows up to which it is the memory that a product waits for
+OFFSET = {8: 128, 4: 8}  # of codes, by bits; 0 where there is a minimum
+
+
+class Blocks(NamedTuple):
+    """A weight [out, in] in the order of products."""
+
+    codes: Tensor  # [blocks, in / 32, 512 or 256] uint8
+    scale: Tensor  # [blocks, in / 32, 16] float16 or float32
+    minimum: Tensor | None  # as scale
+
+    @property
+    def bits(self) -> int:
+        return self.codes.shape[-1] * 8 // (GROUP * LANES)
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * GROUP
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self if part is not None)
+
+
+def offset_of(weight: Blocks) -> int:
+    """What zero is stored as."""
+    return 0 if weight.minimum is not None and weight.bits == 4 else OFFSET[weight.bits]
+
+
+def blocks(codes: Tensor, scale: Tensor, minimum: Tensor | None) -> Blocks:
+    """codes [out, in] int8 or [out, in / 2] uint8, of which the low bits are the even columns;
+    scale, minimum [out, in / group], group a multiple of 32."""
+    bits = 8 if codes.dtype == torch.int8 else 4
+    inputs = codes.shape[1] * 8 // bits
+    repeat = inputs // GROUP // scale.shape[1]
+    scale, minimum = (
+        part if part is None else _scales(part.repeat_interleave(repeat, 1))
+        for part in (scale, minimum)
+    )
+    codes = _whole_blocks(codes)
+    # words of four neighbouring inputs; of four bits, of eight
+    words = codes.view(torch.int32) if bits == 8 else order_nibbles(codes)
+    made = torch.empty(len(words) // LANES, words.shape[1], LANES, dtype=torch.int32)
+    transpose(words, made)
+    packed = made.view(torch.uint8)
+    if bits == 8:
+        packed.bitwise_xor_(128)
+    return Blocks(packed.view(len(made), inputs // GROUP, -1), scale, minimum)
+
+
+def _whole_blocks(part: Tensor) -> Tensor:
+    """With rows of zeros, to a multiple of 16."""
+    missing = -len(part) % LANES
+    return torch.cat([part, part.new_zeros(missing, part.shape[1])]) if missing else part
+
+
+def _scales(part: Tensor) -> Tensor:
+    """[out, groups] -> [blocks, groups, 16]"""
+    return _whole_blocks(part).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+def rows_of(weight: Blocks, ids: Tensor) -> Tensor:
+    """Outputs ``ids`` [n], dequantized: [n, in] float32."""
+    block, lane = ids // LANES, ids % LANES
+    quads = weight.codes.view(len(weight.codes), -1, LANES, QUAD)[block, :, lane]
+    if weight.bits == 4:
+        quads = torch.stack([quads & 15, quads >> 4], dim=-2)
+    numbers = quads.reshape(len(ids), -1, GROUP).float() - offset_of(weight)
+    rows = numbers * weight.scale[block, :, lane].float()[..., None]
+    if weight.minimum is not None:
+        rows += weight.minimum[block, :, lane].float()[..., None]
+    return rows.flatten(1)
+
+
+@exactly
+def round_rows(x, numbers, scale, total):  # noqa: ANN001, ANN201
+    """x [n, in] -> numbers [n, in] int8, scale and total [n, in / 32]. A scale of what is not
+    finite is not finite either."""
+    for r in range(x.shape[0]):
+        round_groups(x[r], numbers[r], scale[r], total[r])
+
+
+def dot_by_bytes(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
+    """sums + the products of four unsigned with four signed bytes, in each of 16 lanes. weights and
+    inputs are 16 integers of four bytes each."""
+    b = code.builder
+    for byte in range(QUAD):
+        left = INTS([8 * (QUAD - 1 - byte)] * LANES)
+        down = INTS([24] * LANES)
+        weight, given = b.lshr(b.shl(weights, left), down), b.ashr(b.shl(inputs, left), down)
+        sums = b.add(sums, b.mul(weight, given))
+    return sums
+
+
+def dot_by_pairs(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
+    """The same with AVX2: even and odd bytes become 16 bits, of which it multiplies and adds up
+    pairs."""
+    b = code.builder
+    shorts = ir.VectorType(I16, 2 * LANES)
+    weights, inputs = b.bitcast(weights, shorts), b.bitcast(inputs, shorts)
+    eight, low = shorts([8] * 2 * LANES), shorts([255] * 2 * LANES)
+    even = (b.and_(weights, low), b.ashr(b.shl(inputs, eight), eight))
+    odd = (b.lshr(weights, eight), b.ashr(inputs, eight))
+    for weight, given in (even, odd):
+        halves = []
+        for first in (0, LANES):
+            lanes = ir.VectorType(I32, LANES)(list(range(first, first + LANES)))
+            pair = (b.shuffle_vector(part, part, lanes) for part in (weight, given))
+            halves.append(code.call("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), *pair))
+        whole = b.shuffle_vector(*halves, INTS(list(range(LANES))))
+        sums = b.add(sums, whole)
+    return sums
+
+
+def dot_at_once(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
+    """The same as one instruction of AVX-512."""
+    return code.call("llvm.x86.avx512.vpdpbusd.512", INTS, sums, weights, inputs)
+
+
+def dot_of_this_processor(code: Code, *operands: Any) -> Any:
+    if has("avx512vnni"):
+        return dot_at_once(code, *operands)
+    return (dot_by_pairs if has("avx2") else dot_by_bytes)(code, *operands)
+
+
+class Form(NamedTuple):
+    """What products depend on."""
+
+    bits: int
+    wide: bool  # whether scales are float32
+    minimum: bool
+
+
+def grouped_product(form: Form, dot: Any = dot_of_this_processor) -> Any:
+    """Products with weights of one form."""
+
+    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+        b = code.builder
+        given = code.fields(arguments, abi.GroupedProduct)
+        inputs = (given.numbers, given.scale, given.total)
+        weight = (given.codes, given.weight_scale, given.weight_minimum)
+        pointers = [code.bytes_at(address) for address in (*inputs, *weight, given.y)]
+        with code.loop(b.sub(last, first)) as index:
+            block = b.add(first, index)
+            code.row_tiles(
+                given.rows,
+                lambda count, row: _Tile(code, form, dot, count).write(
+                    pointers, (given.groups, given.width), row, block
+                ),
+            )
+
+    return vector_code(write)
+
+
+class _Tile:
+    """The products of some rows with one block of outputs."""
+
+    def __init__(self, code: Code, form: Form, dot: Any, rows: int) -> None:
+        self.code, self.form, self.dot, self.rows = code, form, dot, range(rows)
+        self.offset = 0 if form.minimum and form.bits == 4 else OFFSET[form.bits]
+        self.bytes = GROUP * LANES * form.bits // 8  # of a group's codes
+
+    def write(self, pointers: list[Any], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
+        code, b = self.code, self.code.builder
+        numbers, scale, total, codes, w_scale, w_minimum, y = pointers
+        groups, width = sizes
+        sums = code.variables(len(self.rows))
+        for place in sums:
+            b.store(FLOATS([0.0] * LANES), place)
+        rows = [b.add(row, I64(r)) for r in self.rows]
+        given = [
+            (
+                code.at(numbers, code.times(one, groups, I64(GROUP)), I8),
+                code.at(scale, b.mul(one, groups), F32),
+                code.at(total, b.mul(one, groups), I32),
+            )
+            for one in rows
+        ]
+        before = b.mul(block, groups)
+        with code.loop(groups) as group:
+            at = b.add(before, group)
+            place = code.at(codes, b.mul(at, I64(self.bytes)), I8)
+            if self.form.bits == 4 and len(self.rows) <= FEW:
+                code.prefetch(place, AHEAD, self.bytes)
+            weights = self._weights(place)
+            scales = self._scales(w_scale, at)
+            minima = self._scales(w_minimum, at) if self.form.minimum else None
+            for one, place in zip(given, sums, strict=True):
+                self._add(one, group, weights, (scales, minima), place)
+        for one, place in zip(rows, sums, strict=True):
+            at = b.add(b.mul(one, width), b.mul(block, I64(LANES)))
+            code.store(b.load(place), y, at)
+
+    def _weights(self, pointer: Any) -> list[Any]:
+        """A group's codes: eight vectors of four inputs and 16 outputs."""
+        code, b = self.code, self.code.builder
+        count = self.bytes // (LANES * QUAD)
+        stored = [code.vector(pointer, I64(i * LANES), I32) for i in range(count)]
+        if self.form.bits == 8:
+            return stored
+        low, four = INTS([0x0F0F0F0F] * LANES), INTS([4] * LANES)
+        return [
+            half for both in stored for half in (b.and_(both, low), b.and_(b.lshr(both, four), low))
+        ]
+
+    def _scales(self, pointer: Any, at: Any) -> Any:
+        kind = F32 if self.form.wide else HALF
+        values = self.code.vector(pointer, self.code.builder.mul(at, I64(LANES)), kind)
+        return values if self.form.wide else self.code.builder.fpext(values, FLOATS)
+
+    def _add(self, row: Any, group: Any, weights: list[Any], scales: Any, place: Any) -> None:
+        """Add a group's products with one row."""
+        code, b = self.code, self.code.builder
+        numbers, scale, total = row
+        count = code.load(total, group, I32)
+        exact = code.splat(b.mul(count, I32(-self.offset))) if self.offset else INTS([0] * LANES)
+        first = b.mul(group, I64(GROUP // QUAD))
+        for i, weight in enumerate(weights):
+            four = code.load(numbers, b.add(first, I64(i)), I32)
+            exact = self.dot(code, exact, weight, code.splat(four))
+        share = code.load(scale, group, F32)
+        factor = b.fmul(scales[0], code.splat(share))
+        sums = code.multiply_add(b.sitofp(exact, FLOATS), factor, b.load(place))
+        if scales[1] is not None:
+            shift = b.fmul(b.sitofp(count, F32), share)
+            sums = code.multiply_add(scales[1], code.splat(shift), sums)
+        b.store(sums, place)
+
+
+_int8 = grouped_product(Form(8, wide=False, minimum=False))
+_int8_wide = grouped_product(Form(8, wide=True, minimum=False))
+_int4 = grouped_product(Form(4, wide=False, minimum=False))
+_int4_wide = grouped_product(Form(4, wide=True, minimum=False))
+_int4_minimum = grouped_product(Form(4, wide=False, minimum=True))
+_int4_wide_minimum = grouped_product(Form(4, wide=True, minimum=True))
+
+
+def _int8_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int8(arguments, first, last)
+
+
+def _int8_wide_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int8_wide(arguments, first, last)
+
+
+def _int4_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4(arguments, first, last)
+
+
+def _int4_wide_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4_wide(arguments, first, last)
+
+
+def _int4_minimum_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4_minimum(arguments, first, last)
+
+
+def _int4_wide_minimum_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _int4_wide_minimum(arguments, first, last)
+
+
+PRODUCTS = {
+    Form(8, wide=False, minimum=False): SpanKernel(_int8_weights),
+    Form(8, wide=True, minimum=False): SpanKernel(_int8_wide_weights),
+    Form(4, wide=False, minimum=False): SpanKernel(_int4_weights),
+    Form(4, wide=True, minimum=False): SpanKernel(_int4_wide_weights),
+    Form(4, wide=False, minimum=True): SpanKernel(_int4_minimum_weights),
+    Form(4, wide=True, minimum=True): SpanKernel(_int4_wide_minimum_weights),
+}
+
+
+def product_of(weight: Blocks) -> SpanKernel:
+    wide = weight.scale.dtype == torch.float32
+    return PRODUCTS[Form(weight.bits, wide, weight.minimum is not None)]
+
+
+product_at = abi.reader(abi.GroupedProduct)
+
+
+def _round_span(arguments, first, last):  # noqa: ANN001, ANN202
+    """Rows [first, last) by round_rows, for a product."""
+    given = product_at(arguments)
+    n, groups = given.rows, given.groups
+    x = abi.floats(given.x, (n, groups * GROUP))
+    numbers = numba.carray(pointer_to(given.numbers), (n, groups * GROUP), np.int8)
+    scale = abi.floats(given.scale, (n, groups))
+    total = numba.carray(pointer_to(given.total), (n, groups), np.int32)
+    round_rows(x[first:last], numbers[first:last], scale[first:last], total[first:last])
+
+
+ROUND = SpanKernel(_round_span)
+
+
+class Product:
+    """y = x Wᵀ for x rounded to int8, with a weight of ``outputs`` outputs."""
+
+    per_ns = PRODUCTS_PER_NS
+
+    def __init__(self, weight: Blocks, outputs: int) -> None:
+        self.weight, self.outputs = weight, outputs
+        self.count, self.inputs = len(weight.codes), weight.inputs
+        self.width = self.count * LANES
+        self._bytes = self.inputs + 8 * (self.inputs // GROUP)  # of a rounded row
+        own = abi.GroupedProduct(groups=self.inputs // GROUP, width=self.width)
+        own.point(codes=weight.codes, weight_scale=weight.scale)
+        if weight.minimum is not None:
+            own.point(weight_minimum=weight.minimum)
+        self.read_ns = weight.nbytes // BYTES_PER_NS
+        self.call = Call(product_of(weight), own)
+        ROUND.prepare()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32 -> [n, outputs]."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        n, call = x.shape[0], self.call
+        y, rounded = torch.empty(n, self.width), torch.empty(n * self._bytes, dtype=torch.uint8)
+        given, numbers = call.arguments, rounded.data_ptr()
+        scales = numbers + n * self.inputs
+        totals = scales + n * self.inputs * 4 // GROUP
+        given.numbers, given.scale, given.total = numbers, scales, totals
+        given.x, given.y, given.rows = x.data_ptr(), y.data_ptr(), n
+        ROUND.run(n, n * self.inputs // ROUNDED_PER_NS, call.address)
+        products_ns = n * self.inputs * self.width // PRODUCTS_PER_NS
+        call.run(self.count, max(self.read_ns, products_ns))
+        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
+
+
+def product(x: Tensor, weight: Blocks, outputs: int) -> Tensor:
+    """One such product."""
+    return Product(weight, outputs)(x)

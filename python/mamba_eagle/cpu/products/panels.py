@@ -1,0 +1,206 @@
+"""Matrix products on a CPU in float32, with weights of 16 or 32 bits in panels.
+
+A panel is the weight of 64 outputs, [in, 64]: a vector is one input of 16 outputs, and few rows
+read a weight from its first byte to its last, as fast as the memory gives it. Checkpoints are
+published in bfloat16, so keeping their 16 bits and widening them in registers changes no value and
+halves what few rows read. Many rows share what is widened; measurements are in
+docs/design/kernels.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.products.transpose import transpose
+from mamba_eagle.cpu.span_kernels import Call, SpanKernel
+from mamba_eagle.cpu.vectors.code import (
+    F32,
+    FLOATS,
+    HALF,
+    I16,
+    I64,
+    INTS,
+    LANES,
+    Code,
+    vector_code,
+)
+
+BLOCKS = 4  # of outputs, per panel
+PANEL = BLOCKS * LANES
+# Inputs that are added up one after the other; then these sums are. That keeps rounding errors of
+# long rows as small as those of short ones.
+SPAN = 512
+# Blocks that share a pass over the inputs, by rows: their sums, one vector of weights each and a
+# factor fill up to 32 registers.
+SHARED = dict.fromkeys(range(1, 7), 4) | {7: 2, 8: 2}
+AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
+BYTES_PER_NS, PRODUCTS_PER_NS = 12, 70  # what a core reads, and multiplies, at best
+
+
+def panels(weight: Tensor) -> Tensor:
+    """[out, in] -> [panels, in, 64], of the same dtype; outputs that are not there are zero."""
+    outputs, inputs = weight.shape
+    count, whole = -(-outputs // PANEL), outputs // PANEL
+    made = torch.empty(count, inputs, PANEL, dtype=weight.dtype)
+    transpose(weight[: whole * PANEL], made[:whole])
+    if whole < count:
+        rest = weight.new_zeros(PANEL, inputs)
+        rest[: outputs - whole * PANEL] = weight[whole * PANEL :]
+        transpose(rest, made[whole:])
+    return made
+
+
+def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
+    """Outputs ``ids`` [n] of panels: [n, in]."""
+    return weight[ids // PANEL, :, ids % PANEL]
+
+
+def _product(kind: str) -> Any:
+    """Products with weights of an LLVM type: "bfloat", "half" or "float".
+
+    x [n, in], panels and y [n, 64 * panels] are aligned to their numbers.
+    """
+
+    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+        b = code.builder
+        given = code.fields(arguments, abi.Product)
+        x, weight, y = (code.bytes_at(each) for each in (given.x, given.weight, given.y))
+        inputs, width = given.inputs, given.width
+        with code.loop(b.sub(last, first)) as index:
+            panel = b.add(first, index)
+
+            def tile(count: int, row: Any) -> None:
+                for block in range(0, BLOCKS, SHARED[count]):
+                    _Tile(code, kind, count, SHARED[count], block == 0).write(
+                        (x, weight, y), (inputs, width), row, (panel, block)
+                    )
+
+            code.row_tiles(given.rows, tile)
+
+    return vector_code(write)
+
+
+class _Tile:
+    """The products of some rows with some neighbouring blocks of outputs."""
+
+    def __init__(self, code: Code, kind: str, rows: int, blocks: int, asks: bool) -> None:
+        """asks: for what is read later; the first pass over a panel does, for all."""
+        self.code, self.kind, self.asks = code, kind, asks
+        self.rows, self.blocks = range(rows), range(blocks)
+
+    def write(
+        self, pointers: tuple[Any, ...], sizes: tuple[Any, ...], row: Any, place: tuple[Any, int]
+    ) -> None:
+        """row: the first one; place: the panel, and its first block."""
+        code, b = self.code, self.code.builder
+        (x, weight, y), (inputs, width), (panel, block) = pointers, sizes, place
+        count = len(self.rows) * len(self.blocks)
+        whole, part = code.variables(count), code.variables(count)
+        zero = FLOATS([0.0] * LANES)
+        for sums in whole:
+            b.store(zero, sums)
+        given = [code.at(x, b.mul(b.add(row, I64(r)), inputs), F32) for r in self.rows]
+        output = b.add(b.mul(panel, I64(PANEL)), I64(block * LANES))
+        begin_weights = b.add(code.times(panel, inputs, I64(PANEL)), I64(block * LANES))
+        weights = code.at(weight, begin_weights, self.stored)
+        with code.loop(b.udiv(b.add(inputs, I64(SPAN - 1)), I64(SPAN))) as span:
+            begin = b.mul(span, I64(SPAN))
+            left = b.sub(inputs, begin)
+            length = b.select(b.icmp_signed("<", left, I64(SPAN)), left, I64(SPAN))
+            for sums in part:
+                b.store(zero, sums)
+            with code.loop(length) as index:
+                self._multiply(given, weights, b.add(begin, index), part)
+            for sums, more in zip(whole, part, strict=True):
+                b.store(b.fadd(b.load(sums), b.load(more)), sums)
+        for i, sums in enumerate(whole):
+            r, v = divmod(i, len(self.blocks))
+            at = b.mul(b.add(row, I64(r)), width)
+            code.store(b.load(sums), y, code.sum(at, output, I64(v * LANES)))
+
+    def _multiply(self, given: list[Any], weights: Any, i: Any, sums: list[Any]) -> None:
+        """Add the products of input i."""
+        code, b = self.code, self.code.builder
+        row = code.at(weights, b.mul(i, I64(PANEL)), self.stored)
+        if self.asks:
+            code.prefetch(row, AHEAD, PANEL * self.bytes)
+        wide = [self._widened(row, I64(v * LANES)) for v in self.blocks]
+        for r, pointer in enumerate(given):
+            factor = code.splat(code.load(pointer, i, F32))
+            for v, numbers in enumerate(wide):
+                place = sums[r * len(wide) + v]
+                b.store(code.multiply_add(numbers, factor, b.load(place)), place)
+
+    @property
+    def stored(self) -> Any:
+        """The type of a weight."""
+        return {"bfloat": I16, "half": HALF, "float": F32}[self.kind]
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self.kind == "float" else 2
+
+    def _widened(self, pointer: Any, index: Any) -> Any:
+        """16 weights as float32. A bfloat16 is the upper half of one."""
+        b, numbers = self.code.builder, self.code.vector(pointer, index, self.stored)
+        if self.kind == "float":
+            return numbers
+        if self.kind == "half":
+            return b.fpext(numbers, FLOATS)
+        bits = b.shl(b.zext(numbers, INTS), INTS([16] * LANES))
+        return b.bitcast(bits, FLOATS)
+
+
+_bfloat, _half, _float = _product("bfloat"), _product("half"), _product("float")
+
+
+def _bfloat_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _bfloat(arguments, first, last)
+
+
+def _half_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _half(arguments, first, last)
+
+
+def _float_weights(arguments, first, last):  # noqa: ANN001, ANN202
+    _float(arguments, first, last)
+
+
+PRODUCTS = {
+    torch.bfloat16: SpanKernel(_bfloat_weights),
+    torch.float16: SpanKernel(_half_weights),
+    torch.float32: SpanKernel(_float_weights),
+}
+
+
+class Product:
+    """y = x Wᵀ with panels of ``outputs`` outputs."""
+
+    per_ns = PRODUCTS_PER_NS
+
+    def __init__(self, weight: Tensor, outputs: int) -> None:
+        self.weight, self.outputs, self.count = weight, outputs, weight.shape[0]
+        self.inputs, self.width = weight.shape[1], weight.shape[0] * PANEL
+        self.read_ns = weight.nbytes // BYTES_PER_NS
+        own = abi.Product(weight=weight.data_ptr(), inputs=self.inputs, width=self.width)
+        self.call = Call(PRODUCTS[weight.dtype], own)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32 -> [n, outputs]."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        n, call = x.shape[0], self.call
+        y = torch.empty(n, self.width)
+        given = call.arguments
+        given.x, given.y, given.rows = x.data_ptr(), y.data_ptr(), n
+        call.run(self.count, max(self.read_ns, n * self.inputs * self.width // PRODUCTS_PER_NS))
+        return y if self.outputs == self.width else y[:, : self.outputs].contiguous()
+
+
+def product(x: Tensor, weight: Tensor, outputs: int) -> Tensor:
+    """One such product."""
+    return Product(weight, outputs)(x)

@@ -1,0 +1,87 @@
+"""Weights into the order in which products on a CPU read them: panels of outputs, transposed.
+
+Loading is mostly this. torch copies one number after the other; here 16 vectors of 16 numbers
+become their transpose in four rounds, each of which interleaves vector i with vector i + 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.span_kernels import SpanKernel
+from mamba_eagle.cpu.vectors.code import I16, I32, I64, INTS, LANES, Code, ir, vector_code
+
+BYTES_PER_NS = 4  # that a core transposes
+
+
+def _blocks(bits: int) -> Any:
+    """Panels of rows [width, in] -> [in, width]; in, width: multiples of 16.
+
+    Units are blocks of 16 rows; numbers have 16 or 32 bits.
+    """
+
+    def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
+        b, kind = code.builder, I16 if bits == 16 else I32
+        given = code.fields(arguments, abi.Transposed)
+        source, target = code.bytes_at(given.source), code.bytes_at(given.target)
+        inputs, width = given.inputs, given.width
+        with code.loop(b.sub(last, first)) as index:
+            block, per_panel = b.add(first, index), b.udiv(width, I64(LANES))
+            begin = code.times(block, inputs, I64(LANES))
+            within = b.mul(b.urem(block, per_panel), I64(LANES))
+            place = b.add(code.times(b.udiv(block, per_panel), inputs, width), within)
+            rows = [
+                code.at(source, b.add(begin, b.mul(inputs, I64(row))), kind) for row in range(LANES)
+            ]
+            with code.loop(b.udiv(inputs, I64(LANES))) as tile:
+                at = b.mul(tile, I64(LANES))
+                columns = _transposed(b, [code.vector(row, at, kind) for row in rows])
+                out = code.at(target, b.add(place, b.mul(at, width)), kind)
+                for i, column in enumerate(columns):
+                    code.store(column, out, b.mul(width, I64(i)))
+
+    return vector_code(write)
+
+
+def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
+    """16 vectors of 16 numbers: those of the transpose."""
+    half = LANES // 2
+    low, high = (
+        ir.Constant(INTS, [i + k for i in range(first, first + half) for k in (0, LANES)])
+        for first in (0, half)
+    )
+    for _ in range(4):  # log2 of 16
+        vectors = [
+            builder.shuffle_vector(vectors[i], vectors[i + half], mask)
+            for i in range(half)
+            for mask in (low, high)
+        ]
+    return vectors
+
+
+_shorts, _words = _blocks(16), _blocks(32)
+
+
+def _transpose_shorts(arguments, first, last):  # noqa: ANN001, ANN202
+    _shorts(arguments, first, last)
+
+
+def _transpose_words(arguments, first, last):  # noqa: ANN001, ANN202
+    _words(arguments, first, last)
+
+
+_KERNELS = {2: SpanKernel(_transpose_shorts), 4: SpanKernel(_transpose_words)}
+
+
+def transpose(rows: Tensor, panels: Tensor) -> None:
+    """rows [width * n, in] -> panels [n, in, width], which is contiguous. Numbers have 16 or 32
+    bits; width is a multiple of 16."""
+    inputs, width = rows.shape[1], panels.shape[2]
+    if inputs % LANES or not rows.is_contiguous():
+        panels.copy_(rows.unflatten(0, (-1, width)).transpose(1, 2))
+        return
+    given = abi.Transposed(rows.data_ptr(), panels.data_ptr(), inputs, width)
+    _KERNELS[rows.dtype.itemsize](len(rows) // LANES, rows.nbytes // BYTES_PER_NS, given)

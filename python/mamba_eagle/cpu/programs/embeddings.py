@@ -1,0 +1,74 @@
+"""Rows of an embedding, for programs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.products.grouped import Blocks, offset_of
+from mamba_eagle.cpu.products.packed import GroupedProduct, PanelProduct, TileProduct
+from mamba_eagle.cpu.programs.calls import Call
+from mamba_eagle.cpu.spans import steps as spans
+from mamba_eagle.cpu.spans.grouped_rows import ROWS
+from mamba_eagle.layers.embedding import Embedding
+
+
+class StoredRows:
+    """Where the rows of an embedding lie."""
+
+    def __init__(
+        self, numbers: Tensor, per_block: int, block: int, step: int, neighbours: int = 1
+    ) -> None:
+        """numbers: float32 or bfloat16. The others: as in ``abi.StoredRows``; step is ``next``."""
+        self.numbers = numbers
+        self.layout = {"per_block": per_block, "block": block, "next": step}
+        self.layout["neighbours"] = neighbours
+
+    def call(self, size: int, columns: int, scale: float) -> Call:
+        """A call that writes rows of ``size`` numbers, times ``scale``, to the beginning of rows of
+        ``columns``. Tokens and result are the caller's."""
+        kernel = spans.EMBED_16 if self.numbers.dtype == torch.bfloat16 else spans.EMBED_32
+        own = abi.StoredRows(columns=columns, size=size, scale=scale, **self.layout)
+        made = Call(kernel, own, units_per_row=1, work_per_row=size)
+        made.keep(numbers=self.numbers)
+        return made
+
+
+class GroupedRows:
+    """The same of rows that are integers in groups."""
+
+    def __init__(self, weight: Blocks) -> None:
+        self.weight = weight
+
+    def call(self, size: int, columns: int, scale: float) -> Call:
+        weight = self.weight
+        assert size == weight.inputs
+        own = abi.GroupedRows(columns=columns, size=size, factor=scale, bits=weight.bits)
+        own.offset, own.wide = offset_of(weight), weight.scale.dtype == torch.float32
+        made = Call(ROWS, own, units_per_row=1, work_per_row=size)
+        made.keep(codes=weight.codes, scale=weight.scale)
+        if weight.minimum is not None:
+            made.keep(minimum=weight.minimum)
+        return made
+
+
+def stored_rows(embedding: Embedding) -> StoredRows | GroupedRows | None:
+    """None: no kernel reads them."""
+    weight, holder = embedding.weight, embedding.holder
+    if isinstance(holder, GroupedProduct):
+        return GroupedRows(holder.weight)
+    returned = embedding.dtype or weight.dtype
+    if isinstance(holder, (PanelProduct, TileProduct)):
+        weight, beside = holder.weight, holder.weight.shape[-1]  # outputs, for each input
+        layout: tuple[int, ...] = (beside, beside * holder.inputs, beside)
+        if isinstance(holder, TileProduct):
+            weight = weight.view(torch.bfloat16)
+            layout = (beside, beside * holder.inputs, 2 * beside, 2)
+    elif holder is None and weight.is_contiguous() and returned == torch.float32:
+        layout = (1, weight.shape[1], 1)
+    else:
+        return None
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    return StoredRows(weight.detach(), *layout)

@@ -1,0 +1,389 @@
+"""Decode steps through several layers as one program, without Python between their kernels.
+
+A decode step of a small model is a hundred short kernels; Python and torch between them take as
+long as the kernels do. What a program computes is what the layers would, bit by bit: it calls the
+same kernels in the same order. Layers that have no program (attention, experts, biases, models that
+are split) run by themselves between two programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, cast
+from weakref import ref
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mamba_eagle.backend.pools import KVPool
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.attention import CpuLanes, CpuTreeAttention
+from mamba_eagle.cpu.ops import tree_verify as cpu
+from mamba_eagle.cpu.products import amx as cpu_tiles
+from mamba_eagle.cpu.products import grouped
+from mamba_eagle.cpu.products.packed import GroupedProduct, OwnProduct, TileProduct
+from mamba_eagle.cpu.programs.calls import Call, Scratch, program_of
+from mamba_eagle.cpu.span_kernels import SpanKernel
+from mamba_eagle.cpu.spans import layers as spans
+from mamba_eagle.cpu.team import Program
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.gated_mlp import PackedGatedMLP
+from mamba_eagle.layers.layer import Residual
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.norm import GatedGroupRMSNorm
+
+ATTENTION_NS = 10_000  # that attention takes for a node, roughly
+PARTS = "parts"  # in the scratch: inputs in the form that a product in tiles reads
+NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its result
+
+
+class Builder:
+    """Collects the calls of neighbouring residual layers."""
+
+    def __init__(self, frame: Any, scheme: Any, pool: KVPool | None) -> None:
+        self.frame, self.scheme, self.pool = frame, scheme, pool
+        self.scratch, self.calls = Scratch(), []  # type: ignore[var-annotated]
+
+    def add(self, layer: Residual) -> None:
+        body = layer.body
+        if isinstance(body, Mamba2Mixer):
+            made, width = self._mixer(layer, body)
+        elif isinstance(body, Attention):
+            made, width = self._attention(layer, body)
+        elif isinstance(body, PackedGatedMLP):
+            last = body.output_linear
+            self._norm(layer, body.input_linear)
+            self.product(body.input_linear, "inputs", "wide")
+            self._gate(spans.SILU_GATE, body.input_linear, last)
+            made, width = "made", self.product(last, "inputs", "made")
+        else:
+            last = body.down_proj
+            self._norm(layer, body.up_proj)
+            self.product(body.up_proj, "inputs", "wide")
+            self._gate(spans.RELU_SQUARED, body.up_proj, last)
+            made, width = "made", self.product(last, "inputs", "made")
+        size = layer.norm.weight.shape[0]
+        own = abi.Residual(size=size, columns=width, scale=layer.scale)
+        self.call(spans.RESIDUAL, own, work_per_row=size // 8).lies(made=made)
+
+    def call(self, kernel: SpanKernel, block: Any, **columns: int) -> Call:
+        """One whose units are rows, and whose block names the frame."""
+        block.frame = self.frame.address
+        call = Call(kernel, block, **{"units_per_row": 1} | columns)
+        self.calls.append(call)
+        return call
+
+    def rounded(self, call: Call, reader: Linear) -> None:
+        """What a call rounds, and its float32 result: what ``reader`` reads."""
+        size = reader.weight.shape[1]
+        self.scratch.want("inputs", size * 4)
+        if isinstance(reader.packed, GroupedProduct):
+            self.scratch.want("rounded", size + size // grouped.GROUP * 8)
+            lies_rounded(call, call.block.rounded, size)
+        elif isinstance(reader.packed, TileProduct):
+            # tiles have the parts of several rows
+            each = -(-cpu_tiles.parts_bytes(cpu_tiles.TILE_ROWS, size) // cpu_tiles.TILE_ROWS)
+            self.scratch.want(PARTS, each, spare=cpu_tiles.TILE_ROWS)
+            call.lies(call.block.rounded, numbers=PARTS)
+
+    def _norm(self, layer: Residual, reader: Linear) -> None:
+        size, norm = layer.norm.weight.shape[0], layer.norm
+        own = abi.Norm(size=size, eps=norm.eps)
+        call = self.call(spans.NORM, own, work_per_row=size * NS_PER_NUMBER)
+        call.keep(weight=norm.weight.detach().float().contiguous().numpy())
+        call.lies(out="inputs")
+        self.rounded(call, reader)
+
+    def _gate(self, kernel: SpanKernel, above: Linear, below: Linear) -> None:
+        size = below.weight.shape[1]
+        own = abi.Gate(size=size, columns=width_of(above))
+        call = self.call(kernel, own, work_per_row=size * NS_PER_NUMBER)
+        call.lies(above="wide", out="inputs")
+        self.rounded(call, below)
+
+    def product(self, layer: Linear, x: str, y: str) -> int:
+        """Returns the columns of its result, y in the scratch."""
+        packed = layer.packed
+        assert isinstance(packed, OwnProduct)
+        product = packed.product
+        self.scratch.want(y, product.width * 4)
+        kind = type(product.call.arguments)
+        own = kind.from_buffer_copy(product.call.arguments)
+        call = Call(
+            product.call.kernel, own, units=product.count, rows_at=own.address + kind.rows.offset,
+            work=product.read_ns,
+            work_per_row=product.inputs * product.width // product.per_ns,
+        )  # fmt: skip
+        call.lies(y=y)
+        if isinstance(product, grouped.Product):
+            lies_rounded(call, own, product.inputs)
+        else:
+            call.lies(x=PARTS if isinstance(product, cpu_tiles.Product) else x)
+        call.kept.append(packed)
+        self.calls.append(call)
+        return product.width
+
+    def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> tuple[str, int]:
+        size, norm = mixer.config.inner_size, mixer.norm
+        self._norm(layer, mixer.in_proj)
+        width = self.product(mixer.in_proj, "inputs", "wide")
+        self.recur(mixer, width)
+        own = abi.GatedNorm(size=size, group=norm.group_size, eps=norm.eps, columns=width)
+        gate = self.call(spans.GATED_NORM, own, work_per_row=size * NS_PER_NUMBER * 2)
+        gate.keep(weight=norm.weight.detach().float().contiguous().numpy())
+        gate.lies(y="y", projected="wide", out="inputs")
+        self.rounded(gate, mixer.out_proj)
+        return "made", self.product(mixer.out_proj, "inputs", "made")
+
+    def recur(self, mixer: Mamba2Mixer, width: int) -> None:
+        """From the columns that a mixer has projected its inputs to, "wide", to "y"."""
+        c, own = mixer.config, abi.Recurrence()
+        convolving = c.conv_dim * 4 * NS_PER_NUMBER
+        enter = self.call(
+            spans.BEGIN_REQUESTS, own,
+            units_per_row=0, units_per_request=1, work_per_row=convolving,
+        )  # fmt: skip
+        self.recurrence(enter, mixer, width)
+        reading = c.inner_size * c.state_size // 16
+        self.call(
+            spans.HEADS, own,
+            units_per_row=0, units_per_request=c.num_heads, work_per_row=reading,
+        )  # fmt: skip
+
+    def _attention(self, layer: Residual, attention: Attention) -> tuple[str, int]:
+        c, packed = attention.config, attention.qkv
+        assert packed is not None
+        self._norm(layer, packed)
+        width = self.product(packed, "inputs", "wide")
+        assert self.pool is not None
+        keys, values = (kept[attention.index].numpy() for kept in (self.pool.k, self.pool.v))
+        own = abi.Attention(columns=width, scale=attention.scale, kv_slots=keys.shape[0])
+        own.heads, own.kv_heads, own.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
+        call = self.call(
+            spans.ATTENTION, own,
+            units_per_row=0, units_per_tree=c.num_kv_heads, work_per_row=ATTENTION_NS,
+        )  # fmt: skip
+        call.keep(keys=keys, values=values)
+        size = c.num_heads * c.head_dim
+        call.lies(packed="wide", out="inputs")
+        self.scratch.want("inputs", size * 4)
+        if takes_prepared_inputs(attention.o_proj):
+            inputs = abi.Inputs(size=size)
+            rounding = self.call(spans.ROUND_INPUTS, inputs, work_per_row=size)
+            rounding.lies(x="inputs")
+            self.rounded(rounding, attention.o_proj)
+        return "made", self.product(attention.o_proj, "inputs", "made")
+
+    def recurrence(self, call: Call, mixer: Mamba2Mixer, width: int) -> None:
+        c, own = mixer.config, call.block
+        weights: cpu.LayerWeights = self.scheme.weights_of(mixer)
+        buffers: cpu.Buffers = self.scheme.buffers_of(mixer)
+        conv, heads = (np.ascontiguousarray(each) for each in (weights.conv, weights.heads))
+        call.keep(conv=conv, heads=heads, **buffers._asdict())
+        requests, rows, _ = buffers.xB.shape
+        own.assign(
+            columns=width, low=weights.low, high=weights.high, R=requests, W=rows,
+            K=c.conv_kernel, channels=c.conv_dim, H=c.num_heads, P=c.head_dim, N=c.state_size,
+            G=c.num_groups, states=buffers.state.shape[0],
+        )  # fmt: skip
+        for name, size in (
+            ("C", c.num_groups * c.state_size * 4),
+            ("seen rows", 2 * rows * 8),
+            ("order", 8),
+            ("kept", 8),
+            ("y", c.inner_size * 4),
+        ):
+            self.scratch.want(name, size)
+        call.lies(
+            projected="wide", seen_C="C", seen_rows="seen rows", seen_order="order",
+            seen_kept="kept", out="y",
+        )  # fmt: skip
+
+
+def lies_rounded(call: Call, block: Any, size: int) -> None:
+    """Numbers, scale and total of rounded rows of ``size`` inputs."""
+    groups = size // grouped.GROUP * 4
+    call.lies(block, numbers="rounded")
+    call.lies(block, before=size, scale="rounded")
+    call.lies(block, before=size + groups, total="rounded")
+
+
+class FusedRun:
+    """Neighbouring layers as one program."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.frame, self.scratch, self.calls = builder.frame, builder.scratch, builder.calls
+        self.program: Program | None = None
+
+    def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:
+        """hidden [n, hidden_size], which the result overwrites."""
+        n = hidden.shape[0]
+        if self.program is None or n > self.scratch.rows:
+            self._place(n)
+        assert self.program is not None
+        self.frame.stream, self.frame.rows = hidden.data_ptr(), n
+        self.program.run(n, requests, trees)
+        return hidden
+
+    def _place(self, rows: int) -> None:
+        self.scratch.grow(rows)
+        for call in self.calls:
+            call.place(self.scratch)
+        self.program = program_of(self.calls)
+
+
+class SingleLayer:
+    """One that has no program."""
+
+    def __init__(self, layer: Residual) -> None:
+        self.layer = layer
+
+    def __call__(self, hidden: Tensor, ctx: Any, requests: int, trees: int) -> Tensor:
+        made = self.layer.made(hidden, ctx)
+        scale = self.layer.scale
+        return hidden + made if scale == 1.0 else hidden.add(made, alpha=scale)
+
+
+class FusedLayers:
+    """A scheme's programs, by the layers that they run."""
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme, self.recurrent = ref(scheme), scheme.recurrent
+        self._made: dict[tuple[int, int, bool], list[Any] | None] = {}
+        self.frame = abi.Frame()
+
+    def run(
+        self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
+    ) -> Tensor | None:
+        """None: they have to run one by one."""
+        paged = ctx.paged
+        if not layers or hidden.dtype != torch.float32:
+            return None
+        if self.recurrent and layout.parents is None:
+            return None
+        attends = isinstance(paged, (CpuTreeAttention, CpuLanes))
+        key = (id(layers[0]), len(layers), attends)  # both ends of a slice of a model's own layers
+        if key not in self._made:
+            self._made[key] = self._parts(layers, paged.pool if attends else None)
+        parts = self._made[key]
+        if parts is None:
+            return None
+        hidden, requests, trees = hidden.contiguous(), 0, 0
+        if self.recurrent:
+            requests = self._describe(layout)
+        if attends:
+            trees = self._describe_attention(paged)
+        for part in parts:
+            hidden = part(hidden, ctx, requests, trees)
+        return hidden
+
+    def _describe(self, layout: Any) -> int:
+        """Returns the number of requests."""
+        frame = self.frame
+        frame.point(
+            slots=layout.slots, state_slots=layout.state_slots, journal=layout.journal,
+            journal_len=layout.journal_len, node_rows=layout.rows, parents=layout.parents,
+            tail=layout.tail, fold=layout.fold,
+        )  # fmt: skip
+        frame.requests, frame.nodes = layout.rows.shape
+        frame.max_journal, frame.history = layout.journal.shape[1], layout.tail.shape[1]
+        return frame.requests
+
+    def _describe_attention(self, paged: CpuTreeAttention | CpuLanes) -> int:
+        """Returns the number of trees."""
+        frame, (table, slots, prefix) = self.frame, paged.sequences
+        own, above = paged.tree
+        frame.point(table=table, attended=slots, prefix=prefix, own=own, above=above)
+        frame.table_rows, frame.positions = table.shape
+        frame.trees, frame.family = own.shape
+        return frame.trees
+
+    def _parts(self, layers: Sequence[nn.Module], pool: KVPool | None) -> list[Any] | None:
+        def fuses(step: Residual) -> bool:
+            return has_program(step, pool is not None)
+
+        return parts_of(layers, fuses, lambda: Builder(self.frame, self._scheme(), pool), FusedRun)
+
+
+def parts_of(
+    layers: Sequence[nn.Module],
+    fuses: Callable[[Residual], bool],
+    begin: Callable[[], Builder],
+    end: Callable[[Any], Any],
+) -> list[Any] | None:
+    """Neighbours with programs (``fuses``) together, others by themselves; None if none has one.
+    begin, end: make a builder, and of it what runs its calls."""
+    steps = all_residuals(layers)
+    if not any(map(fuses, steps)):
+        return None
+    made: list[Any] = []
+    for fused, neighbours in groupby(steps, fuses):
+        if not fused:
+            made += map(SingleLayer, neighbours)
+            continue
+        builder = begin()
+        for step in neighbours:
+            builder.add(step)
+        made.append(end(builder))
+    return made
+
+
+def all_residuals(layers: Sequence[nn.Module]) -> list[Residual]:
+    """What the layers consist of; nothing, if one of them does not say."""
+    steps: list[Residual] = []
+    for layer in layers:
+        own = layer.residuals() if hasattr(layer, "residuals") else ()
+        if not own:
+            return []
+        steps += own
+    return steps
+
+
+def residuals_of(layers: Sequence[nn.Module]) -> list[Residual] | None:
+    """What the layers consist of, if programs can compute all of it."""
+    steps = all_residuals(layers)
+    return steps if steps and all(has_program(step, True) for step in steps) else None
+
+
+def has_program(layer: Residual, has_pool: bool) -> bool:
+    """Whether a program can compute it; has_pool: whether it could read keys and values."""
+    body = layer.body
+    if layer.norm.rounding is not None or not layer.total.alone:
+        return False
+    if isinstance(body, Mamba2Mixer):
+        fits = isinstance(body.norm, GatedGroupRMSNorm)
+        return fits and multiplies(body.in_proj) and multiplies(body.out_proj)
+    if type(body) is Attention and has_pool and (packed := body.qkv) is not None:
+        whole = multiplies(packed) and width_of(packed) % body.config.head_dim == 0
+        return whole and multiplies(body.o_proj)
+    if isinstance(body, PackedGatedMLP):
+        fits = body.gate.act is F.silu
+        return fits and multiplies(body.input_linear) and multiplies(body.output_linear)
+    if isinstance(body, ReluSquaredMLP):
+        return multiplies(body.up_proj) and multiplies(body.down_proj)
+    return False
+
+
+def multiplies(layer: Linear) -> bool:
+    """Whether a program can call its product, and that is all of it."""
+    return layer.bias is None and is_called(layer)
+
+
+def is_called(layer: Linear) -> bool:
+    """Whether a program can call its product."""
+    return isinstance(layer.packed, OwnProduct)
+
+
+def takes_prepared_inputs(layer: Linear) -> bool:
+    """Whether its product reads what the call before made of its inputs, not float32."""
+    return isinstance(layer.packed, (TileProduct, GroupedProduct))
+
+
+def width_of(layer: Linear) -> int:
+    """Columns of a product's result, padding included."""
+    return cast(Any, layer.packed).product.width

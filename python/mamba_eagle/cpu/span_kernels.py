@@ -1,0 +1,77 @@
+"""Kernels that are called for spans of units, on as many threads as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba.core import types
+
+from mamba_eagle.cpu import team
+from mamba_eagle.cpu.abi import Block
+from mamba_eagle.cpu.threads import num_threads, threaded
+from mamba_eagle.cpu.vectors.memory import call_function
+from mamba_eagle.machine_code import numba, prange
+
+# Nanoseconds on one core below which a call stays on its thread: waking another takes up to 50 µs
+# where it sleeps on a virtual machine.
+MIN_PARALLEL = 100_000
+MIN_SHARED = 20_000  # the same where a team may be awake (team.py)
+
+
+@threaded
+def _spread(function, arguments, units, parts):  # noqa: ANN001, ANN202
+    for part in prange(parts):
+        call_function(function, arguments, units * part // parts, units * (part + 1) // parts)
+
+
+class SpanKernel:
+    """A function ``f(arguments, first, last)`` in Numba's code, which is called for spans of units,
+    on as many threads as there are. ``prepare`` compiles it, or loads it from Numba's cache."""
+
+    def __init__(self, function: Callable[[int, int, int], None]) -> None:
+        self.function = function
+        self._compiled: Any = None
+
+    def prepare(self) -> None:
+        if self._compiled is None:
+            kind = types.void(types.int64, types.int64, types.int64)
+            self._compiled = numba.cfunc(kind, cache=True)(self.function)
+            self._call, self._address = self._compiled.ctypes, self._compiled.address
+            if num_threads() > 1:
+                _spread.parallel(self._address, 0, 0, 0)  # compiles it, and calls nothing
+
+    @property
+    def address(self) -> int:
+        """Of the function, after ``prepare``."""
+        address: int = self._address
+        return address
+
+    def __call__(self, units: int, work: int, arguments: Block) -> None:
+        """units: what is shared out to threads; work: nanoseconds that it would take one core,
+        roughly."""
+        self.prepare()
+        self.run(units, work, arguments.address)
+
+    def run(self, units: int, work: int, address: int) -> None:
+        """The same with the address of the arguments, after ``prepare``."""
+        threads = num_threads()
+        if threads > 1 and work >= MIN_SHARED and team.share(self._address, address, units):
+            return
+        if threads > 1 and work >= MIN_PARALLEL:
+            _spread.parallel(self._address, address, units, threads)
+        else:
+            self._call(address, 0, units)
+
+
+class Call:
+    """A kernel with its arguments, of which most stay from call to call: a decode step makes a
+    hundred calls, so each microsecond counts. Not for two threads at the same time."""
+
+    def __init__(self, kernel: SpanKernel, arguments: Any) -> None:
+        """arguments: the kernel's block."""
+        kernel.prepare()
+        self.kernel, self.arguments, self.address = kernel, arguments, arguments.address
+
+    def run(self, units: int, work: int) -> None:
+        self.kernel.run(units, work, self.address)

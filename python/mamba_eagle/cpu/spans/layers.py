@@ -1,0 +1,193 @@
+"""The kernels between a layer's products as spans (span_kernels.py), for programs (team.py).
+
+Each is a loop over units that calls the kernel of the same name elsewhere, so programs compute what
+layers do, bit by bit. It is given the address of its block (abi.py), which names the pass's
+``Frame``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.abi import bools, floats, ints, reader
+from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm
+from mamba_eagle.cpu.ops.rms_norm import rms_norm
+from mamba_eagle.cpu.ops.tree_attention import _tree_head
+from mamba_eagle.cpu.ops.tree_verify import Buffers, LayerWeights, Seen, _enter, _head, _room
+from mamba_eagle.cpu.products.amx import split_rows
+from mamba_eagle.cpu.products.grouped import GROUP, round_rows
+from mamba_eagle.cpu.span_kernels import SpanKernel
+from mamba_eagle.cpu.vector_math import ZERO, silu
+from mamba_eagle.cpu.vectors.memory import pointer_to
+from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.machine_code import kernel, numba
+
+frame_at, norm_at, gated_norm_at = reader(abi.Frame), reader(abi.Norm), reader(abi.GatedNorm)
+gate_at, residual_at, inputs_at = reader(abi.Gate), reader(abi.Residual), reader(abi.Inputs)
+recurrence_at, attention_at = reader(abi.Recurrence), reader(abi.Attention)
+
+
+@kernel
+def round_made(made, first, last, rounded):
+    """Rows [first, last) of ``made`` [n, size] as a product's inputs."""
+    n, size = made.shape
+    if rounded.scale != 0:
+        numbers = numba.carray(pointer_to(rounded.numbers), (n, size), np.int8)
+        scale = floats(rounded.scale, (n, size // GROUP))
+        total = numba.carray(pointer_to(rounded.total), (n, size // GROUP), np.int32)
+        round_rows(made[first:last], numbers[first:last], scale[first:last], total[first:last])
+    elif rounded.numbers != 0:
+        split_rows(made.ctypes.data, rounded.numbers, size, first, last)
+
+
+def _norm(arguments, first, last):
+    own = norm_at(arguments)
+    frame, size = frame_at(own.frame), own.size
+    x, out = floats(frame.stream, (frame.rows, size)), floats(own.out, (frame.rows, size))
+    rms_norm(x[first:last], floats(own.weight, size), own.eps, out[first:last])
+    round_made(out, first, last, own.rounded)
+
+
+def _gated_norm(arguments, first, last):
+    own = gated_norm_at(arguments)
+    n, size = frame_at(own.frame).rows, own.size
+    y, out, weight = floats(own.y, (n, size)), floats(own.out, (n, size)), floats(own.weight, size)
+    for r in range(first, last):  # rows that are contiguous, as those that a layer passes
+        gate = floats(own.projected + 4 * r * own.columns, (1, size))
+        gated_group_rms_norm(y[r : r + 1], gate, weight, own.group, own.eps, out[r : r + 1])
+    round_made(out, first, last, own.rounded)
+
+
+def _silu_gate(arguments, first, last):
+    own = gate_at(arguments)
+    n, size = frame_at(own.frame).rows, own.size
+    both, out = floats(own.above, (n, own.columns)), floats(own.out, (n, size))
+    for r in range(first, last):
+        row, made = both[r], out[r]
+        for c in range(size):
+            made[c] = silu(row[c]) * row[size + c]
+    round_made(out, first, last, own.rounded)
+
+
+def _relu_squared(arguments, first, last):
+    own = gate_at(arguments)
+    n, size = frame_at(own.frame).rows, own.size
+    above, out = floats(own.above, (n, own.columns)), floats(own.out, (n, size))
+    for r in range(first, last):
+        row, made = above[r], out[r]
+        for c in range(size):
+            positive = row[c] if not row[c] <= ZERO else ZERO  # NaN stays
+            made[c] = positive * positive
+    round_made(out, first, last, own.rounded)
+
+
+@kernel
+def _add_scaled(row, added, scale):
+    """Rounded once where the processor can, as torch's ``add`` with ``alpha``."""
+    for c in range(row.shape[0]):
+        row[c] += scale * added[c]
+
+
+def _residual(arguments, first, last):
+    """stream += scale · made"""
+    own = residual_at(arguments)
+    frame, size, scale = frame_at(own.frame), own.size, own.scale
+    stream, made = (
+        floats(frame.stream, (frame.rows, size)),
+        floats(own.made, (frame.rows, own.columns)),
+    )
+    for r in range(first, last):
+        row, added = stream[r], made[r]
+        if scale == np.float32(1.0):
+            for c in range(size):
+                row[c] += added[c]
+        else:
+            _add_scaled(row, added, scale)
+
+
+@kernel
+def recurrence_of(own):
+    """What ``_enter`` and ``_head`` take."""
+    frame = frame_at(own.frame)
+    n, b, T, most = frame.rows, frame.requests, frame.nodes, frame.max_journal
+    R, K, W, H, P, N, G = own.R, own.K, own.W, own.H, own.P, own.N, own.G
+    nodes = TreeLayout(
+        ints(frame.slots, b),
+        ints(frame.state_slots, b),
+        ints(frame.journal, (b, most)),
+        ints(frame.journal_len, b),
+        ints(frame.node_rows, (b, T)),
+        ints(frame.parents, (b, T)),
+        None,
+        ints(frame.tail, (b, frame.history)),
+        bools(frame.fold, b),
+    )
+    weights = LayerWeights(
+        floats(own.conv, (K + 1, own.channels)), floats(own.heads, (3, H)), own.low, own.high
+    )
+    buffers = Buffers(
+        floats(own.conv_in, (R, K - 1 + W, own.channels)),
+        floats(own.xB, (R, W, H * P + G * N)),
+        floats(own.dt, (R, W, H)),
+        floats(own.decay, (R, W, H)),
+        floats(own.state, (own.states, H, P, N)),
+    )
+    seen = Seen(
+        floats(own.seen_C, (b, T, G, N)),
+        ints(own.seen_rows, (b, most + T)),
+        ints(own.seen_order, (b, T)),
+        ints(own.seen_kept, (b, T)),
+    )
+    projected = floats(own.projected, (n, own.columns))
+    return projected, nodes, weights, buffers, seen, floats(own.out, (n, H * P))
+
+
+def _begin_requests(arguments, first, last):
+    """Requests [first, last) of ``_enter``."""
+    own = recurrence_at(arguments)
+    projected, nodes, weights, buffers, seen, y = recurrence_of(own)
+    inner = y.shape[1]
+    end = inner + own.channels
+    xbc, dt = projected[:, inner:end], projected[:, end : end + own.H]
+    for r in range(first, last):
+        _enter(r, xbc, dt, nodes, weights, buffers, seen)
+
+
+def _heads(arguments, first, last):
+    """Pairs [first, last) of a request and a head, of ``_head``."""
+    own = recurrence_at(arguments)
+    _, nodes, weights, buffers, seen, y = recurrence_of(own)
+    H, skip = own.H, weights.heads[2]
+    room = _room(nodes.journal.shape[1], nodes.rows.shape[1], own.P)
+    for task in range(first, last):
+        _head(task // H, task % H, nodes, skip, buffers, seen, y, room)
+
+
+def _attention(arguments, first, last):
+    """Pairs [first, last) of a request and a key head, of ``_tree_head``."""
+    own = attention_at(arguments)
+    frame, heads, kv, D = frame_at(own.frame), own.heads, own.kv_heads, own.head_dim
+    n, trees, E = frame.rows, frame.trees, frame.family
+    packed = floats(own.packed, (n, own.columns // D, D))
+    new = (packed[:, :heads], packed[:, heads : heads + kv], packed[:, heads + kv : heads + 2 * kv])
+    pool = (floats(own.keys, (own.kv_slots, kv, D)), floats(own.values, (own.kv_slots, kv, D)))
+    table = ints(frame.table, (frame.table_rows, frame.positions))
+    sequences = (table, ints(frame.attended, trees), ints(frame.prefix, trees))
+    nodes, parents = ints(frame.own, (trees, E)), ints(frame.above, (trees, E))
+    out = floats(own.out, (n, heads, D))
+    for task in range(first, last):
+        _tree_head(task // kv, task % kv, new, pool, sequences, nodes, parents, own.scale, out)
+
+
+def _round_inputs(arguments, first, last):
+    own = inputs_at(arguments)
+    x = floats(own.x, (frame_at(own.frame).rows, own.size))
+    round_made(x, first, last, own.rounded)
+
+
+NORM, GATED_NORM = SpanKernel(_norm), SpanKernel(_gated_norm)
+SILU_GATE, RELU_SQUARED = SpanKernel(_silu_gate), SpanKernel(_relu_squared)
+RESIDUAL = SpanKernel(_residual)
+ATTENTION, ROUND_INPUTS = SpanKernel(_attention), SpanKernel(_round_inputs)
+BEGIN_REQUESTS, HEADS = SpanKernel(_begin_requests), SpanKernel(_heads)

@@ -1,0 +1,317 @@
+"""A team of threads for the kernels of a step: programs of spans that run without Python between.
+
+A *program* is a list of calls of kernels (span_kernels.py), one after the other; the units of a
+call are shared out to the team. The thread that runs the program, the leader, publishes a call by
+one word: how many units there are, how many have been taken, how many to take at a time. Everyone
+takes units until none is left, and the leader goes on when all have been computed. So nobody waits
+for a worker that is asleep, or whose core does something else: the others take its share. Which
+thread computes a unit changes no bit of it.
+
+Workers look for the next call for a while and then sleep (on Linux, by futex), until the leader
+wakes them. Within a program they are awake, and a call costs less than a microsecond, where a
+parallel loop of OpenMP whose workers sleep costs 10 to 50 µs. A step is mostly one program; between
+steps they sleep and leave their cores to others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba.core import types
+
+from mamba_eagle.cpu.abi import CallRow, Job, SeriesJob, reader
+from mamba_eagle.cpu.vectors.memory import (
+    add,
+    call_function,
+    exchange,
+    futex,
+    load,
+    pause,
+    pointer_to,
+    swap,
+)
+from mamba_eagle.machine_code import numba
+
+# Places in the block that a team shares, in words of 8 bytes; each has a cache line of its own.
+WORD, DONE, SLEEPERS, EPOCH, STOP, FUNCTION, ARGUMENTS, SYSCALL = range(0, 64, 8)
+MAX_LOOKS = SYSCALL + 1  # beside what else never changes
+CONTROL_WORDS = 64
+# The word: units taken so far, units in all, units to take at a time.
+_BITS, _MASK = 24, (1 << 24) - 1
+MAX_UNITS = _MASK
+# How often a worker looks for work before it sleeps: some 50 µs on a Zen 5, whose pause is short,
+# and 100 to 200 on an Intel.
+LOOKS = 4000
+_WAIT, _WAKE = 128, 129  # FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+SHARES = 4  # that a thread takes of a call, if all are equally fast
+EVERYBODY = 1 << 30
+
+
+# Nanoseconds of work below which a call is not shared out.
+MIN_SHARED = 4_000
+
+job_at, series_at, CALL_ROW = reader(Job), reader(SeriesJob), np.dtype(CallRow)
+
+
+def _inline(function: Any) -> Any:
+    return numba.njit(cache=True)(function)
+
+
+@_inline
+def _take(control):  # noqa: ANN001, ANN202
+    """Compute some of the units that nobody has taken. Returns whether there were any."""
+    word = load(control + WORD * 8)
+    first, units = word & _MASK, (word >> _BITS) & _MASK
+    if first >= units:
+        return False
+    last = min(first + (word >> (2 * _BITS)), units)
+    if swap(control + WORD * 8, word, word + (last - first)) != 0:
+        # The leader cannot go on before these units are computed: the call stays what it is.
+        function, arguments = load(control + FUNCTION * 8), load(control + ARGUMENTS * 8)
+        call_function(function, arguments, first, last)
+        add(control + DONE * 8, last - first)
+    return True
+
+
+@_inline
+def _share(control, function, arguments, units, chunk):  # noqa: ANN001, ANN202
+    """One call by the whole team."""
+    exchange(control + FUNCTION * 8, function)
+    exchange(control + ARGUMENTS * 8, arguments)
+    exchange(control + DONE * 8, 0)
+    exchange(control + WORD * 8, (chunk << (2 * _BITS)) | (units << _BITS))
+    if load(control + SLEEPERS * 8) != 0 and exchange(control + SLEEPERS * 8, 0) != 0:
+        add(control + EPOCH * 8, 1)
+        futex(load(control + SYSCALL * 8), _FUTEX, control + EPOCH * 8, _WAKE, EVERYBODY)
+    while _take(control):
+        pass
+    while load(control + DONE * 8) < units:
+        pause()
+
+
+def _work(control, _first, _last):  # noqa: ANN001, ANN202
+    """What a worker does until the team is dissolved."""
+    looks = 0
+    while load(control + STOP * 8) == 0:
+        if _take(control):
+            looks = 0
+            continue
+        looks += 1
+        pause()
+        if looks > load(control + MAX_LOOKS * 8):
+            looks = 0
+            epoch = load(control + EPOCH * 8)
+            add(control + SLEEPERS * 8, 1)
+            word = load(control + WORD * 8)  # a call published before that was seen by nobody
+            idle = (word & _MASK) >= ((word >> _BITS) & _MASK)
+            if idle and load(control + STOP * 8) == 0:
+                futex(
+                    load(control + SYSCALL * 8), _FUTEX, control + EPOCH * 8, _WAIT,
+                    epoch & 0xFFFFFFFF,
+                )  # fmt: skip
+
+
+@_inline
+def _run(address):  # noqa: ANN001, ANN202
+    """Run a program: that of the ``Job`` at an address."""
+    job = job_at(address)
+    calls = numba.carray(pointer_to(job.calls), job.count, CALL_ROW)
+    for i in range(job.count):
+        call = calls[i]
+        if call.rows_at != 0:
+            numba.carray(pointer_to(call.rows_at), 1, np.int64)[0] = job.rows
+        units = call.units + call.units_per_row * job.rows
+        units += call.units_per_request * job.requests + call.units_per_tree * job.trees
+        work = call.work + call.work_per_row * job.rows
+        if job.control == 0 or units < 2 or work < job.min_shared:
+            call_function(call.function, call.arguments, 0, units)
+        else:
+            chunk = max(units // (job.threads * SHARES), 1)
+            _share(job.control, call.function, call.arguments, units, chunk)
+
+
+def _lead(job, _first, _last):  # noqa: ANN001, ANN202
+    _run(job)
+
+
+def _lead_series(address, programs, _last):  # noqa: ANN001, ANN202
+    """Run the first ``programs`` programs, until a word is not 0."""
+    series = series_at(address)
+    jobs = numba.carray(pointer_to(series.jobs), programs, np.int64)
+    for i in range(programs):
+        _run(jobs[i])
+        if load(series.stop) != 0:
+            break
+
+
+def _compiled(function: Any) -> Any:
+    kind = types.void(types.int64, types.int64, types.int64)
+    return numba.cfunc(kind, cache=True)(function)
+
+
+class Team:
+    """``threads - 1`` workers, which start with the team and end with ``dissolve``."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        room = np.zeros(CONTROL_WORDS + 8, np.int64)
+        shift = -room.ctypes.data % 64 // 8
+        self.control = room[shift : shift + CONTROL_WORDS]
+        self.address = int(self.control.ctypes.data)
+        self.control[MAX_LOOKS] = LOOKS
+        syscall = ctypes.CDLL(None).syscall
+        self.control[SYSCALL] = ctypes.cast(syscall, ctypes.c_void_p).value or 0
+        self._syscall = syscall
+        work = _compiled(_work)
+        self._work = work
+        self.workers = [
+            threading.Thread(
+                target=work.ctypes, args=(self.address, 0, 0), name=f"kernels-{i}", daemon=True
+            )
+            for i in range(1, threads)
+        ]
+        for worker in self.workers:
+            worker.start()
+        self._one = CallRow()
+        self._job = Job(control=self.address, calls=self._one.address, count=1, threads=threads)
+        self._lead = leader()
+
+    def share(self, function: int, arguments: int, units: int) -> None:
+        """One call; the caller is the only leader."""
+        one = self._one
+        one.function, one.arguments, one.units = function, arguments, units
+        self._lead(self._job.address, 0, 0)
+
+    def dissolve(self) -> None:
+        """End the workers; nothing may be running."""
+        self.control[STOP] = 1
+        self.control[EPOCH] += 1
+        self._syscall(
+            ctypes.c_long(_FUTEX), ctypes.c_void_p(self.address + EPOCH * 8),
+            ctypes.c_long(_WAKE), ctypes.c_long(EVERYBODY), None,
+        )  # fmt: skip
+        for worker in self.workers:
+            worker.join()
+
+
+def can_sleep() -> bool:
+    """Whether workers could sleep here; without that there is no team."""
+    return sys.platform == "linux" and _FUTEX != 0
+
+
+_team: Team | None = None
+_leading = threading.Lock()
+
+
+def gather(threads: int) -> None:
+    """Programs are run by so many threads from now on."""
+    global _team
+    wanted = threads if can_sleep() else 1
+    if (1 if _team is None else _team.threads) == wanted:
+        return
+    with _leading:
+        if _team is not None:
+            _team.dissolve()
+        _team = Team(wanted) if wanted > 1 else None
+
+
+def _forget() -> None:
+    """A child process has no workers."""
+    global _team, _leading
+    _team, _leading = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def share(function: int, arguments: int, units: int) -> bool:
+    """One call by the team; False if there is none, or another thread leads it."""
+    team = _team
+    if team is None or units > MAX_UNITS or not _leading.acquire(blocking=False):
+        return False
+    try:
+        team.share(function, arguments, units)
+    finally:
+        _leading.release()
+    return True
+
+
+def _leads(programs: tuple[Program, ...]) -> bool:
+    """Whether this thread leads the team from now on, for these programs. A team has one leader;
+    another thread works alone."""
+    team = _team
+    leads = team is not None and _leading.acquire(blocking=False)
+    for program in programs:
+        job = program._job
+        if team is not None and leads:
+            job.control, job.threads, job.min_shared = team.address, team.threads, MIN_SHARED
+        else:
+            job.control, job.threads = 0, 1
+    return leads
+
+
+class Program:
+    """Calls of span kernels. Not for two threads at the same time."""
+
+    def __init__(self, calls: Sequence[CallRow]) -> None:
+        """Blocks that the calls name must stay."""
+        self.calls = (CallRow * len(calls))(*calls)
+        self._job = Job(calls=ctypes.addressof(self.calls), count=len(calls), threads=1)
+        self._address = self._job.address
+        self._lead = leader()
+
+    def run(self, rows: int, requests: int, trees: int = 0) -> None:
+        """rows, requests, trees: in this step."""
+        self.prepare(rows, requests, trees)
+        leads = _leads((self,))
+        try:
+            self._lead(self._address, 0, 0)
+        finally:
+            if leads:
+                _leading.release()
+
+    def prepare(self, rows: int, requests: int, trees: int) -> None:
+        """What ``run`` is given, for a ``Series``."""
+        job = self._job
+        job.rows, job.requests, job.trees = rows, requests, trees
+
+
+class Series:
+    """Programs one after the other, without Python between them. Not for two threads at the same
+    time."""
+
+    def __init__(self, programs: Sequence[Program], stop: int) -> None:
+        """stop: the address of a word; none is begun any more once it is not 0."""
+        self.programs = tuple(dict.fromkeys(programs))
+        self._order = (ctypes.c_int64 * len(programs))(*[p._address for p in programs])
+        self._job = SeriesJob(stop=stop, jobs=ctypes.addressof(self._order))
+        self._address = self._job.address
+        self._lead = leader(_lead_series)
+
+    def run(self, count: int) -> None:
+        """The first ``count`` programs, which are prepared."""
+        leads = _leads(self.programs)
+        try:
+            self._lead(self._address, count, 0)
+        finally:
+            if leads:
+                _leading.release()
+
+
+_leaders: dict[Any, Any] = {}
+
+
+def leader(kind: Any = _lead) -> Any:
+    """``_lead`` or ``_lead_series``, compiled at the first call."""
+    if kind not in _leaders:
+        _leaders[kind] = _compiled(kind)
+    return _leaders[kind].ctypes

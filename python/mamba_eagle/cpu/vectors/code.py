@@ -1,0 +1,171 @@
+"""Machine code for products on a CPU, written as LLVM vectors.
+
+A loop over inputs ends in a horizontal sum for each output, and for each group of weights that has
+a scale; LLVM finds neither the widening loads nor the integer dot products in it. So weights are
+stored in blocks of 16 outputs, in the order in which a product reads them: one vector then holds
+the same input of 16 outputs, nothing is summed across it, and scales are vectors, too. The vector
+code is written out here; Numba compiles it to what the processor has, and caches it.
+
+A sum over inputs is made in the same order for each row, however many rows there are and however
+they are shared out to threads. So a row's outputs do not depend on the batch it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import Structure
+from types import SimpleNamespace
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from mamba_eagle.cpu.vectors.memory import ask_for
+from mamba_eagle.machine_code import numba
+
+LANES = 16  # outputs per block
+CACHE_LINE = 64  # bytes
+MAX_ROWS = 8  # that share a pass over a block
+
+F32, HALF = ir.FloatType(), ir.HalfType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class Code:
+    """A builder of LLVM instructions with the few that products need."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def splat(self, value: Any) -> Any:
+        """A vector of 16 times the same number."""
+        b, vector = self.builder, ir.VectorType(value.type, LANES)
+        empty = ir.Constant(vector, ir.Undefined)
+        one = b.insert_element(empty, value, I32(0))
+        return b.shuffle_vector(one, empty, ir.Constant(INTS, [0] * LANES))
+
+    def at(self, pointer: Any, index: Any, kind: Any) -> Any:
+        """The address of an element; pointer: of any type."""
+        b = self.builder
+        return b.gep(b.bitcast(pointer, kind.as_pointer()), [index])
+
+    def load(self, pointer: Any, index: Any, kind: Any) -> Any:
+        """``pointer[index]``, for elements of ``kind``."""
+        return self.builder.load(self.at(pointer, index, kind), align=_bytes(kind))
+
+    def fields(self, address: Any, block: type[Structure]) -> SimpleNamespace:
+        """The fields of a block of words (abi.py), by their names."""
+        places = {name: getattr(block, name).offset // 8 for name, _ in block._fields_}
+        loaded = {name: self.load(address, I64(at), I64) for name, at in places.items()}
+        return SimpleNamespace(**loaded)
+
+    def bytes_at(self, address: Any) -> Any:
+        return self.builder.inttoptr(address, I8.as_pointer())
+
+    def vector(self, pointer: Any, index: Any, kind: Any) -> Any:
+        """16 neighbouring elements, from ``pointer[index]`` on."""
+        b, whole = self.builder, ir.VectorType(kind, LANES)
+        address = b.bitcast(self.at(pointer, index, kind), whole.as_pointer())
+        return b.load(address, align=_bytes(kind))
+
+    def store(self, value: Any, pointer: Any, index: Any) -> None:
+        """16 numbers from ``pointer[index]`` on."""
+        kind = value.type.element
+        address = self.builder.bitcast(self.at(pointer, index, kind), value.type.as_pointer())
+        self.builder.store(value, address, align=_bytes(kind))
+
+    def variables(self, count: int) -> list[Any]:
+        """Places for vectors of sums; LLVM keeps them in registers."""
+        return [cgutils.alloca_once(self.builder, FLOATS) for _ in range(count)]
+
+    def multiply_add(self, x: Any, y: Any, z: Any) -> Any:
+        """x · y + z, rounded once where the processor can."""
+        if not has("fma", "neon"):
+            return self.builder.fadd(self.builder.fmul(x, y), z)
+        return self.call("llvm.fma.v16f32", FLOATS, x, y, z)
+
+    def call(self, name: str, result: Any, *values: Any) -> Any:
+        b = self.builder
+        kind = ir.FunctionType(result, [value.type for value in values])
+        return b.call(cgutils.get_or_insert_function(b.module, kind, name), values)
+
+    def prefetch(self, pointer: Any, ahead: int, count: int) -> None:
+        """Ask for ``count`` bytes that lie ``ahead`` of a pointer; they need not exist."""
+        for first in range(ahead, ahead + count, CACHE_LINE):
+            ask_for(self.builder, self.at(pointer, I64(first), I8))
+
+    def sum(self, *parts: Any) -> Any:
+        """The sum of integers."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.builder.add(total, part)
+        return total
+
+    def times(self, *factors: Any) -> Any:
+        """The product of integers."""
+        product = factors[0]
+        for factor in factors[1:]:
+            product = self.builder.mul(product, factor)
+        return product
+
+    def loop(self, count: Any) -> Any:
+        """``with code.loop(count) as index``"""
+        return _Loop(self.builder, count)
+
+    def row_tiles(self, rows: Any, tile: Callable[[int, Any], None]) -> None:
+        """Calls ``tile(how many, first row)`` until all rows are in one: eights, then one of what
+        is left, so that a chain's five or six rows read the weights once."""
+        b, largest = self.builder, I64(MAX_ROWS)
+        whole = b.udiv(rows, largest)
+        with self.loop(whole) as index:
+            tile(MAX_ROWS, b.mul(index, largest))
+        first = b.mul(whole, largest)
+        left = b.sub(rows, first)
+        for size in range(1, MAX_ROWS):
+            with b.if_then(b.icmp_unsigned("==", left, I64(size))):
+                tile(size, first)
+
+
+class _Loop:
+    def __init__(self, builder: Any, count: Any) -> None:
+        self._range = cgutils.for_range(builder, count, intp=I64)
+
+    def __enter__(self) -> Any:
+        return self._range.__enter__().index
+
+    def __exit__(self, *error: Any) -> None:
+        self._range.__exit__(*error)
+
+
+def _bytes(kind: Any) -> int:
+    return {"float": 4, "half": 2, "i8": 1, "i16": 2, "i32": 4, "i64": 8}[str(kind)]
+
+
+def has(*features: str) -> bool:
+    """Whether the processor that Numba compiles for has one of ``features``, by LLVM's names."""
+    given = numba.config.CPU_FEATURES
+    if given is not None:
+        return any(f"+{feature}" in given.split(",") for feature in features)
+    if numba.config.CPU_NAME == "generic":
+        return False
+    host = binding.get_host_cpu_features()
+    return any(host.get(feature, False) for feature in features)
+
+
+def vector_code(write: Callable[..., None]) -> Any:
+    """A function ``f(arguments, first, last)`` for Numba's code, whose body is what ``write(code,
+    arguments, first, last)`` writes. arguments: the address of a block."""
+
+    @intrinsic
+    def written(typing: Any, arguments: Any, first: Any, last: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, given: Any) -> Any:
+            address, begin, end = given
+            pointer = builder.inttoptr(address, I64.as_pointer())
+            write(Code(builder), pointer, begin, end)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return written

@@ -1,0 +1,552 @@
+"""The products of experts on a GPU: up with its activation, down, and the weighted sum.
+
+A *pair* is a token and one of its experts; token t has pairs t · all to t · all + all - 1, first
+those of its ``top_k`` routed experts, then one for each shared expert, which every token passes.
+
+Few tokens: a program multiplies some rows of an expert's matrix with one pair's input, and nothing
+is sorted. More: with the inputs of up to TOKENS pairs of the expert at once, so that each weight is
+read once; weights are the left factor, which has the 64 rows of the tensor cores' widest
+instruction however few tokens there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.experts.torch import Routes
+from mamba_eagle.kernels.experts.triton_routes import Sorted
+from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
+from mamba_eagle.kernels.float8.triton import to_e4m3
+from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done, silu
+
+RELU_SQUARED, SILU_GATE = "relu_squared", "silu_gate"
+# How inputs become float8: not at all; by one scale; by the token's largest number; by that of each
+# 128 columns of a token.
+PLAIN, STATIC, DYNAMIC, GROUPED = 0, 1, 2, 3
+_PLAIN, _STATIC = tl.constexpr(PLAIN), tl.constexpr(STATIC)
+_DYNAMIC, _GROUPED = tl.constexpr(DYNAMIC), tl.constexpr(GROUPED)
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
+BLOCK = 128  # columns that share a scale, if scales are of blocks
+
+
+class Stack(NamedTuple):
+    """Matrices [E, out, in] of the experts of a rank, and shared ones of the same form beside
+    them: [S · out, in] if they are stacked by rows (up), [out, S · in] if by columns (down)."""
+
+    weight: Tensor
+    scale: Tensor | None  # float8: [E, 1 or out] or [E, out blocks, in blocks] float32
+    block: int  # rows that share a scale; 0: scales are of rows or of the matrix
+    rounding: Rounding | None  # of the inputs
+    shared: Tensor | None = None
+    shared_scale: Tensor | None = None  # [1 or rows]
+
+    @property
+    def inputs(self) -> int:
+        """How they become float8."""
+        if self.rounding is None:
+            return PLAIN
+        if self.rounding.scale is not None:
+            return STATIC
+        return GROUPED if self.rounding.group else DYNAMIC
+
+
+class Pairs(NamedTuple):
+    """Which pairs there are."""
+
+    routes: Routes
+    place: Sorted | None  # None: every pair is multiplied on its own
+    shared: int  # experts that all tokens pass
+    first: int  # expert of this rank
+    held: bool  # whether other ranks have experts, too
+
+
+class Config(NamedTuple):
+    """How a product is divided; the result depends on it by rounding only."""
+
+    rows: int  # of the weight, per program: a power of two
+    tokens: int  # per pass over them; 0: one pair, without tensor cores
+    columns: int  # per iteration: a power of two
+    warps: int
+    stages: int  # iterations in flight
+
+
+@triton.jit
+def _scale_of(largest):
+    return tl.maximum(largest / _LARGEST, _SMALLEST)
+
+
+@triton.jit
+def _rounded(x, scale):
+    """x / scale as E4M3. A GPU's conversion takes what is larger than 448 as 448, and a product
+    takes a tenth of the instructions of a division."""
+    if INTERPRETED:
+        return to_e4m3(x.to(tl.float32) / scale)
+    else:
+        return (x.to(tl.float32) * (1.0 / scale)).to(tl.float8e4nv)
+
+
+@triton.jit
+def _activated(acc, gate, GATED: tl.constexpr, ACTIVATED: tl.constexpr):
+    if GATED:
+        return silu(gate) * acc
+    elif ACTIVATED:
+        positive = tl.maximum(acc, 0.0)
+        return positive * positive
+    else:
+        return acc
+
+
+@triton.jit
+def _few_kernel(
+    x,  # [n, SIZE] if GATHER, else [pairs, SIZE]; rows x_stride apart
+    x_largest,  # [pairs, PARTS] float32, read if DYNAMIC and not GATHER
+    static,  # [1, 1] float32, read if STATIC
+    ids,  # [n, TOP_K] int32
+    weight,  # [COUNT, OUT or 2 OUT, SIZE]
+    scale,
+    shared,  # see Stack
+    shared_scale,
+    y,  # [pairs, OUT]; float8 if RESCALED
+    largest,  # [pairs, tiles] float32, written if MARKS: the largest size of a tile's outputs
+    static_out,  # [1, 1] float32, what y is divided by if RESCALED
+    first,  # expert of this rank
+    x_stride,
+    scale_stride,  # between experts
+    row_scale_stride,  # 0: a scale per matrix
+    shared_scale_stride,
+    SIZE: tl.constexpr,
+    OUT: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATHER: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MARKS: tl.constexpr,
+    RESCALED: tl.constexpr,
+    HELD: tl.constexpr,  # whether other ranks have experts
+    SCALED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,  # 0: scales are of rows or matrices
+    PADDED: tl.constexpr,  # a power of two, at least SIZE; of PARTS if not GATHER
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    tile, pair = tl.program_id(0), tl.program_id(1)
+    ALL: tl.constexpr = TOP_K + SHARED
+    token, slot = pair // ALL, pair % ALL
+    row = tile * ROWS + tl.arange(0, ROWS)
+    is_row = row < OUT
+    previous_done(OVERLAP)
+    expert = tl.load(ids + token * TOP_K + slot, mask=slot < TOP_K, other=0) - first
+    base, scales, step_of_rows = weight, scale, row_scale_stride
+    row_stride, gate_rows = SIZE, OUT
+    if SHARED > 0:
+        is_shared = slot >= TOP_K
+        if GATHER:
+            gate_rows += is_shared.to(tl.int32) * (OUT * SHARED - OUT)
+        else:
+            row_stride += is_shared.to(tl.int32) * (SIZE * SHARED - SIZE)
+        if is_shared:
+            expert = slot - TOP_K
+            base, scales, step_of_rows = shared, shared_scale, shared_scale_stride
+    if (not HELD) or ((expert >= 0) & (expert < COUNT)):
+        stride, own_scale_stride = OUT * SIZE * (2 if GATED else 1), scale_stride
+        if SHARED > 0:
+            wide = is_shared.to(tl.int32)
+            if GATHER:
+                stride += wide * (OUT * SIZE - stride)
+                own_scale_stride += wide * (OUT * step_of_rows - own_scale_stride)
+            else:
+                stride += wide * (SIZE - stride)
+                own_scale_stride += wide * -own_scale_stride
+        base += expert.to(tl.int64) * stride
+        scales += expert * own_scale_stride
+        row_at = tl.where(is_row, row, 0)
+        at = base + row_at.to(tl.int64)[:, None] * row_stride
+        above = at + gate_rows * row_stride
+        own = x + (token if GATHER else pair).to(tl.int64) * x_stride
+        factor = tl.full([], 1.0, tl.float32)
+        if INPUTS == _STATIC:
+            factor = tl.load(static)
+        elif INPUTS == _DYNAMIC:
+            place = tl.arange(0, PADDED)
+            if GATHER:
+                numbers = tl.load(own + place, mask=place < SIZE, other=0.0).to(tl.float32)
+            else:
+                numbers = tl.load(x_largest + pair * PARTS + place, mask=place < PARTS, other=0.0)
+            factor = _scale_of(tl.max(tl.abs(numbers), 0))
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        gates = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for step in tl.range(0, tl.cdiv(SIZE, COLUMNS), num_stages=STAGES):
+            column = step * COLUMNS + tl.arange(0, COLUMNS)
+            t = tl.load(own + column, mask=column < SIZE, other=0.0).to(tl.float32)
+            w = tl.load(at + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
+            if GATED:
+                g = w
+                w = tl.load(above + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
+            if INPUTS == _GROUPED:
+                group = _scale_of(tl.max(tl.abs(t), 0))
+                t = _rounded(t, group).to(tl.float32) * group
+            elif INPUTS != _PLAIN and x.dtype.element_ty != tl.float8e4nv:
+                t = _rounded(t, factor).to(tl.float32)
+            if BLOCK_OUT > 0:
+                BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+                s = tl.load(scales + row_at // BLOCK_OUT * BLOCKS + step)
+                if GATED:
+                    gates += g.to(tl.float32) * t[None, :] * s[:, None]
+                    s = tl.load(scales + (OUT + row_at) // BLOCK_OUT * BLOCKS + step)
+                acc += w.to(tl.float32) * t[None, :] * s[:, None]
+            else:
+                if GATED:
+                    gates += g.to(tl.float32) * t[None, :]
+                acc += w.to(tl.float32) * t[None, :]
+        result, gate = tl.sum(acc, 1), tl.sum(gates, 1)
+        if SCALED and BLOCK_OUT == 0:
+            if GATED:
+                gate *= tl.load(scales + row_at * step_of_rows)
+                row_at += gate_rows
+            result *= tl.load(scales + row_at * step_of_rows)
+        if SCALED and INPUTS != _PLAIN and INPUTS != _GROUPED:
+            result, gate = result * factor, gate * factor
+        result = _activated(result, gate, GATED, ACTIVATED)
+        if RESCALED:
+            result = _rounded(result, tl.load(static_out))
+        tl.store(y + pair.to(tl.int64) * OUT + row, result, mask=is_row)
+        if MARKS:
+            size = tl.max(tl.where(is_row, tl.abs(result), 0.0), 0)
+            tl.store(largest + pair * tl.num_programs(0) + tile, size)
+
+
+@triton.jit
+def _factor(x, factor, INPUTS: tl.constexpr):
+    """The right factor [TOKENS, COLUMNS] of a product, and its scales [TOKENS]."""
+    if INPUTS == _GROUPED:
+        x = x.to(tl.float32)
+        factor = _scale_of(tl.max(tl.abs(x), 1))
+        return _rounded(x, factor[:, None]), factor
+    elif INPUTS != _PLAIN and x.dtype != tl.float8e4nv:
+        return _rounded(x, factor[:, None]), factor
+    else:
+        return x, factor
+
+
+@triton.jit
+def _dot(w, x, acc, IMPRECISE: tl.constexpr):
+    if INTERPRETED:
+        return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
+    else:
+        return tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
+
+
+@triton.jit(do_not_specialize=["n", "first"])
+def _tile_kernel(
+    x,
+    x_largest,  # [n] if GATHER, else [pairs, PARTS]
+    static,
+    order,
+    table,
+    weight,
+    scale,
+    shared,
+    shared_scale,
+    y,
+    largest,
+    static_out,
+    n,
+    x_stride,
+    scale_stride,
+    row_scale_stride,
+    shared_scale_stride,
+    SIZE: tl.constexpr,
+    OUT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATHER: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MARKS: tl.constexpr,
+    RESCALED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    PADDED: tl.constexpr,  # a power of two, at least PARTS
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As ``_few_kernel``; all pairs of an expert."""
+    tile, place = tl.program_id(0), tl.program_id(1)
+    ALL: tl.constexpr = TOP_K + SHARED
+    STEPS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    row = tile * ROWS + tl.arange(0, ROWS)
+    is_row = row < OUT
+    row_at = tl.where(is_row, row, 0)
+    previous_done(OVERLAP)
+    is_shared = place < SHARED
+    entry = table + 1 + 3 * (place - SHARED)
+    here = (place >= SHARED) & (place - SHARED < tl.load(table))
+    expert = tl.load(entry, mask=here, other=0)
+    begin, end = tl.load(entry + 1, mask=here, other=0), tl.load(entry + 2, mask=here, other=0)
+    base = weight + expert.to(tl.int64) * OUT * SIZE * (2 if GATED else 1)
+    scales, step_of_rows = scale + expert * scale_stride, row_scale_stride
+    row_stride, gate_rows = SIZE, OUT
+    if SHARED > 0:
+        if GATHER:
+            gate_rows += is_shared.to(tl.int32) * (OUT * SHARED - OUT)
+        else:
+            row_stride += is_shared.to(tl.int32) * (SIZE * SHARED - SIZE)
+        if is_shared:
+            end = n
+            step_of_rows = shared_scale_stride
+            if GATHER:
+                base = shared + place.to(tl.int64) * OUT * SIZE
+                scales = shared_scale + place * OUT * step_of_rows
+            else:
+                base = shared + place * SIZE
+                scales = shared_scale
+    at = base + row_at.to(tl.int64)[:, None] * row_stride
+    above = at + gate_rows * row_stride
+    for start in tl.range(begin, end, TOKENS):
+        which = start + tl.arange(0, TOKENS)
+        is_pair = which < end
+        flat = tl.load(order + which, mask=is_pair & (not is_shared), other=0)
+        token = tl.where(is_shared, which, flat // TOP_K)
+        token = tl.where(is_pair, token, 0)
+        pair = token * ALL + tl.where(is_shared, TOP_K + place, flat % TOP_K)
+        own = x + (token if GATHER else pair).to(tl.int64)[:, None] * x_stride
+        factor = tl.full([TOKENS], 1.0, tl.float32)
+        if INPUTS == _STATIC:
+            factor *= tl.load(static)
+        elif INPUTS == _DYNAMIC:
+            if GATHER:
+                size = tl.load(x_largest + token, mask=is_pair, other=0.0)
+            else:
+                part = tl.arange(0, PADDED)
+                parts = x_largest + pair[:, None] * PARTS + part[None, :]
+                known = is_pair[:, None] & (part < PARTS)[None, :]
+                size = tl.max(tl.load(parts, mask=known, other=0.0), 1)
+            factor = _scale_of(size)
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        gates = tl.zeros([ROWS, TOKENS], tl.float32)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            column = step * COLUMNS + tl.arange(0, COLUMNS)
+            inside = (column < SIZE)[None, :]
+            if SIZE % COLUMNS == 0:
+                w = tl.load(at + column[None, :])
+                if GATED:
+                    u = tl.load(above + column[None, :])
+                t = tl.load(own + column[None, :], mask=is_pair[:, None], other=0.0)
+            else:
+                w = tl.load(at + column[None, :], mask=inside, other=0.0)
+                if GATED:
+                    u = tl.load(above + column[None, :], mask=inside, other=0.0)
+                t = tl.load(own + column[None, :], mask=is_pair[:, None] & inside, other=0.0)
+            t, group = _factor(t, factor, INPUTS)
+            if BLOCK_OUT > 0:
+                s = tl.load(scales + row_at // BLOCK_OUT * STEPS + step)
+                part = _dot(w, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
+                if INPUTS == _GROUPED:
+                    part *= group[None, :]
+                if GATED:
+                    gates += part * s[:, None]
+                    s = tl.load(scales + (OUT + row_at) // BLOCK_OUT * STEPS + step)
+                    part = _dot(u, t, tl.zeros([ROWS, TOKENS], tl.float32), COLUMNS)
+                    if INPUTS == _GROUPED:
+                        part *= group[None, :]
+                acc += part * s[:, None]
+            elif GATED:
+                gates = _dot(w, t, gates, COLUMNS)
+                acc = _dot(u, t, acc, COLUMNS)
+            else:
+                acc = _dot(w, t, acc, COLUMNS)
+        if SCALED and BLOCK_OUT == 0:
+            if GATED:
+                gates *= tl.load(scales + row_at * step_of_rows)[:, None]
+                acc *= tl.load(scales + (gate_rows + row_at) * step_of_rows)[:, None]
+            else:
+                acc *= tl.load(scales + row_at * step_of_rows)[:, None]
+        if SCALED and INPUTS != _PLAIN and INPUTS != _GROUPED:
+            acc *= factor[None, :]
+            gates *= factor[None, :]
+        acc = _activated(acc, gates, GATED, ACTIVATED)
+        to = y + pair.to(tl.int64)[None, :] * OUT + row[:, None]
+        if RESCALED:
+            acc = _rounded(acc, tl.load(static_out))
+        tl.store(to, acc, mask=is_row[:, None] & is_pair[None, :])
+        if MARKS:
+            size = tl.max(tl.where(is_row[:, None], tl.abs(acc), 0.0), 0)
+            tl.store(largest + pair * tl.num_programs(0) + tile, size, mask=is_pair)
+
+
+@triton.jit
+def _sum_kernel(
+    each,  # [pairs, SIZE]
+    back,  # [n, TOP_K] int32, which row of each a pair has, read if SORTED; else the pair itself
+    ids,  # [n, TOP_K] int32, read if HELD
+    weights,  # [n, TOP_K] float32
+    added,  # [n, SIZE], read if ADDS
+    y,  # [n, SIZE]
+    first,
+    SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    HELD: tl.constexpr,
+    SORTED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    previous_done(OVERLAP)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K + SHARED):
+        place = token * (TOP_K + SHARED) + slot
+        there, share = inside, 1.0
+        if slot < TOP_K:
+            share = tl.load(weights + token * TOP_K + slot)
+            if HELD:
+                expert = tl.load(ids + token * TOP_K + slot + column * 0) - first
+                there = inside & (expert >= 0) & (expert < COUNT)
+        if SORTED:
+            place = tl.load(back + place + column * 0, mask=there, other=0).to(tl.int64)
+        made = tl.load(each + place * SIZE + column, mask=there, other=0.0)
+        total += made.to(tl.float32) * share
+    if ADDS:
+        total += tl.load(added + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + token * SIZE + column, total, mask=inside)
+
+
+def weighted_sum(
+    each: Tensor, pairs: Pairs, count: int, added: Tensor | None, by_expert: bool = False
+) -> Tensor:
+    """each [pairs, size] -> [n, size]: Σ weights · each, shared experts with weight 1, + added.
+
+    count: experts of this rank. by_expert: each has the order of ``pairs.place``, and no shared
+    experts.
+    """
+    routes, shared = pairs.routes, 0 if by_expert else pairs.shared
+    (n, top_k), size, device = routes.weights.shape, each.shape[1], each.device
+    y = torch.empty(n, size, dtype=each.dtype, device=device)
+    overlap, block = launches_overlap(device), 512
+    _sum_kernel[(n, triton.cdiv(size, block))](
+        each,
+        pairs.place.back if by_expert and pairs.place is not None else routes.experts,
+        routes.experts,
+        routes.weights,
+        y if added is None else added,
+        y,
+        pairs.first,
+        SIZE=size,
+        COUNT=count,
+        TOP_K=top_k,
+        SHARED=shared,
+        HELD=pairs.held,
+        SORTED=by_expert,
+        ADDS=added is not None,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=2,
+        launch_pdl=overlap,
+    )
+    return y
+
+
+class Marked(NamedTuple):
+    """Outputs of a product, and what is needed to round them."""
+
+    values: Tensor  # [pairs, out]
+    largest: Tensor  # [pairs, parts] float32, of parts of a row; empty if not asked for
+
+
+def product(
+    x: Marked,
+    stack: Stack,
+    pairs: Pairs,
+    config: Config,
+    act: str | None,
+    dtype: torch.dtype,
+    following: Rounding | None = None,
+) -> Marked:
+    """One product of every pair with its expert's matrix.
+
+    Args:
+        x: act given: [n, in], the tokens; else [pairs, in].
+        pairs: with a place if config.tokens is not 0.
+        act: RELU_SQUARED or SILU_GATE, applied to the sums; None: none.
+        following: how the next product rounds what this one returns.
+    Returns: [n · (k + shared), out] of ``dtype``, or float8 by a scale that ``following`` has; rows
+        of other ranks' experts are arbitrary.
+    """
+    weight, device = stack.weight, stack.weight.device
+    (n, top_k), shared, place = pairs.routes.weights.shape, pairs.shared, pairs.place
+    count, rows, size = weight.shape
+    gated, gather = act == SILU_GATE, act is not None
+    out = rows // 2 if gated else rows
+    tiles, total = triton.cdiv(out, config.rows), n * (top_k + shared)
+    static_out = None if following is None else following.scale
+    marks = following is not None and static_out is None and not following.group
+    y = torch.empty(total, out, dtype=dtype if static_out is None else E4M3, device=device)
+    largest = torch.empty(total if marks else 0, tiles, dtype=torch.float32, device=device)
+    scale = x.largest if stack.scale is None else stack.scale
+    per_row = stack.scale is not None and not stack.block and scale.shape[1] > 1
+    static = scale if stack.rounding is None else stack.rounding.scale
+    parts = x.largest.shape[-1] if x.largest.ndim > 1 else 1
+    overlap = launches_overlap(device)
+    given = (x.values, x.largest, scale if static is None else static)
+    given += (pairs.routes.experts,) if place is None else (place.order, place.table)
+    own = stack.shared if shared else weight
+    own_scale = stack.shared_scale if shared and stack.shared_scale is not None else scale
+    given += (weight, scale, own, own_scale, y, largest)
+    given += (largest if static_out is None else static_out,)
+    given += (pairs.first if place is None else n,)
+    padded = size if place is None and gather else parts
+    common = {
+        "SIZE": size,
+        "OUT": out,
+        "TOP_K": top_k,
+        "SHARED": shared,
+        "GATHER": gather,
+        "GATED": gated,
+        "ACTIVATED": act == RELU_SQUARED,
+        "INPUTS": stack.inputs,
+        "PARTS": parts,
+        "MARKS": marks,
+        "RESCALED": static_out is not None,
+        "SCALED": stack.scale is not None,
+        "BLOCK_OUT": stack.block,
+        "PADDED": triton.next_power_of_2(padded),
+        "ROWS": config.rows,
+        "COLUMNS": BLOCK if stack.block else config.columns,
+        "STAGES": config.stages,
+        "OVERLAP": overlap,
+        "num_warps": config.warps,
+        "launch_pdl": overlap,
+    }
+    strides = (
+        x.values.stride(0),
+        scale[0].numel() if stack.scale is not None else 0,
+        int(per_row),
+        int(stack.scale is not None and own_scale.shape[0] > 1),
+    )
+    if place is None:
+        _few_kernel[(tiles, total)](*given, *strides, COUNT=count, HELD=pairs.held, **common)
+    else:
+        active = shared + min(count, n * top_k)
+        _tile_kernel[(tiles, active)](*given, *strides, TOKENS=config.tokens, **common)
+    return Marked(y, largest)

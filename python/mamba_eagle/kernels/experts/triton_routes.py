@@ -1,0 +1,306 @@
+"""Which experts process a token, and which tokens an expert has, on a GPU.
+
+Logits are sums of a fixed number of column shares, added up in order, whatever the number of
+tokens: so a token's experts do not depend on the batch that it is in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mamba_eagle.kernels.experts.torch import Choice, Routes
+from mamba_eagle.kernels.float8.torch import E4M3, LARGEST, SMALLEST_SCALE, Rounding
+from mamba_eagle.kernels.float8.triton import to_e4m3
+from mamba_eagle.kernels.gpu import launches_overlap
+from mamba_eagle.kernels.triton_math import INTERPRETED, previous_done
+
+SHARE = 256  # columns of the router's weight per program
+COLUMNS = 64  # per iteration
+EXPERTS = 64  # per program
+MAX_TOKENS = 64  # per program
+FEW_PAIRS = 512  # which leave many experts without any
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
+LOWEST = tl.constexpr(-3.0e38)  # below all scores, above those that were taken
+
+
+@triton.jit
+def dot(w, x, acc):
+    """acc + w·xᵀ of 16-bit numbers, sums in float32."""
+    if INTERPRETED:
+        return tl.dot(w.to(tl.float32), tl.trans(x.to(tl.float32)), acc)
+    else:
+        return tl.dot(w, tl.trans(x), acc)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _logits_kernel(
+    x,  # [n, SIZE], rows x_stride apart
+    weight,  # [NUM_EXPERTS, SIZE]
+    parts,  # [shares, n, NUM_EXPERTS] float32
+    n,
+    x_stride,
+    SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    share = tl.program_id(0)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    is_expert, is_token = expert < NUM_EXPERTS, token < n
+    acc = tl.zeros([EXPERTS, TOKENS], tl.float32)
+    previous_done(OVERLAP)
+    for step in tl.range(0, SHARE // COLUMNS, num_stages=SHARE // COLUMNS):
+        column = share * SHARE + step * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (column < SIZE)[None, :]
+        at = expert[:, None] * SIZE + column[None, :]
+        w = tl.load(weight + at, mask=is_expert[:, None] & inside, other=0.0)
+        at = token.to(tl.int64)[:, None] * x_stride + column[None, :]
+        t = tl.load(x + at, mask=is_token[:, None] & inside, other=0.0)
+        acc = dot(w, t, acc)
+    at = (share.to(tl.int64) * n + token)[None, :] * NUM_EXPERTS + expert[:, None]
+    tl.store(parts + at, acc, mask=is_expert[:, None] & is_token[None, :])
+
+
+@triton.jit(do_not_specialize=["n"])
+def _route_kernel(
+    parts,  # [SHARES, n, NUM_EXPERTS] float32
+    bias,  # [NUM_EXPERTS], read if SIGMOID
+    ids,  # [n, TOP_K] int32
+    weights,  # [n, TOP_K] float32
+    n,
+    scaling,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least NUM_EXPERTS
+    SLOTS: tl.constexpr,  # at least TOP_K
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    inside = expert < NUM_EXPERTS
+    previous_done(OVERLAP)
+    score = tl.zeros([BLOCK], tl.float32)
+    for share in tl.static_range(SHARES):
+        at = (share * n + token) * NUM_EXPERTS + expert
+        score += tl.load(parts + at, mask=inside, other=0.0)
+    key = score
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+        key = score + tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
+    key = tl.where(key > LOWEST, key, LOWEST)  # NaN, too
+    key = tl.where(inside, key, float("-inf"))
+    chosen = tl.zeros([SLOTS], tl.int32)
+    found = tl.full([SLOTS], float("-inf"), tl.float32)
+    for place in tl.range(0, TOP_K):
+        best = tl.argmax(key, 0, tie_break_left=True)
+        own = tl.sum(tl.where(expert == best, score, 0.0), 0)
+        chosen = tl.where(slot == place, best, chosen)
+        found = tl.where(slot == place, own, found)
+        key = tl.where(expert == best, float("-inf"), key)
+    if SIGMOID:
+        share = tl.where(slot < TOP_K, found, 0.0)
+        if NORMALIZE:
+            share = share / (tl.sum(share, 0) + 1e-20)
+        share = share * scaling
+    else:
+        share = tl.exp(found - tl.max(found, 0))
+        share = share / tl.sum(share, 0)
+    at = token * TOP_K + slot
+    tl.store(ids + at, chosen, mask=slot < TOP_K)
+    tl.store(weights + at, share, mask=slot < TOP_K)
+
+
+def route(hidden: Tensor, weight: Tensor, choice: Choice, ids: Tensor | None = None) -> Routes:
+    """``torch.choose`` of the logits. hidden [n, size] and weight [E, size] of 16 bits. ids: [n, k]
+    int32, where the experts are written."""
+    (n, size), experts = hidden.shape, len(weight)
+    device, overlap = hidden.device, launches_overlap(hidden.device)
+    shares = triton.cdiv(size, SHARE)
+    parts = torch.empty(shares, n, experts, dtype=torch.float32, device=device)
+    tokens = min(MAX_TOKENS, max(16, triton.next_power_of_2(n)))
+    _logits_kernel[(shares, triton.cdiv(experts, EXPERTS), triton.cdiv(n, tokens))](
+        hidden,
+        weight,
+        parts,
+        n,
+        hidden.stride(0),
+        SIZE=size,
+        NUM_EXPERTS=experts,
+        SHARE=SHARE,
+        EXPERTS=EXPERTS,
+        TOKENS=tokens,
+        COLUMNS=COLUMNS,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    if ids is None:
+        ids = torch.empty(n, choice.top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(n, choice.top_k, dtype=torch.float32, device=device)
+    block = triton.next_power_of_2(experts)
+    _route_kernel[(n,)](
+        parts,
+        weights if choice.bias is None else choice.bias,
+        ids,
+        weights,
+        n,
+        choice.scaling,
+        SIGMOID=choice.bias is not None,
+        NORMALIZE=choice.normalize,
+        NUM_EXPERTS=experts,
+        TOP_K=choice.top_k,
+        SHARES=shares,
+        BLOCK=block,
+        SLOTS=triton.next_power_of_2(choice.top_k),
+        OVERLAP=overlap,
+        num_warps=max(1, block // 128),
+        launch_pdl=overlap,
+    )
+    return Routes(ids, weights)
+
+
+# ── pairs of a token and an expert, by expert ──
+
+
+class Sorted(NamedTuple):
+    """The pairs of n tokens and the k experts of each, those of an expert one after the other."""
+
+    order: Tensor  # [n · k] int32, pairs as places in ids.flatten()
+    ends: Tensor  # [E] int32, where each expert's pairs end
+    # [1 + 3 E] int32: how many experts are listed, of few pairs those that have some, else all; of
+    # each its index, begin and end
+    table: Tensor
+    back: Tensor  # [n · k] int32, where each pair is in ``order``; arbitrary if other ranks have it
+    largest: Tensor  # [n] float32, each token's largest size; arbitrary if not asked for
+    rounded: Tensor  # [n, size] float8, inputs divided by what makes that size 448; likewise
+
+
+@triton.jit(do_not_specialize=["pairs", "first"])
+def _sort_kernel(
+    ids,  # [pairs] int32
+    x,  # [n, SIZE], read by programs after the first COUNT
+    static,  # [1, 1], read if STATIC
+    order,
+    ends,
+    table,
+    back,
+    largest,
+    rounded,
+    pairs,
+    first,  # expert of this rank
+    x_stride,
+    COUNT: tl.constexpr,  # experts of this rank
+    BINS: tl.constexpr,  # a power of two, larger than COUNT
+    BLOCK: tl.constexpr,
+    COMPACT: tl.constexpr,  # whether experts without pairs are left out of the table
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,  # a power of two, at least SIZE
+    STATIC: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    own = tl.program_id(0)
+    previous_done(OVERLAP)
+    if own >= COUNT:
+        column = tl.arange(0, PADDED)
+        at = (own - COUNT).to(tl.int64) * x_stride + column
+        numbers = tl.load(x + at, mask=column < SIZE, other=0.0).to(tl.float32)
+        size = tl.max(tl.abs(numbers), 0)
+        tl.store(largest + own - COUNT, size)
+        scale = tl.load(static) if STATIC else tl.maximum(size / _LARGEST, _SMALLEST)
+        at = (own - COUNT).to(tl.int64) * SIZE + column
+        tl.store(rounded + at, to_e4m3(numbers / scale), mask=column < SIZE)
+    else:
+        if COMPACT:
+            bins = tl.arange(0, BINS)
+            counts = tl.zeros([BINS], tl.int32)
+            for begin in tl.range(0, pairs, BLOCK):
+                at = begin + tl.arange(0, BLOCK)
+                expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
+                elsewhere = (at >= pairs) | (expert < 0) | (expert >= COUNT)
+                counts += tl.histogram(tl.where(elsewhere, COUNT, expert), BINS)
+            before, some = bins < own, (counts > 0) & (bins < COUNT)
+            start = tl.sum(tl.where(before, counts, 0), 0)
+            end = start + tl.sum(tl.where(bins == own, counts, 0), 0)
+            active = tl.sum(some.to(tl.int32), 0)
+            place = tl.sum((some & before).to(tl.int32), 0)
+        else:
+            smaller, equal = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+            for begin in tl.range(0, pairs, BLOCK):
+                at = begin + tl.arange(0, BLOCK)
+                expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
+                smaller += ((at < pairs) & (expert >= 0) & (expert < own)).to(tl.int32)
+                equal += ((at < pairs) & (expert == own)).to(tl.int32)
+            start = tl.sum(smaller, 0)
+            end = start + tl.sum(equal, 0)
+            active, place = COUNT, own
+        tl.store(ends + own, end)
+        if own == 0:
+            tl.store(table, active)
+        if (end > start) | (not COMPACT):
+            entry = table + 1 + 3 * place
+            tl.store(entry, own)
+            tl.store(entry + 1, start)
+            tl.store(entry + 2, end)
+            for begin in tl.range(0, pairs, BLOCK):
+                at = begin + tl.arange(0, BLOCK)
+                expert = tl.load(ids + at, mask=at < pairs, other=-1) - first
+                mine = (at < pairs) & (expert == own)
+                rank = tl.cumsum(mine.to(tl.int32), 0)
+                tl.store(order + start + rank - 1, at, mask=mine)
+                tl.store(back + at, start + rank - 1, mask=mine)
+                start += tl.sum(mine.to(tl.int32), 0)
+
+
+def sort_pairs(
+    ids: Tensor,
+    count: int,
+    first: int = 0,
+    x: Tensor | None = None,
+    rounding: Rounding | None = None,
+) -> Sorted:
+    """ids [n, k] int32; the experts [first, first + count) of this rank; x [n, size], which is to
+    be rounded, without groups."""
+    device, pairs, n = ids.device, ids.numel(), len(ids)
+    overlap, size = launches_overlap(device), 1 if x is None else x.shape[1]
+    made = Sorted(
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.int32, device=device),
+        torch.empty(1 + 3 * count, dtype=torch.int32, device=device),
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty(n, dtype=torch.float32, device=device),
+        torch.empty(n, size, dtype=E4M3, device=device),
+    )
+    static = None if rounding is None else rounding.scale
+    few = pairs <= FEW_PAIRS
+    _sort_kernel[(count if x is None else count + len(x),)](
+        ids,
+        ids if x is None else x,
+        made.largest if static is None else static,
+        *made,
+        pairs,
+        first,
+        0 if x is None else x.stride(0),
+        COUNT=count,
+        BINS=triton.next_power_of_2(count + 1),
+        BLOCK=512 if few else 2048,
+        COMPACT=few,
+        SIZE=size,
+        PADDED=triton.next_power_of_2(size),
+        STATIC=static is not None,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return made

@@ -1,0 +1,238 @@
+"""Makes a runner: weights, pools, drafter, and all else that outlives a step.
+
+``assemble`` is the order of the start. Each line needs what those before it made; what can be
+refused is refused before weights are read. All ranks pass through it together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from mamba_eagle.backend.base import Backend
+from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
+from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.message import RunnerReady
+from mamba_eagle.model_config import ModelConfig, UnsupportedModel
+from mamba_eagle.models.base import CausalLM
+from mamba_eagle.models.loader import CheckpointError
+from mamba_eagle.models.registry import model_class, read_model_config
+from mamba_eagle.models.split import Split
+from mamba_eagle.parallel.shard import local
+from mamba_eagle.parallel.shard import problems as split_problems
+from mamba_eagle.parallel.stages import size_problems, staged
+from mamba_eagle.runner.chooser import make_chooser
+from mamba_eagle.runner.constrained_choice import MasksFirst, MasksOnDemand
+from mamba_eagle.runner.constraints import Constraints, matchers_for
+from mamba_eagle.runner.loading import Loader, backend_for, draft_source_for, split_of
+from mamba_eagle.runner.masks_ahead import MasksWhileVerifying
+from mamba_eagle.runner.memory import DraftSize, MemoryPlan, memory_table, plan_memory, size_text
+from mamba_eagle.runner.model_runner import ModelRunner, Parts
+from mamba_eagle.runner.pools import Pools, context_length, make_pools
+from mamba_eagle.runner.ranks import ONE_RANK, Ranks
+from mamba_eagle.runner.sampling_state import SamplingState
+from mamba_eagle.runner.stages import (
+    ConstraintsElsewhere,
+    DrafterElsewhere,
+    EarlierStageChooser,
+    LastStageChooser,
+    agree_on_drafting,
+    layers_by_stage,
+)
+from mamba_eagle.runner.steps.decode_step import DecodeStep
+from mamba_eagle.runner.sums import sums_for
+from mamba_eagle.runner.warm_up import warm_up
+
+log = logging.getLogger("mamba_eagle.runner")
+
+START_ERRORS = (ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError)
+
+
+def assemble(
+    config: EngineConfig, ranks: Ranks = ONE_RANK, matchers: Matchers | None = None
+) -> ModelRunner:
+    """A runner that is warm: no request will wait for a kernel or a graph.
+
+    ranks: the others that the model is split over. matchers: of grammars, where they have begun to
+    load the vocabulary.
+
+    Raises: ConfigError, UnsupportedModel, CheckpointError, FileNotFoundError.
+    """
+    group, stages = ranks
+    whole = read_model_config(config.model_path)
+    if wrong := split_problems(whole, group.size) + size_problems(whole, stages.size):
+        raise ConfigError(wrong)
+    backend = backend_for(config, whole.dtype, ranks.number)
+    source = draft_source_for(config, whole, group.shard, backend)
+    split = split_of(whole, group.shard, stages.size, backend.dtype)
+    own = _own_part(config, whole, split, source, backend, ranks)
+    backend.prepare_builds(f"{config} {own}")
+    length = context_length(config, own)
+
+    load = Loader(config, backend)
+    ops = backend.layer_ops.over(group, stages)
+    model = load(lambda: model_class(whole)(own), config.model_path, split, ops)
+    group.sums = sums_for(config, group, backend, own.hidden_size)
+    if source is not None:
+        model.tap(source.tap_layers)
+    if not own.is_last_stage:
+        source = None  # the last stage drafts
+    memory = _agreed_memory(config, model, source, backend, ranks)
+    weights = f"weights {size_text(weight_bytes(model))}"
+    log.info("memory:\n%s", memory_table(memory, config, weights))
+    pools = make_pools(config, model, memory, backend)
+    choice = _make_choice(config, own, backend, pools, ranks, matchers)
+    drafter = _make_drafter(
+        source,
+        DraftParts(
+            config=config,
+            backend=backend,
+            target=model,
+            table=pools.table,
+            kv_slots=memory.kv_slots,
+            state_slots=pools.states.feature.shape[0],
+            group=group,
+            load=load.of_drafter(),
+        ),
+    )
+    agree_on_drafting(drafter, stages)
+    step = DecodeStep(
+        backend, model, pools.kv, pools.table, pools.scheme, drafter, choice.chooser.state, choice
+    )
+    captures = bool(ranks.smallest([_never_waits(config, step)])[0])
+    cohorts = _num_cohorts(step, ranks)
+    runner = ModelRunner(
+        Parts(config, ranks, memory, pools, step, cohorts, source is not None, captures)
+    )
+    warm_up(runner)
+    runner.begin_serving(_describe(runner, length))
+    return runner
+
+
+def _own_part(
+    config: EngineConfig,
+    whole: ModelConfig,
+    split: Split | None,
+    source: DraftSource | None,
+    backend: Backend,
+    ranks: Ranks,
+) -> ModelConfig:
+    """The sizes of this rank's part of the target."""
+    own = local(whole, ranks.group.shard)
+    if split is None or ranks.stages.size == 1:
+        return own
+    spans = layers_by_stage(config, whole, split, source, backend)
+    return staged(own, spans[ranks.stages.rank], drafts=source is not None)
+
+
+def _agreed_memory(
+    config: EngineConfig,
+    model: CausalLM,
+    source: DraftSource | None,
+    backend: Backend,
+    ranks: Ranks,
+) -> MemoryPlan:
+    """With as many slots as fit on every rank of every stage."""
+    draft = DraftSize(source.config, source.rows) if source and source.config else None
+    own = plan_memory(config, model.config, model.feature_size, draft, backend)
+    kv_slots, states, journals = ranks.smallest([own.kv_slots, own.state_slots, own.journals])
+    return own._replace(kv_slots=kv_slots, state_slots=states, journals=journals)
+
+
+def _make_choice(
+    config: EngineConfig,
+    model: ModelConfig,
+    backend: Backend,
+    pools: Pools,
+    ranks: Ranks,
+    matchers: Matchers | None,
+) -> MasksFirst:
+    """What chooses tokens from the logits. Ranks that share the vocabulary exchange what they
+    sample, so they make all masks first and do so once."""
+    running = config.max_running_requests + backend.place.padding_slots
+    sampling = SamplingState(
+        running, model.vocab_size, model.eos_token_ids, backend, whole=ranks.group.size == 1
+    )
+    chooser = make_chooser(sampling, ranks.group)
+    kind = Constraints
+    if not model.is_last_stage:
+        chooser = EarlierStageChooser(sampling, ranks.stages)
+        kind = ConstraintsElsewhere
+    elif ranks.stages.size > 1:
+        chooser = LastStageChooser(chooser, ranks.stages)
+    constraints = kind(matchers or matchers_for(config, model), backend.place)
+    if not chooser.has_all_logits:
+        return MasksFirst(constraints, chooser)
+    choice = MasksOnDemand if backend.place.on_host else MasksWhileVerifying
+    return choice(constraints, chooser, sampling, pools.table)
+
+
+def _make_drafter(source: DraftSource | None, parts: DraftParts) -> Drafter:
+    if not parts.target.config.is_last_stage:
+        return DrafterElsewhere(parts.backend.device)
+    return NoDrafter() if source is None else source.make(parts)
+
+
+def _never_waits(config: MemorySettings, step: DecodeStep) -> bool:
+    """Whether no part of a step waits for the host, so that steps can be captured."""
+    backend, model = step.backend, step.model.config
+    if config.disable_cuda_graph or not backend.captures_graphs:
+        return False
+    if model.attention is not None and not backend.attention_on_device:
+        return False
+    return step.scheme.on_device and backend.experts_on_device(model.moe)
+
+
+def _num_cohorts(step: DecodeStep, ranks: Ranks) -> int:
+    """Groups of requests whose steps different stages execute at the same time. On a GPU a captured
+    step has one place for its inputs and outputs, and the operations of a communicator have one
+    order, so stages take turns there. So they do for drafters whose trees depend on the steps
+    before."""
+    can = step.backend.place.on_host and not step.drafter.learns_from_all
+    return ranks.stages.size if can else 1
+
+
+def _describe(runner: ModelRunner, length: int) -> RunnerReady:
+    """length: most tokens of a request."""
+    config, ranks, memory, pools, step = runner.parts[:5]
+    model, backend, drafter, journals = step.model, step.backend, step.drafter, pools.journals
+    sizes = {
+        "weight_bytes": weight_bytes(model),
+        "kv_bytes": pools.kv.num_bytes,
+        "checkpoint_bytes": pools.states.num_bytes,
+        "journal_bytes": journals.num_bytes,
+        "verify_bytes": pools.scheme.num_bytes,
+        "draft_bytes": drafter.num_bytes,
+        "graph_bytes": runner.steps.num_bytes,
+    }
+    return RunnerReady(
+        rank=ranks.number,
+        max_kv_slots=memory.kv_slots,
+        max_state_slots=memory.state_slots,
+        max_running_requests=config.max_running_requests,
+        context_length=length,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=list(model.config.eos_token_ids),
+        pid=os.getpid(),
+        chunked_prefill_size=backend.place.prompt_tokens,
+        max_journals=journals.num_slots,
+        journal_rows=journals.size,
+        moves_anchors=not drafter.recurrent,
+        drafter_reads=drafter.reads,
+        cohorts=runner.parts.cohorts,
+        details={
+            "architecture": model.config.architecture,
+            "model_type": model.config.model_type,
+            "device": str(backend.device),
+            "dtype": str(backend.dtype).removeprefix("torch."),
+            "tp_size": ranks.group.size,
+            "pp_size": ranks.stages.size,
+            # of all ranks together
+            **dict(zip(sizes, ranks.total(list(sizes.values())))),
+            "rows_per_request": memory.rows,
+            "pointwise_ops": backend.layer_ops.name,
+            "sums": ranks.group.sums.text,
+        },
+    )

@@ -1,0 +1,111 @@
+"""GET /cache: what the prefix cache holds and what it was good for. Numbers; text for the operator
+alone, since it is that of all clients."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_SHOWN
+from mamba_eagle.message import CacheNode
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.http.auth import need_admin
+from mamba_eagle.server.state import server_state
+from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+MAX_NODES = 1000  # the scheduler plans no step while it collects them
+DEFAULT_NODES = 50
+MAX_TEXT_TOKENS = 200  # of each node
+router = APIRouter()
+
+
+@router.get("/cache")
+async def cache(request: Request) -> Response:
+    """``?nodes=`` how many nodes of the tree are listed, the most recently used ones. ``?text=1``
+    adds the beginning of each one's text, and takes the admin key."""
+    given = request.query_params.get("nodes", str(DEFAULT_NODES))
+    if not (given.isascii() and given.isdigit() and int(given[:9]) <= MAX_NODES):
+        raise RequestError(f"nodes = {shown(given)}: must be 0 to {MAX_NODES}", param="nodes")
+    with_text = _wants_text(request)
+    manager = server_state(request).manager
+    try:
+        reply = await manager.ask.cache(int(given), MAX_TEXT_TOKENS if with_text else 0)
+    except (EngineDead, asyncio.TimeoutError) as error:
+        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+    state = {name: int(value) for name, value in reply.state.items() if name in COUNTS}
+    return json_response(
+        {
+            "kv_slots": {
+                "total": state["max_total_num_tokens"],
+                "free": state["num_free_kv_slots"],
+                "cached": state["num_cached_tokens"],
+                "locked": state["num_locked_tokens"],
+                "pinned": state["num_pinned_tokens"],
+            },
+            "states": {
+                "total": state["max_mamba_cache_size"],
+                "free": state["num_free_checkpoints"],
+                "cached": state["num_cached_checkpoints"],
+                "used": state["num_used_checkpoints"],
+                "pinned": state["num_pinned_checkpoints"],
+            },
+            "journals": {
+                "total": state["max_journals"],
+                "free": state["num_free_journals"],
+                "cached": state["num_cached_journals"],
+            },
+            "prompt_tokens": state["prompt_tokens_total"],
+            "cached_tokens": state["cached_tokens_total"],
+            "hits": reply.cache.hits,
+            "saved_tokens": reply.cache.saved_tokens,
+            "evicted_states": reply.cache.evicted_states,
+            "evicted_tokens": reply.cache.evicted_tokens,
+            "nodes": [_shown(node, with_text, manager.tokenizer) for node in reply.nodes],
+        }
+    )
+
+
+def _wants_text(request: Request) -> bool:
+    """Raises: RequestError 401 or 403 unless it comes from the operator."""
+    given = request.query_params.get("text", "0")
+    if given not in ("0", "1"):
+        raise RequestError(f"text = {shown(given)}: must be 0 or 1", param="text")
+    if given == "0":
+        return False
+    # It shows what other clients have sent.
+    need_admin(request, server_state(request).config, "text = 1", by_default=False)
+    return True
+
+
+def _shown(node: CacheNode, with_text: bool, tokenizer: TextTokenizer | None) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(node)
+    token_ids = fields.pop("token_ids")
+    if with_text and tokenizer is not None:
+        fields["text"] = tokenizer.decode(token_ids, skip_special_tokens=False)[:MAX_SHOWN]
+    elif with_text:
+        fields["token_ids"] = token_ids
+    return fields
+
+
+COUNTS = {
+    "max_journals",
+    "num_free_journals",
+    "num_cached_journals",
+    "max_total_num_tokens",
+    "num_free_kv_slots",
+    "num_cached_tokens",
+    "num_locked_tokens",
+    "num_pinned_tokens",
+    "num_pinned_checkpoints",
+    "max_mamba_cache_size",
+    "num_free_checkpoints",
+    "num_cached_checkpoints",
+    "num_used_checkpoints",
+    "prompt_tokens_total",
+    "cached_tokens_total",
+}

@@ -1,0 +1,139 @@
+"""POST /v1/embeddings: a vector for each text, from the model's hidden states, as OpenAI's.
+
+A text is a prompt from which nothing is generated. Its vector is that of its last token after the
+final norm, or the mean of all tokens' (--pooling-method). A mean needs every token's hidden state,
+which the prefix cache does not keep, so those prompts run as a whole; of others only the last token
+has to run.
+"""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.limits import MAX_EMBEDDINGS
+from mamba_eagle.server.apis.sse import json_parts, sample_error, wait_until_done
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.demand import check_demand
+from mamba_eagle.server.bodies.model import Flag, needs, read, says
+from mamba_eagle.server.bodies.prompts import ANY_PROMPTS, count_prompts, limit_prompts
+from mamba_eagle.server.bodies.served import Named
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.tokenizer.sample import PromptRequest, Sample
+
+FORMAT = kinds.choice_of("float", "base64")
+DIMENSIONS = kinds.Kind(
+    lambda value: None,
+    "the model was not trained for vectors that are cut: leave the field out",
+    {"type": "null"},
+)
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+router = APIRouter()
+
+
+class EmbeddingsBody(Named):
+    """Texts, or token ids."""
+
+    input: Annotated[Any, ANY_PROMPTS] = needs(f"one or several, up to {MAX_EMBEDDINGS}")
+    encoding_format: Annotated[str, FORMAT] = says(
+        "a list of numbers, or float32 as bytes", "float"
+    )
+    dimensions: Annotated[None, DIMENSIONS] = says("vectors are never cut")
+    normalize: Flag = says("to a length of 1", True)
+
+
+class EmbeddingJob(msgspec.Struct, kw_only=True):
+    """What a body asks for."""
+
+    rid: str
+    model: str
+    prompts: list[PromptRequest]
+    as_base64: bool
+    normalize: bool
+
+
+@router.post("/v1/embeddings")
+async def embeddings(request: Request) -> Response:
+    """A vector for each text or list of token ids of ``input``."""
+    state = server_state(request)
+    job = await state.read(request, parse_embeddings)
+    live = state.submit(job.rid, job.prompts)
+    if not await wait_until_done(request, state.manager, live):
+        return Response(status_code=499)  # the client has left
+    for sample in live.samples:
+        if (error := sample_error(sample)) is not None:
+            raise error
+    return json_response(await _reply(job, live.samples))
+
+
+def parse_embeddings(values: dict[str, Any], state: ServerState) -> EmbeddingJob:
+    """Raises: RequestError 400"""
+    body = read(EmbeddingsBody, values)
+    count = count_prompts(body.input)
+    if count > MAX_EMBEDDINGS:
+        limit_prompts(body.input, "input", "inputs", MAX_EMBEDDINGS)
+    state.limit_samples(count, count)
+    rid = body.rid or f"embd-{uuid.uuid4().hex}"
+    ids = state.prompts.any(body.input, "input")
+    names = [rid] if len(ids) == 1 else [f"{rid}_{number}" for number in range(len(ids))]
+    schedule = body.schedule(state.config)
+    prompts = [
+        PromptRequest(
+            rid=name,
+            token_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=0, temperature=0.0),
+            seed=0,
+            sample_rids=[name],
+            pooling=state.config.pooling_method,
+            cache=body.cache_hints(len(prompt)),
+            **schedule,
+        )
+        for name, prompt in zip(names, ids)
+    ]
+    check_demand(prompts, state.context_length)
+    return EmbeddingJob(
+        rid=rid,
+        model=body.model or state.model_name,
+        prompts=prompts,
+        as_base64=body.encoding_format == "base64",
+        normalize=body.normalize,
+    )
+
+
+async def _reply(job: EmbeddingJob, samples: Sequence[Sample]) -> dict[str, Any]:
+    def part(number: int) -> dict[str, Any]:
+        vector = _vector(samples[number], job.normalize)
+        made = base64.b64encode(vector.tobytes()).decode() if job.as_base64 else vector.tolist()
+        return {"object": "embedding", "index": number, "embedding": made}
+
+    tokens = sum(len(sample.prompt.token_ids) for sample in samples)
+    return {
+        "object": "list",
+        "model": job.model,
+        "data": await json_parts([partial(part, number) for number in range(len(samples))]),
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _vector(sample: Sample, normalize: bool) -> Vector:
+    """Of float32, little-endian; of length 1 if it is normalized.
+
+    Raises: RequestError if the request was ended, or if the model made numbers that JSON has not.
+    """
+    if not sample.embedding:  # somebody ended it
+        reason = sample.finish.message if sample.finish is not None else ""
+        raise RequestError(f"the request was ended: {reason}")
+    vector: Vector = np.frombuffer(sample.embedding, dtype="<f4")
+    if not np.isfinite(vector).all():
+        raise RequestError("the model's hidden states are not finite", 500)
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length).astype("<f4") if normalize and length else vector

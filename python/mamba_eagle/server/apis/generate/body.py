@@ -1,0 +1,265 @@
+"""The body of POST /generate, checked and tokenized."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any
+
+import msgspec
+
+from mamba_eagle.limits import MAX_RID_LENGTH, MAX_STOP_CHARACTERS, MAX_TOP_LOGPROBS
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.demand import check_demand
+from mamba_eagle.server.bodies.grammars import NAMES, UNKNOWN, Constrained, read_grammar
+from mamba_eagle.server.bodies.model import Flag, OneOrEach, read, says
+from mamba_eagle.server.bodies.prompts import limit_prompts
+from mamba_eagle.server.bodies.sampling import Sampled, checked, with_parameters
+from mamba_eagle.server.bodies.served import Served
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.state import ServerState
+from mamba_eagle.tokenizer.sample import PromptRequest
+from mamba_eagle.tokenizer.stop import StopStrings
+
+
+@with_parameters()
+class GenerateSampling(Sampled, Constrained):
+    """How to sample."""
+
+
+def either(kind: kinds.Kind) -> kinds.Kind:
+    """One value for all prompts, or a list with one for each."""
+    return kinds.untouched(kinds.any_of(kind.schema, kinds.list_of(kind.schema)))
+
+
+STRINGS, ID_LISTS = kinds.untouched(kinds.STRINGS), kinds.untouched(kinds.ID_LISTS)
+FLAGS, INTEGERS = either(kinds.FLAG), either(kinds.INTEGER_KIND)
+
+
+class GenerateBody(Served):
+    """text or input_ids, and how to sample."""
+
+    text: Annotated[Any, STRINGS] = says("a prompt, or a list of prompts")
+    input_ids: Annotated[Any, ID_LISTS] = says("a prompt's token ids, or a list of such")
+    sampling_params: Annotated[Any, OneOrEach(GenerateSampling, "sampling_params")] = says(
+        "how to sample"
+    )
+    stream: Flag = says("server-sent events", False)
+    incremental: Flag | None = says("of a stream: events have what is new instead of all so far")
+    rid: Annotated[Any, kinds.untouched(kinds.STRINGS)] = says(
+        "names for `/abort_request` and logs"
+    )
+    return_logprob: Annotated[Any, FLAGS] = says("logprobs of the output")
+    logprob_start_len: Annotated[Any, INTEGERS] = says(
+        "the first token of the prompt with logprobs"
+    )
+    top_logprobs_num: Annotated[Any, INTEGERS] = says(f"best tokens, up to {MAX_TOP_LOGPROBS}")
+    return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
+    return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
+
+    REFUSED = {**dict.fromkeys(NAMES, "belongs in sampling_params"), **UNKNOWN}
+
+
+class GenerateJob(msgspec.Struct, kw_only=True):
+    """A /generate body, understood."""
+
+    rid: str
+    prompts: list[PromptRequest]
+    as_list: bool  # the reply is a list
+    stream: bool
+    incremental: bool  # a stream's events have what is new, not all so far
+    text_in_logprobs: bool
+
+
+def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
+    """Raises: RequestError 400 that names the field and its value."""
+    body = read(GenerateBody, values)
+    # What is cheap to refuse comes before the prompts, which may take long to encode.
+    is_batch, count = _count_prompts(body)
+    samplings = _read_samplings(body, count, state)
+    num_samples = sum(sampling["n"] for sampling in samplings)
+    state.limit_samples(count, num_samples)
+    rid, rids = _read_rids(body.rid, count, is_batch)
+    schedule = body.schedule(state.config)
+    requests: list[PromptRequest] = []
+    number = 0  # of the sample in the whole request
+    for i, token_ids in enumerate(_read_prompts(body, state)):
+        n = samplings[i]["n"]
+        if n == 1:
+            sample_rids = [rids[i]]
+        elif rids[i] == rid:
+            sample_rids = [f"{rid}_{number + k}" for k in range(n)]
+        else:
+            sample_rids = [f"{rids[i]}_{k}" for k in range(n)]
+        number += n
+        requests.append(
+            PromptRequest(
+                rid=rids[i],
+                token_ids=token_ids,
+                sample_rids=sample_rids,
+                return_spec_trace=_own(body, "return_spec_trace", kinds.FLAG, i, count) or False,
+                cache=body.cache_hints(len(token_ids)),
+                **samplings[i],
+                **schedule,
+                **_read_logprobs(body, i, count, len(token_ids)),
+            )
+        )
+    check_demand(requests, state.context_length)
+    pieces = body.incremental
+    return GenerateJob(
+        rid=rid,
+        prompts=requests,
+        as_list=is_batch or num_samples > 1,
+        stream=body.stream,
+        incremental=state.config.incremental_streaming_output if pieces is None else pieces,
+        text_in_logprobs=body.return_text_in_logprobs,
+    )
+
+
+# ── prompts ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _count_prompts(body: GenerateBody) -> tuple[bool, int]:
+    """Whether the prompts came as a list, and how many there are."""
+    text, ids = body.text, body.input_ids
+    if text is not None and ids is not None:
+        raise RequestError("text and input_ids are both given: send one of them", param="text")
+    if text is None and ids is None:
+        raise RequestError("text or input_ids is needed: neither is given", param="text")
+    if text is not None:
+        if not isinstance(text, (str, list)):
+            raise RequestError.about("text", text, "must be a string or a list of strings")
+        if text == []:
+            raise RequestError.about("text", text, "the list has no prompt")
+        value = text
+    else:
+        if not isinstance(ids, list):
+            remedy = "must be a list of token ids, or a list of such lists"
+            raise RequestError.about("input_ids", ids, remedy)
+        value = ids if ids and isinstance(ids[0], list) else ""
+    if isinstance(value, str):
+        return False, 1
+    limit_prompts(value, "text" if text is not None else "input_ids")
+    return True, len(value)
+
+
+def _read_prompts(body: GenerateBody, state: ServerState) -> list[list[int]]:
+    reader, ids = state.prompts, body.input_ids
+    if isinstance(body.text, list):
+        return reader.text_list(body.text, "text")
+    if body.text is not None:
+        return reader.any(body.text, "text")
+    if ids and isinstance(ids[0], list):
+        return reader.id_lists(ids, "input_ids")
+    return [reader.check(ids, "input_ids")]
+
+
+# ── sampling ─────────────────────────────────────────────────────────────────────────────────
+
+Fields = dict[str, Any]  # of a PromptRequest
+
+
+def _read_samplings(body: GenerateBody, count: int, state: ServerState) -> list[Fields]:
+    given = body.sampling_params
+    if isinstance(given, list):
+        if len(given) != count:
+            wrong = f"the list has {len(given)} entries for {count} prompts"
+            raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
+        samplings = _read_each(given, state)
+    else:
+        # One object for all prompts is read once.
+        samplings = [_read_sampling(given or GenerateSampling(), "sampling_params.", state)] * count
+    if any(one["stops"] for one in samplings):
+        state.prompts.need_tokenizer("sampling_params.stop")
+    return samplings
+
+
+def _read_sampling(one: GenerateSampling, where: str, state: ServerState) -> Fields:
+    grammar = read_grammar(one, state.grammars, where)
+    params = checked(one, state.vocabulary, where, grammar=grammar)
+    stops = StopStrings(params.stop)
+    return {"sampling": params, "seed": one.chosen_seed, "n": one.n, "stops": stops}
+
+
+def _read_each(given: list[GenerateSampling], state: ServerState) -> list[Fields]:
+    known: dict[tuple[str, ...], StopStrings] = {}  # prompts with the same strings share them
+    characters = 0
+    samplings = []
+    for i, one in enumerate(given):
+        made = _read_sampling(one, f"sampling_params[{i}].", state)
+        strings = tuple(made["sampling"].stop)
+        if strings not in known:
+            known[strings] = made["stops"]
+            characters += sum(map(len, strings))
+        if characters > MAX_STOP_CHARACTERS:
+            what = "characters of different stop strings"
+            wrong = kinds.TooMany(what, characters, MAX_STOP_CHARACTERS)
+            raise RequestError(f"sampling_params: {wrong}", param="sampling_params")
+        samplings.append({**made, "stops": known[strings]})
+    return samplings
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_rids(value: Any, count: int, is_batch: bool) -> tuple[str, list[str]]:
+    """The request's name and its prompts'."""
+    if isinstance(value, list) and is_batch:
+        return uuid.uuid4().hex, _read_rid_list(value, count)
+    if value is not None and not kinds.as_text(value):
+        raise RequestError.about(
+            "rid", value, "must be a string, not empty" + " or a list of strings" * is_batch
+        )
+    rid = RID.take(value, "rid") if value is not None else uuid.uuid4().hex
+    if not is_batch or count == 1:
+        return rid, [rid] * count
+    return rid, [f"{rid}_{i}" for i in range(count)]
+
+
+def _read_rid_list(value: list[Any], count: int) -> list[str]:
+    rids = kinds.all_of(value, kinds.as_text)
+    if rids is None or len(rids) != count or not all(rids):
+        raise RequestError.about("rid", value, f"must be a string or a list of {count} strings")
+    if len(set(rids)) != count:
+        raise RequestError.about("rid", value, "the names must differ")
+    return [RID.take(rid, f"rid[{i}]") for i, rid in enumerate(rids)]
+
+
+RID = kinds.short(MAX_RID_LENGTH)
+
+# ── logprobs ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _own(body: GenerateBody, name: str, kind: kinds.Kind, i: int, count: int) -> Any:
+    """Prompt i's own of a field that may be one value or a list with one per prompt."""
+    value = getattr(body, name)
+    if isinstance(value, list):
+        if len(value) != count:
+            remedy = f"the list has {len(value)} entries for {count} prompts"
+            raise RequestError.about(name, value, remedy)
+        value = value[i]
+    return None if value is None else kind.take(value, name)
+
+
+def _read_logprobs(body: GenerateBody, i: int, count: int, prompt_length: int) -> dict[str, Any]:
+    """What a prompt wants of logprobs."""
+    wanted = _own(body, "return_logprob", kinds.FLAG, i, count)
+    start = _own(body, "logprob_start_len", kinds.INTEGER_KIND, i, count)
+    best = _own(body, "top_logprobs_num", kinds.INTEGER_KIND, i, count)
+    if not wanted:
+        return {}
+    start = -1 if start is None else start
+    best = best or 0
+    if not -1 <= start <= prompt_length:
+        raise RequestError.about(
+            "logprob_start_len",
+            start,
+            f"must be between 0 and {prompt_length}, the prompt's length, or -1: output only",
+        )
+    if not 0 <= best <= MAX_TOP_LOGPROBS:
+        remedy = f"must be between 0 and {MAX_TOP_LOGPROBS}"
+        raise RequestError.about("top_logprobs_num", best, remedy)
+    return {
+        "return_logprob": True,
+        "logprob_start": -1 if start == prompt_length else start,
+        "top_logprobs": best,
+    }

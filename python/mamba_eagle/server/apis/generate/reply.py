@@ -1,0 +1,142 @@
+"""A sample as /generate replies with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from mamba_eagle.core import FinishReason
+from mamba_eagle.message import StepTrace, TokenLogprob
+from mamba_eagle.server.errors import failure_status
+from mamba_eagle.server.http.json_list import JsonList
+from mamba_eagle.tokenizer.sample import Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+Entry = tuple[float | None, int, str | None]  # logprob, token id, text if asked for
+# A stream's events are cumulative. Once one has more logprobs than this, the next waits until the
+# output has grown by the share, so that all of them together stay a few times as long as the last.
+MANY_LOGPROBS = 2048
+GROWTH = 1 / 8
+
+
+def finish_dict(reason: FinishReason) -> dict[str, Any]:
+    """The form clients read in meta_info.finish_reason."""
+    known = reason.as_dict()
+    return {**known, "status_code": failure_status(reason)} if reason.kind == "abort" else known
+
+
+def step_dict(trace: StepTrace, name: Callable[[int], str] | None) -> dict[str, Any]:
+    """A step as clients read it; ``name`` gives the text of a token, if there is a tokenizer."""
+    step: dict[str, Any] = msgspec.structs.asdict(trace)
+    if not trace.refused:
+        del step["refused"]  # it is there only where a grammar has refused a node
+    if name is not None:
+        step["token_texts"] = [name(token) for token in trace.tokens]
+        step["bonus_text"] = name(trace.bonus)
+    return step
+
+
+class Reply:
+    """Builds the reply of one sample; for a stream again and again. What was made once is kept
+    as JSON: a sample's logprobs may be a million."""
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
+        self.sample = sample
+        self._name = tokenizer.token_text if tokenizer is not None else None
+        self._text = self._name if with_text else None
+        self._told_traces = 0
+        self._ids = JsonList()
+        self._own = {"input": JsonList(), "output": JsonList()}
+        self._top = {"input": JsonList(), "output": JsonList()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The reply as it stands, with parts in JSON already."""
+        self._ids.extend(self.sample.output_ids[self._ids.num_items :])
+        return {
+            "text": self.sample.visible_text(),
+            "output_ids": self._ids.raw(),
+            "meta_info": self.meta_info(),
+        }
+
+    def meta_info(self) -> dict[str, Any]:
+        sample = self.sample
+        counters = sample.last
+        count = len(sample.output_ids)
+        meta: dict[str, Any] = {
+            "id": sample.rid,
+            "finish_reason": finish_dict(sample.finish) if sample.finish is not None else None,
+            "prompt_tokens": len(sample.prompt.token_ids),
+            "completion_tokens": count,
+            "cached_tokens": counters.cached_tokens,
+            "e2e_latency": (sample.finish_time or time.time()) - sample.request.arrival,
+            "weight_version": "default",
+        }
+        if counters.verify_steps:
+            proposed = counters.proposed_drafts
+            meta["spec_accept_length"] = count / counters.verify_steps
+            meta["spec_accept_rate"] = counters.accepted_drafts / proposed if proposed else 0.0
+            meta["spec_verify_ct"] = counters.verify_steps
+            meta["spec_accept_histogram"] = counters.accept_histogram
+        if sample.prompt.return_spec_trace:
+            # not from the beginning each time: a long stream's events would grow without end
+            new = sample.traces[self._told_traces :]
+            meta["spec_trace"] = [step_dict(trace, self._name) for trace in new]
+            self._told_traces = len(sample.traces)
+        if sample.prompt.return_logprob:
+            self.take_logprobs()
+            for side in ("input", "output"):
+                meta[f"{side}_token_logprobs"] = self._own[side].raw()
+                if sample.prompt.top_logprobs:
+                    meta[f"{side}_top_logprobs"] = self._top[side].raw()
+        return meta
+
+    # ── logprobs ─────────────────────────────────────────────────────────────────────────────
+
+    def take_logprobs(self) -> None:
+        """Takes the sample's new ones over."""
+        sample = self.sample
+        self.add_logprobs("input", sample.input_logprobs)
+        self.add_logprobs("output", sample.logprobs)
+        sample.input_logprobs, sample.logprobs = [], []
+
+    def add_logprobs(self, side: str, items: Sequence[TokenLogprob]) -> None:
+        self._own[side].extend([self._entry(item.logprob, item.token_id) for item in items])
+        if self.sample.prompt.top_logprobs:
+            self._top[side].extend([self._best(item) for item in items])
+
+    def spacing(self, interval: int) -> int:
+        """How many new tokens the next event of a stream waits for, at least ``interval``."""
+        tokens = self._own["input"].num_items + self._own["output"].num_items
+        if tokens * (1 + self.sample.prompt.top_logprobs) <= MANY_LOGPROBS:
+            return interval
+        return max(interval, int(tokens * GROWTH))
+
+    def _entry(self, logprob: float | None, token_id: int) -> Entry:
+        return (logprob, token_id, self._text(token_id) if self._text is not None else None)
+
+    def _best(self, item: TokenLogprob) -> list[Entry] | None:
+        if item.logprob is None:  # the first token of a prompt follows nothing
+            return None
+        return [self._entry(logprob, token_id) for logprob, token_id in item.top]
+
+
+class PieceReply(Reply):
+    """What is new since the last event: a stream as long as its text, not as its square."""
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer | None, with_text: bool) -> None:
+        super().__init__(sample, tokenizer, with_text)
+        self._told_text = 0  # characters
+        self._told_ids = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        text, ids = self.sample.visible_text(), self.sample.output_ids
+        piece, new_ids = text[self._told_text :], ids[self._told_ids :]
+        self._told_text, self._told_ids = len(text), len(ids)
+        reply = {"text": piece, "output_ids": new_ids, "meta_info": self.meta_info()}
+        for lists in (self._own, self._top):
+            for side in lists:
+                lists[side] = JsonList()
+        return reply

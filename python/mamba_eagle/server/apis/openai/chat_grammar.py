@@ -1,0 +1,167 @@
+"""The grammar of a chat's output: calls that must or may come, a constraint, reasoning first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from mamba_eagle.chat.call_grammar import CallableTool, CallGrammars
+from mamba_eagle.chat.family import Family
+from mamba_eagle.chat.format import reasoning_is
+from mamba_eagle.chat.thinking import Budget, thinking_first
+from mamba_eagle.constrain.errors import GrammarError
+from mamba_eagle.constrain.grammar import Grammar, any_of
+from mamba_eagle.limits import MAX_THINKING_BUDGET
+from mamba_eagle.server.apis.openai.tools import Tools
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.grammars import (
+    Constraint,
+    Formatted,
+    Grammars,
+    read_constraint,
+    refusal,
+)
+from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.state import ServerState
+
+BUDGET = kinds.integer(0, MAX_THINKING_BUDGET)
+
+
+class Thought(Body):
+    """Either name."""
+
+    thinking_budget: Annotated[int | None, BUDGET] = says("tokens of reasoning")
+    thinking_token_budget: Annotated[int | None, BUDGET] = says("as thinking_budget")
+
+
+class ConstrainedChat(Formatted, Thought):
+    """What makes the grammar of a chat."""
+
+
+def chat_grammar(
+    body: ConstrainedChat, state: ServerState, tools: Tools | None, prefix: str
+) -> str:
+    """For ``SamplingParams.grammar``. prefix: what of the assistant's message the prompt has.
+
+    Raises: RequestError 400
+    """
+    family = None if state.chat.problem else state.chat.family
+    asked = read_constraint(body, state.grammars)
+    budget = _budget(body, state, family)
+    calls: _Calls | None = None
+    if tools is not None and tools.may_call:
+        assert family is not None  # refused otherwise
+        calls = _Calls(state.grammars, family, tools)
+    made = asked
+    if calls is not None and tools is not None:
+        if tools.must_call and asked is not None:
+            # A form is for text, and there will be none: clients send both (instructor).
+            state.grammars.check(asked.grammar, asked.path)
+            asked = None
+        made = calls.constraint(asked)
+    if made is None and budget is None:
+        return ""
+    grammar = made.grammar if made is not None else None
+    path = made.path if made is not None else "thinking_budget"
+    if family is not None and family.reasoning is not None:
+        grammar = thinking_first(
+            grammar,
+            family.reasoning,
+            reasoning_is(family, prefix),
+            state.grammars.special(),
+            opening(family),
+            budget,
+        )
+    if grammar is None:  # a budget, but no reasoning
+        return ""
+    try:
+        return state.grammars.check(grammar, path)
+    except RequestError:
+        if calls is not None:
+            calls.check_each()  # says which tool it is
+        raise
+
+
+def opening(family: Family) -> str:
+    """What a call begins with; "" if that is not known."""
+    return CallGrammars(family).opening() if family.calls is not None else ""
+
+
+def _budget(body: Thought, state: ServerState, family: Family | None) -> Budget | None:
+    name, tokens = "thinking_budget", body.thinking_budget
+    if tokens is None:
+        name, tokens = "thinking_token_budget", body.thinking_token_budget
+    if tokens is None:
+        return None
+    if family is None or family.reasoning is None:
+        raise RequestError.about(
+            name,
+            tokens,
+            "how this model writes its reasoning is not known: start the server with "
+            "--reasoning-parser, or leave it out",
+        )
+    budget = state.chat.budget(tokens, state.manager.engine.eos_token_ids)
+    if budget is None:
+        raise RequestError.about(
+            name,
+            tokens,
+            f"this model's end of reasoning, {family.reasoning.close}, is several tokens, of "
+            "which no count can be kept: leave it out",
+        )
+    return budget
+
+
+class _Calls:
+    """The calls that a request must or may have.
+
+    Raises: RequestError 400
+    """
+
+    def __init__(self, grammars: Grammars, family: Family, tools: Tools) -> None:
+        self.grammars = grammars
+        self.tools = tools
+        strict = [tools.must_call or bool(function.strict) for function in tools.functions]
+        self.is_forced = tools.must_call
+        self.is_strict = any(strict)
+        self._places = range(len(strict)) if tools.named < 0 else (tools.named,)
+        self._callable = [
+            CallableTool(function.name, function.parameters, strict[i])
+            for i, function in enumerate(tools.functions)
+            if i in self._places
+        ]
+        self._family = family
+
+    def constraint(self, asked: Constraint | None) -> Constraint | None:
+        """For the whole answer; None: the model may write anything."""
+        if not self.is_strict and asked is None:
+            return None
+        try:
+            makers = CallGrammars(self._family, self.grammars.special())
+        except GrammarError as error:
+            raise RequestError(f"tool_choice: {error}", param="tool_choice") from None
+        self._arguments = self._made(makers)
+        parallel = self.tools.parallel and self.tools.choice != "named"
+        if asked is not None:
+            either = any_of(makers.forced(self._callable, parallel), asked.grammar)
+            return Constraint(either, asked.path)
+        make = makers.forced if self.is_forced else makers.allowed
+        return Constraint(make(self._callable, parallel), "tools")
+
+    def check_each(self) -> None:
+        """Raises: RequestError 400 for the first tool whose own schema cannot be served"""
+        places = map(_path, self._places)
+        self.grammars.check_all(list(zip(self._arguments, places)))
+
+    def _made(self, makers: CallGrammars) -> Sequence[Grammar]:
+        made = []
+        for place, tool in zip(self._places, self._callable):
+            try:
+                made.append(makers.arguments(tool))
+            except GrammarError as error:
+                raise refusal(_path(place), error.path, str(error)) from None
+        return made
+
+
+def _path(place: int) -> str:
+    return f"tools[{place}].function.parameters"

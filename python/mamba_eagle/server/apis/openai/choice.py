@@ -1,0 +1,128 @@
+"""Choices of the OpenAI replies, whole and in pieces."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from mamba_eagle.message import TokenLogprob
+from mamba_eagle.server.apis.generate.reply import Reply, step_dict
+from mamba_eagle.server.apis.openai.body import OpenAIJob
+from mamba_eagle.server.http.json_list import JsonList
+from mamba_eagle.tokenizer.sample import Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+
+class Choice(ABC):
+    """One sample; remembers what of it was streamed."""
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+    lists: ClassVar[tuple[str, ...]]  # of the logprobs
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
+        self.sample = sample
+        self.tokenizer = tokenizer
+        self.job = job
+        self._sent = 0  # characters
+        self._told_steps = 0
+        self._meta = Reply(sample, tokenizer, False) if job.meta_info else None
+        self._logprobs = {name: JsonList() for name in self.lists}
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The choice of a reply that is not streamed."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks that say what is new; the last one has the finish reason."""
+
+    @abstractmethod
+    def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
+        """What ``items`` add to each of ``lists``."""
+
+    def take_logprobs(self) -> None:
+        """Takes the sample's new ones over, in their final form."""
+        sample = self.sample
+        if self._meta is not None:
+            self._meta.add_logprobs("input", sample.input_logprobs)
+            self._meta.add_logprobs("output", sample.logprobs)
+        items = sample.input_logprobs + sample.logprobs
+        sample.input_logprobs, sample.logprobs = [], []
+        if self.job.logprobs is not None and items:
+            for column, more in zip(self._logprobs.values(), self._columns(items)):
+                column.extend(more)
+
+    def _new_text(self) -> str:
+        text = self.sample.visible_text()[self._sent :]
+        self._sent += len(text)
+        return text
+
+    def _new_logprobs(self) -> dict[str, Any] | None:
+        self.take_logprobs()
+        lists = self._logprobs
+        if not lists[self.lists[0]].num_items:
+            return None
+        self._logprobs = {name: JsonList() for name in self.lists}
+        return {name: items.raw() for name, items in lists.items()}
+
+    def _choice(self, **content: Any) -> dict[str, Any]:
+        finish = self.sample.finish
+        choice = {
+            "index": self.sample.index,
+            **content,
+            "finish_reason": finish.kind if finish is not None else None,
+        }
+        if finish is not None and finish.kind == "stop":
+            choice["matched_stop"] = finish.matched
+        if finish is not None and self._meta is not None:
+            choice["meta_info"] = self._meta.meta_info()
+        if self._has_new_steps:
+            new = self.sample.traces[self._told_steps :]
+            choice["spec_trace"] = [step_dict(trace, self.tokenizer.token_text) for trace in new]
+            self._told_steps += len(new)
+        return choice
+
+    @property
+    def _has_new_steps(self) -> bool:
+        """A request has traces if it asks for them (``return_spec_trace``)."""
+        return len(self.sample.traces) > self._told_steps
+
+
+class CompletionChoice(Choice):
+    object_name = chunk_name = "text_completion"
+    lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+    def __init__(self, sample: Sample, tokenizer: TextTokenizer, job: OpenAIJob) -> None:
+        super().__init__(sample, tokenizer, job)
+        place = next(i for i, prompt in enumerate(job.prompts) if prompt is sample.prompt)
+        self._echo = job.echoes[place] if job.echoes else ""
+        self._offset = 0
+
+    def whole(self) -> dict[str, Any]:
+        return self._piece()
+
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        piece = self._piece()
+        if piece["text"] or piece["logprobs"] or piece["finish_reason"] or "spec_trace" in piece:
+            yield piece
+
+    def _piece(self) -> dict[str, Any]:
+        echo, self._echo = self._echo, ""
+        return self._choice(text=echo + self._new_text(), logprobs=self._new_logprobs())
+
+    def _columns(self, items: list[TokenLogprob]) -> tuple[list[Any], ...]:
+        name = self.tokenizer.token_text
+        tokens = [name(item.token_id) for item in items]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        best = [
+            {name(token_id): logprob for logprob, token_id in item.top}
+            if self.job.logprobs and item.logprob is not None
+            else None
+            for item in items
+        ]
+        return tokens, [item.logprob for item in items], best, offsets

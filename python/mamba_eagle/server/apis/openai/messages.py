@@ -1,0 +1,107 @@
+"""``messages`` of a chat, as templates want them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_MESSAGES
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.model import Body, Text, items, needs, read, says
+from mamba_eagle.server.errors import RequestError
+
+
+def _content(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return kinds.as_text(kinds.TEXT.read(value))
+    parts = kinds.all_of(value, _text_part)
+    return None if parts is None else "".join(parts)
+
+
+def _text_part(part: Any) -> str | None:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return kinds.as_text(part.get("text")) if is_text else None
+
+
+PART = {"type": "object", "properties": {"type": kinds.STRING, "text": kinds.STRING}}
+CONTENT = kinds.Kind(
+    _content,
+    "must be a string or parts of type text: this model reads text only",
+    kinds.any_of(kinds.STRING, kinds.list_of(PART)),
+)
+ROLE = kinds.Kind(
+    lambda value: kinds.as_text(value) or None, "must be a string such as user", kinds.STRING
+)
+ARGUMENTS = kinds.Kind(
+    lambda value: value if isinstance(value, (str, dict)) else None,
+    "must be a JSON object as text",
+    kinds.any_of(kinds.STRING, {"type": "object"}),
+)
+
+
+class CalledFunction(Body):
+    name: Text
+    arguments: Annotated[str | dict[str, Any] | None, ARGUMENTS] = None
+
+
+class MessageCall(Body):
+    type: Literal["function"] = "function"
+    id: Text | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    """Other names are for the template."""
+
+    role: Annotated[str, ROLE] = needs("system, user, assistant, tool, or what the template knows")
+    content: Annotated[str, CONTENT] = says("a text, or parts of type text", "")
+    tool_call_id: Text = says("of role tool: the call that this answers", "")
+    tool_calls: list[MessageCall] | None = says("of role assistant")
+
+
+MESSAGES = items(
+    ChatMessage, "messages", MAX_MESSAGES, "must be a list of messages, at least one", 1
+)
+
+
+def read_messages(values: list[Any]) -> list[dict[str, Any]]:
+    """Messages with their content as plain text and the arguments of calls as objects; other keys
+    are for the template.
+
+    Raises: RequestError 400
+    """
+    return [_message(entry, f"messages[{i}]") for i, entry in enumerate(values)]
+
+
+def _message(entry: Any, path: str) -> dict[str, Any]:
+    message = read(ChatMessage, entry, path)
+    made = {**entry, "content": message.content}
+    if message.role == "tool" and not message.tool_call_id:
+        remedy = "must be the id of the call that this answers"
+        raise RequestError.about(f"{path}.tool_call_id", entry.get("tool_call_id"), remedy)
+    if message.tool_calls is not None:
+        made["tool_calls"] = [
+            _call(entry["tool_calls"][i], call, f"{path}.tool_calls[{i}]")
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return made
+
+
+def _call(value: Any, call: MessageCall, path: str) -> dict[str, Any]:
+    """Arguments come as JSON text; templates write them out one by one."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = _object(arguments, f"{path}.function.arguments") if arguments.strip() else {}
+    function = {**value["function"], "arguments": arguments or {}}
+    return {**value, "type": "function", "function": function}
+
+
+def _object(text: str, path: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"{path} = {shown(text)}: must be a JSON object as text", param=path)
+    return value

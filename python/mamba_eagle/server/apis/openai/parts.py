@@ -1,0 +1,222 @@
+"""A chat's one sample as a row of parts: reasoning, text, calls, in the order they were written.
+
+Anthropic's and the Responses replies are such rows. A whole reply is made of the same news as a
+stream, so it says what the stream said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from fastapi import Request, Response
+
+from mamba_eagle.chat.family import CALLS, REASONING
+from mamba_eagle.chat.parse import OutputParser, TextPiece
+from mamba_eagle.core import FinishReason
+from mamba_eagle.server.apis.openai.chat_body import ChatJob
+from mamba_eagle.server.apis.openai.route import choice_error
+from mamba_eagle.server.apis.sse import EventStream, updates, wait_until_done
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.state import ServerState
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+OPENED, MORE, CLOSED = "opened", "more", "closed"
+Event = dict[str, Any]
+
+
+@dataclass
+class Part:
+    """``field``: content, reasoning_content or tool_calls. ``text``: of a call its arguments, an
+    object as JSON; ``name``: the called function. ``cut``: the limit of the output ended it."""
+
+    index: int
+    field: str
+    id: str
+    text: str = ""
+    name: str = ""
+    cut: bool = False
+
+
+class News(NamedTuple):
+    what: str  # OPENED, MORE or CLOSED
+    part: Part
+    text: str = ""  # MORE
+
+
+class Parts:
+    """``parser`` reads this sample's text and no other's."""
+
+    def __init__(self, sample: Sample, parser: OutputParser) -> None:
+        self.sample = sample
+        self.all: list[Part] = []
+        self._parser = parser
+        self._sent = 0  # characters
+        self._open: Part | None = None
+
+    def news(self) -> Iterator[News]:
+        """What is new since the last call."""
+        text = self.sample.visible_text()[self._sent :]
+        self._sent += len(text)
+        pieces = self._parser.feed(text)
+        if self.sample.finish is not None:
+            pieces = pieces + self._parser.finish()
+        for piece in pieces:
+            if isinstance(piece, TextPiece):
+                if self._open is None or self._open.field != piece.field:
+                    yield from self._close()
+                    yield self._begin(piece.field)
+                yield self._add(piece.text)
+            else:
+                yield from self._close()
+                yield self._begin(CALLS, piece.name)
+                yield self._add(piece.arguments)
+                yield from self._close()
+        if self.sample.finish is not None:
+            if self._open is not None:
+                self._open.cut = self.sample.finish.kind == "length"
+            yield from self._close()
+
+    def _begin(self, field: str, name: str = "") -> News:
+        self._open = Part(len(self.all), field, uuid.uuid4().hex[:24], name=name)
+        self.all.append(self._open)
+        return News(OPENED, self._open)
+
+    def _add(self, text: str) -> News:
+        assert self._open is not None
+        self._open.text += text
+        return News(MORE, self._open, text)
+
+    def _close(self) -> Iterator[News]:
+        if self._open is not None:
+            part, self._open = self._open, None
+            yield News(CLOSED, part)
+
+
+@dataclass
+class Written:
+    """What there is of a reply."""
+
+    live: LiveRequest
+    parts: list[Part]
+    reasoning_tokens: int = 0  # for replies that count them
+
+    @property
+    def sample(self) -> Sample:
+        return self.live.samples[0]
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.sample.finish
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.sample.prompt.token_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.sample.last.cached_tokens
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.sample.output_ids)
+
+    async def count_reasoning(self, tokenizer: TextTokenizer) -> None:
+        """Without its tags. In a thread, since it may be long."""
+        text = "".join(part.text for part in self.parts if part.field == REASONING)
+        if text:
+            tokens = await asyncio.to_thread(tokenizer.encode, text, False)
+            self.reasoning_tokens = min(len(tokens), self.output_tokens)
+
+    def has_calls(self) -> bool:
+        return any(part.field == CALLS for part in self.parts)
+
+
+class PartReply(ABC):
+    """The replies of one API. Events have their name as ``type``."""
+
+    counts_reasoning: ClassVar[bool] = False
+
+    @abstractmethod
+    def whole(self, written: Written) -> dict[str, Any]:
+        """The reply that is not streamed."""
+
+    @abstractmethod
+    def begin(self, written: Written) -> Iterator[Event]:
+        """Before the first part."""
+
+    @abstractmethod
+    def tell(self, news: News) -> Iterator[Event]:
+        """What is new of a part."""
+
+    @abstractmethod
+    def end(self, written: Written) -> Iterator[Event]:
+        """After the last part."""
+
+    def refusal(self, error: RequestError) -> RequestError:
+        """An error before anything was sent, in the API's form."""
+        return error
+
+    @abstractmethod
+    def failed(self, error: RequestError) -> Event:
+        """An error that comes when the stream has begun, and ends it."""
+
+
+def named_event(content: Event) -> bytes:
+    """As these APIs send events: with the type as the event's name, too."""
+    return f"event: {content['type']}\ndata: ".encode() + msgspec.json.encode(content) + b"\n\n"
+
+
+async def serve_parts(
+    request: Request, state: ServerState, chat: ChatJob, reply: PartReply
+) -> Response:
+    """Raises: RequestError"""
+    live = state.submit(chat.job.rid, chat.job.prompts)
+    parts = Parts(live.samples[0], chat.form.parser())
+    written = Written(live, parts.all)
+    if chat.job.stream:
+        return EventStream(
+            _stream(state, parts, written, reply),
+            lambda: state.manager.release(live),
+            state.config.sse_keep_alive,
+            lambda error: named_event(reply.failed(error)),
+        )
+    if not await wait_until_done(request, state.manager, live):
+        return Response(status_code=499)  # the client has left
+    if (error := choice_error(parts.sample)) is not None:
+        raise error
+    for _ in parts.news():
+        pass
+    await _count(state, written, reply)
+    return json_response(reply.whole(written))
+
+
+async def _stream(
+    state: ServerState, parts: Parts, written: Written, reply: PartReply
+) -> AsyncGenerator[bytes, None]:
+    begun = False
+    interval = state.config.stream_interval
+    async for sample in updates(written.live, lambda sample: interval):
+        if (error := choice_error(sample)) is not None:
+            raise reply.refusal(error)
+        if not begun:
+            begun = True
+            for event in reply.begin(written):
+                yield named_event(event)
+        for news in parts.news():
+            for event in reply.tell(news):
+                yield named_event(event)
+    await _count(state, written, reply)
+    for event in reply.end(written):
+        yield named_event(event)
+
+
+async def _count(state: ServerState, written: Written, reply: PartReply) -> None:
+    if reply.counts_reasoning and state.prompts.tokenizer is not None:
+        await written.count_reasoning(state.prompts.tokenizer)

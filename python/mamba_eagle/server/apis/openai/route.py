@@ -1,0 +1,149 @@
+"""POST /v1/completions and /v1/chat/completions: OpenAI's replies from the same engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from mamba_eagle.server.apis.openai.body import OpenAIJob, parse_completion
+from mamba_eagle.server.apis.openai.chat_body import parse_chat
+from mamba_eagle.server.apis.openai.chat_choice import ChatChoice
+from mamba_eagle.server.apis.openai.choice import Choice, CompletionChoice
+from mamba_eagle.server.apis.sse import (
+    DONE,
+    EventStream,
+    event,
+    json_parts,
+    sample_error,
+    updates,
+    wait_until_done,
+)
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.tokenizer.sample import LiveRequest, Sample
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    state = server_state(request)
+    job = await state.read(request, parse_completion)
+    return await _serve(
+        request, state, job, lambda sample, tokenizer: CompletionChoice(sample, tokenizer, job)
+    )
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    state = server_state(request)
+    # In a thread however short it is: a template may take long.
+    chat = await state.read(request, parse_chat, is_chat=True)
+    return await _serve(
+        request,
+        state,
+        chat.job,
+        lambda sample, tokenizer: ChatChoice(sample, tokenizer, chat.job, chat.form.parser()),
+    )
+
+
+async def _serve(
+    request: Request,
+    state: ServerState,
+    job: OpenAIJob,
+    make_choice: Callable[[Sample, TextTokenizer], Choice],
+) -> Response:
+    live = state.submit(job.rid, job.prompts)
+    tokenizer = state.prompts.need_tokenizer(request.url.path)
+    choices = [make_choice(sample, tokenizer) for sample in live.samples]
+    head = {"id": job.rid, "created": int(time.time()), "model": job.model}
+    if job.stream:
+        events = _stream(state, job, live, choices, head)
+        keep_alive = state.config.sse_keep_alive
+        return EventStream(events, lambda: state.manager.release(live), keep_alive)
+
+    def take(sample: Sample) -> None:
+        choices[sample.index].take_logprobs()
+
+    wants_logprobs = job.logprobs is not None
+    if not await wait_until_done(request, state.manager, live, take if wants_logprobs else None):
+        return Response(status_code=499)  # the client has left
+    for sample in live.samples:
+        if (error := choice_error(sample)) is not None:
+            raise error
+    return json_response(
+        {
+            **head,
+            "object": choices[0].object_name,
+            "choices": await json_parts([choice.whole for choice in choices]),
+            "usage": usage(live),
+        }
+    )
+
+
+async def _stream(
+    state: ServerState,
+    job: OpenAIJob,
+    live: LiveRequest,
+    choices: list[Choice],
+    head: dict[str, Any],
+) -> AsyncGenerator[bytes, None]:
+    head = {**head, "object": choices[0].chunk_name}
+    begun = False
+    interval = state.config.stream_interval
+    async for sample in updates(live, lambda sample: interval):
+        error = choice_error(sample)
+        if error is not None:
+            if not begun:
+                raise error
+            yield event(error.body())
+            continue
+        choice = choices[sample.index]
+        for piece in choice.pieces():
+            begun = True
+            chunk = {**head, "choices": [piece]}
+            if job.continuous_usage:
+                chunk["usage"] = sample_usage(sample)
+            elif job.include_usage:
+                chunk["usage"] = None
+            yield event(chunk)
+    if job.include_usage:
+        yield event({**head, "choices": [], "usage": usage(live)})
+    yield DONE
+
+
+def choice_error(sample: Sample) -> RequestError | None:
+    """A sample that was aborted is an error, too: OpenAI's finish reasons have none for it, and
+    strict clients refuse others. To say "stop" would pass a cut text off as a whole one."""
+    error = sample_error(sample)
+    if error is None and sample.finish is not None and sample.finish.kind == "abort":
+        error = RequestError(f"the request was ended: {sample.finish.message}")
+    return error
+
+
+def usage(live: LiveRequest) -> dict[str, Any]:
+    """Prompts count once, however many samples each has."""
+    prompts = {id(sample.prompt): len(sample.prompt.token_ids) for sample in live.samples}
+    cached = {id(sample.prompt): sample.last.cached_tokens for sample in reversed(live.samples)}
+    prompt_tokens = sum(prompts.values())
+    completion_tokens = sum(len(sample.output_ids) for sample in live.samples)
+    return _usage(prompt_tokens, completion_tokens, sum(cached.values()))
+
+
+def sample_usage(sample: Sample) -> dict[str, Any]:
+    """So far, of one choice: what the chunk that carries it is about, as vLLM and SGLang count."""
+    prompt_tokens = len(sample.prompt.token_ids)
+    return _usage(prompt_tokens, len(sample.output_ids), sample.last.cached_tokens)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

@@ -1,0 +1,329 @@
+"""The body of OpenAI's /v1/responses as one of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from mamba_eagle.limits import MAX_MESSAGES, MAX_TOOLS
+from mamba_eagle.server.apis.openai.body import LONGEST, MaxTokens
+from mamba_eagle.server.apis.openai.chat_body import EFFORT, ChatJob
+from mamba_eagle.server.apis.openai.tools import CHOICES, TOOLS
+from mamba_eagle.server.apis.openai.translation import (
+    TEXT_OR_PARTS,
+    ChatBuilder,
+    OtherChat,
+    check_kind,
+    needed,
+    text_only,
+)
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
+from mamba_eagle.server.bodies.model import Body, Flag, Object, Text, items, needs, read, says
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.server.state import ServerState
+
+TEXTS = ("input_text", "output_text", "text")
+REASONING_TEXT = ("reasoning_text", "summary_text", "text")
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ROLES = ("user", "assistant", "system", "developer")
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
+STATELESS = "this server keeps no state between requests: send the whole conversation as input"
+# What would need something kept, or run apart from the request, and what to do without it.
+REFUSED = {
+    "previous_response_id": STATELESS,
+    "conversation": STATELESS,
+    "prompt": "this server keeps no prompts: send instructions and input",
+    "background": "this server keeps no responses to be fetched later: leave it out",
+    "store": "this server keeps no responses: leave it out, or send false",
+    "top_logprobs": "logprobs are not available here: use /v1/chat/completions",
+}
+LOGPROBS = "message.output_text.logprobs"
+TRUNCATION = kinds.Kind(
+    lambda value: value if value == "disabled" else None,
+    "must be disabled: what does not fit is refused",
+    {"enum": ["disabled"]},
+)
+TOOL_CHOICE = kinds.untouched(
+    kinds.any_of(
+        {"enum": list(CHOICES)},
+        {"type": "object", "properties": {"type": kinds.STRING, "name": kinds.STRING}},
+    )
+)
+
+
+class Item(Body):
+    """A message, a call, its output, or reasoning."""
+
+    type: Text = says("message unless it is said", "message")
+    role: Text | None = says("of a message")
+    content: Annotated[Any, TEXT_OR_PARTS] = says("of a message or of reasoning")
+    summary: Annotated[Any, TEXT_OR_PARTS] = says("of reasoning")
+    call_id: Text | None = says("of a call or its output")
+    name: Text | None = says("of a call")
+    arguments: Text = says("of a call: a JSON object as text", "")
+    output: Annotated[Any, TEXT_OR_PARTS] = says("of a call's output")
+
+
+class ResponseTool(Body):
+    type: Text | None = says("function")
+    name: Annotated[Any, kinds.untouched(kinds.STRING)] = says("of the function")
+    description: Annotated[Any, kinds.untouched(kinds.STRING)] = says("of the function")
+    parameters: Annotated[Any, kinds.untouched({"type": "object"})] = says("a JSON schema")
+    strict: Annotated[Any, kinds.untouched({"type": "boolean"})] = says("whether calls must fit it")
+
+
+class Reasoning(Body):
+    effort: Annotated[str | None, EFFORT] = says("for the template")
+
+
+FORMAT = kinds.choice_of("text", "json_object", "json_schema")
+
+
+class Format(Body):
+    type: Annotated[str, FORMAT] = says("of the output", "text")
+    name: Text | None = says("of json_schema")
+    schema_: Annotated[Object, Field(alias="schema")] = says("of json_schema", {})
+    strict: Flag = says("repeated", False)
+
+
+class TextForm(Body):
+    format: Format = says("the form of the output", Format())
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    given = kinds.OBJECT.read(value)
+    return {name: kinds.TEXT.take(inner, f"metadata.{name}") for name, inner in given.items()}
+
+
+METADATA = kinds.Kind(
+    _metadata, kinds.OBJECT.must, {"type": "object", "additionalProperties": kinds.STRING}
+)
+SOME = "must be a string or a list of items, at least one"
+ITEM_LIST = items(Item, "items", MAX_MESSAGES, SOME, 1)
+INPUT = kinds.Kind(
+    lambda value: kinds.TEXT.read(value) if isinstance(value, str) else ITEM_LIST.read(value),
+    SOME,
+    TEXT_OR_PARTS.schema,
+)
+NAMES = kinds.texts("names", len(REFUSED) * MAX_TOOLS)
+
+
+class ResponseBody(OtherChat):
+    """A conversation, and how to answer it; nothing is kept."""
+
+    input: Annotated[Any, INPUT] = needs(
+        "a text, or items: messages, calls, their outputs, reasoning"
+    )
+    instructions: Text = says("come first, as a system message", "")
+    max_output_tokens: MaxTokens | None = says(LONGEST)
+    metadata: Annotated[dict[str, str], METADATA] = says("repeated", {})
+    reasoning: Reasoning = says("how much to reason", Reasoning())
+    text: TextForm = says("the form of the text", TextForm())
+    tools: Annotated[list[Any] | None, items(ResponseTool, "tools", MAX_TOOLS, TOOLS.must)] = says(
+        "that the model may call"
+    )
+    tool_choice: Annotated[Any, TOOL_CHOICE] = says("whether a call must come")
+    parallel_tool_calls: Flag = says("whether several calls may come", True)
+    truncation: Annotated[str, TRUNCATION] = says("what does not fit is refused", "disabled")
+    include: Annotated[list[str], NAMES] = says("ignored, but for logprobs, which are refused", [])
+
+    REFUSED = REFUSED
+
+
+@dataclass(kw_only=True)
+class ResponseJob:
+    """``echo``: the fields of the request that the reply repeats."""
+
+    chat: ChatJob
+    echo: dict[str, Any]
+
+
+def parse_response(values: dict[str, Any], state: ServerState) -> ResponseJob:
+    """Raises: RequestError 400"""
+    state.prompts.need_tokenizer("/v1/responses")
+    body = read(ResponseBody, values)
+    if LOGPROBS in body.include:
+        remedy = f"{LOGPROBS}: {REFUSED['top_logprobs']}"
+        raise RequestError.about("include", body.include, remedy)
+    chat = ChatBuilder.of(values)
+    chat.values.setdefault("rid", f"resp_{uuid.uuid4().hex}")
+    chat.put("max_tokens", body.max_output_tokens, "max_output_tokens")
+    chat.put("parallel_tool_calls", body.parallel_tool_calls, "parallel_tool_calls")
+    _Input(chat).read(body)
+    tools = _add_tools(chat, body.tools or [])
+    _add_tool_choice(chat, body.tool_choice)
+    chat.put("reasoning_effort", body.reasoning.effort, "reasoning.effort")
+    form = _add_format(chat, body.text.format)
+    # What the reply repeats must be text.
+    refuse_half_pairs({"metadata": body.metadata, "text.format": form, "tools": tools})
+    job = chat.parse(state)
+    sampling = job.job.prompts[0].sampling
+    echo = {
+        "instructions": body.instructions or None,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "temperature": float(sampling.temperature),
+        "text": {"format": form},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": tools,
+        "top_p": float(sampling.top_p),
+    }
+    return ResponseJob(chat=job, echo=echo)
+
+
+# ── input ────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Input:
+    """Instructions and items become messages. What the assistant wrote in a row is one message,
+    and so are the instructions with the system messages that follow at once: most templates take
+    one system message, at the beginning."""
+
+    def __init__(self, chat: ChatBuilder) -> None:
+        self.chat = chat
+        chat.names["messages"] = "input"
+        self._system: list[str] = []
+        self._system_from = "instructions"
+        self._answer: dict[str, Any] = {}
+        self._answer_from = ""
+
+    def read(self, body: ResponseBody) -> None:
+        """Raises: RequestError 400"""
+        if body.instructions:
+            self._system.append(body.instructions)
+        if isinstance(body.input, str):
+            self._say("user", body.input, "input")
+            return
+        for i, entry in enumerate(body.input):
+            self._take(read(Item, entry, f"input[{i}]"), f"input[{i}]")
+        self._flush()
+
+    def _take(self, item: Item, own: str) -> None:
+        check_kind(item.type, own, ITEMS)
+        if item.type == "message":
+            if item.role not in ROLES:
+                remedy = f"must be one of {', '.join(ROLES)}"
+                raise RequestError.about(f"{own}.role", item.role, remedy)
+            self._say(item.role, text_only(item.content, f"{own}.content", TEXTS), own)
+        elif item.type == "function_call":
+            self._part_of_answer(own).setdefault("tool_calls", []).append(_call(item, own))
+        elif item.type == "function_call_output":
+            self._flush()
+            remedy = "must be the id of the call that this answers"
+            call_id = needed(item.call_id, f"{own}.call_id", remedy)
+            output = text_only(item.output, f"{own}.output", TEXTS)
+            result = {"role": "tool", "tool_call_id": call_id, "content": output}
+            self.chat.add_message(result, own)
+        else:
+            self._think(item, own)
+
+    def _say(self, role: str, text: str, own: str) -> None:
+        if role == "assistant":
+            answer = self._part_of_answer(own)
+            answer["content"] += text
+            return
+        at_beginning = "messages" not in self.chat.values and not self._answer
+        if role in ("system", "developer") and at_beginning:
+            if not self._system:
+                self._system_from = own
+            self._system.append(text)
+            return
+        self._flush()
+        self.chat.add_message({"role": role, "content": text}, own)
+
+    def _think(self, item: Item, own: str) -> None:
+        """The text of reasoning; what only OpenAI could decrypt is left out."""
+        name = "content" if item.content else "summary"
+        text = text_only(getattr(item, name), f"{own}.{name}", REASONING_TEXT)
+        if not text:
+            return
+        if self._answer.get("content") or "tool_calls" in self._answer:
+            self._flush()  # another answer begins
+        answer = self._part_of_answer(own)
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def _part_of_answer(self, own: str) -> dict[str, Any]:
+        if not self._answer:
+            self._flush()
+            self._answer = {"role": "assistant", "content": ""}
+            self._answer_from = own
+        return self._answer
+
+    def _flush(self) -> None:
+        if self._system:
+            system = {"role": "system", "content": "\n\n".join(self._system)}
+            self._system = []
+            self.chat.add_message(system, self._system_from)
+        if self._answer:
+            answer, self._answer = self._answer, {}
+            self.chat.add_message(answer, self._answer_from)
+
+
+def _call(item: Item, own: str) -> dict[str, Any]:
+    call_id = needed(item.call_id, f"{own}.call_id", "must be the id of the call")
+    name = needed(item.name, f"{own}.name", "must be the name of the function")
+    try:
+        is_object = not item.arguments.strip() or isinstance(json.loads(item.arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        remedy = "must be a JSON object as text"
+        raise RequestError.about(f"{own}.arguments", item.arguments, remedy)
+    function = {"name": name, "arguments": item.arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_tools(chat: ChatBuilder, given: list[Any]) -> list[dict[str, Any]]:
+    """The tools, as the reply repeats them."""
+    functions = []
+    for i, entry in enumerate(given):
+        tool = read(ResponseTool, entry, f"tools[{i}]")
+        if tool.type != "function":
+            remedy = "must be function: this server runs no tools of its own; leave this one out"
+            raise RequestError.about(f"tools[{i}].type", tool.type, remedy)
+        functions.append({name: entry[name] for name in TOOL_FIELDS if name in entry})
+        chat.names[f"tools[{i}].function"] = f"tools[{i}]"
+    tools = [{"type": "function", "function": function} for function in functions]
+    chat.put("tools", tools, "tools")
+    return [{"type": "function", **function} for function in functions]
+
+
+def _add_tool_choice(chat: ChatBuilder, choice: Any) -> None:
+    chat.names["tool_choice.function"] = "tool_choice"
+    if isinstance(choice, dict):
+        named = read(ResponseTool, choice, "tool_choice")
+        if named.type != "function":
+            remedy = "must be function; or send auto, none or required"
+            raise RequestError.about("tool_choice.type", named.type, remedy)
+        name = None if named.name is None else kinds.TEXT.take(named.name, "tool_choice.name")
+        needed(name, "tool_choice.name", "must be the name of a tool")
+        choice = {"type": "function", "function": {"name": name}}
+    elif choice not in (None, *CHOICES):
+        remedy = 'must be auto, none, required or {"type": "function", "name": ...}'
+        raise RequestError.about("tool_choice", choice, remedy)
+    chat.put("tool_choice", choice, "tool_choice")
+
+
+def _add_format(chat: ChatBuilder, form: Format) -> dict[str, Any]:
+    """The format, as the reply repeats it."""
+    if form.type == "text":
+        return {"type": "text"}
+    asked: dict[str, Any] = {"type": form.type}
+    made = dict(asked)
+    if form.type == "json_schema":
+        name = needed(form.name, "text.format.name", "must be the name of the format")
+        asked["json_schema"] = {"name": name, "schema": form.schema_}
+        made |= {"name": name, "schema": form.schema_, "strict": form.strict}
+    chat.put("response_format", asked, "text.format")
+    chat.names["response_format.json_schema"] = "text.format"
+    return made

@@ -1,0 +1,333 @@
+"""The FastAPI application: every route but those that take prompts, which have own files."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mamba_eagle import __version__
+from mamba_eagle.config import ServerConfig
+from mamba_eagle.core import SamplingParams, shown
+from mamba_eagle.events_config import BLOCK, read_events_config
+from mamba_eagle.message import StateReply
+from mamba_eagle.server.apis import cache, control, embeddings, openapi, profile, score, tokens
+from mamba_eagle.server.apis.anthropic import route as anthropic
+from mamba_eagle.server.apis.generate import route as generate
+from mamba_eagle.server.apis.openai import route as openai
+from mamba_eagle.server.apis.responses import route as responses
+from mamba_eagle.server.apis.sse import sample_error, wait_until_done
+from mamba_eagle.server.errors import RequestError, json_response
+from mamba_eagle.server.http.auth import KeyAuth
+from mamba_eagle.server.http.origins import guard_origins
+from mamba_eagle.server.http.request_count import RequestCount
+from mamba_eagle.server.http.request_id import RequestIds
+from mamba_eagle.server.lifetime import RETRY_AFTER
+from mamba_eagle.server.page import files as page
+from mamba_eagle.server.state import ServerState, server_state
+from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.tokenizer.sample import PromptRequest
+
+HEALTH_TIMEOUT = 20.0
+SIMULATION_HEADER = "x-mamba-eagle-simulated-acc-len"
+# Without a key: the page asks for it, and what there is to ask is not secret.
+OPEN_PATHS = (*page.FILES, "/docs", "/openapi.json", "/health", "/ready", "/ping")
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+log = logging.getLogger("mamba_eagle.server")
+router = APIRouter()
+
+
+def get(path: str) -> Callable[[Handler], Handler]:
+    """A route that answers HEAD as well; the HTTP server leaves the body out."""
+    return router.api_route(path, methods=["GET", "HEAD"])
+
+
+class PlainPaths:
+    """A trailing slash, or --root-path in front, makes no difference. Plain ASGI: streams pass
+    untouched."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if self.root_path and f"{path}/".startswith(f"{self.root_path}/"):
+                path = path[len(self.root_path) :]
+            path = path.rstrip("/") or "/"
+            if path != scope["path"]:
+                scope = {**scope, "path": path}
+        await self.app(scope, receive, send)
+
+
+class SimulationMark:
+    """Names --simulate-acc-len in a header of every reply, so that none passes for a real one."""
+
+    def __init__(self, app: ASGIApp, length: float) -> None:
+        self.app = app
+        self.header = (SIMULATION_HEADER.encode(), f"{length:g}".encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), self.header]
+            await send(message)
+
+        await self.app(scope, receive, marked if scope["type"] == "http" else send)
+
+
+def make_app(state: ServerState) -> FastAPI:
+    app = FastAPI(title="mamba-eagle", version=__version__, openapi_url=None)  # openapi.py has it
+    app.state.server = state
+    rooms = (
+        *(generate, openai, responses, anthropic, score, embeddings),
+        *(tokens, cache, control, profile, openapi, page),
+    )
+    parts = (router, *(room.router for room in rooms))
+    for part in parts:
+        app.include_router(part)
+    app.state.routes = [route for part in parts for route in part.routes]
+    routes = {route.path for route in app.state.routes if isinstance(route, Route)}
+    app.add_middleware(RequestCount, routes=routes, count=state.recorder.replied)
+    app.add_exception_handler(RequestError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse_route)
+    app.add_exception_handler(Exception, _internal_error)
+    if state.api_keys:
+        admin = [state.config.admin_api_key] if state.config.admin_api_key else []
+        app.add_middleware(KeyAuth, keys=[*state.api_keys, *admin], open_paths=OPEN_PATHS)
+    guard_origins(app, state.config)
+    app.add_middleware(PlainPaths, root_path=state.config.root_path)
+    app.add_middleware(RequestIds)
+    if state.config.simulate_acc_len:
+        app.add_middleware(SimulationMark, length=state.config.simulate_acc_len)
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error.response()
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{shown(request.method)[1:-1]} {shown(request.url.path)[1:-1]}: {error.detail}"
+    return RequestError(message, error.status_code).response()
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return RequestError("internal server error; see the server log", 500).response()
+
+
+# ── health and facts ─────────────────────────────────────────────────────────────────────────
+
+
+@get("/health")
+async def health(request: Request) -> Response:
+    """Liveness: 503 once the engine is dead or has stopped working, so that a restart is due."""
+    state = server_state(request)
+    problem = state.lifetime.failure or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503)
+    return Response()
+
+
+@get("/ready")
+async def ready(request: Request) -> Response:
+    """Readiness: 503 whenever a request would be refused, as while the server shuts down, or would
+    wait for a process that does not answer."""
+    state = server_state(request)
+    problem = state.lifetime.refusal or state.lifetime.silent or state.manager.dead
+    if problem is not None:
+        raise RequestError(problem, 503, retry_after=RETRY_AFTER)
+    return Response()
+
+
+@get("/ping")
+async def ping(request: Request) -> Response:
+    """As /ready, under the name that Amazon SageMaker asks for."""
+    return await ready(request)
+
+
+@get("/version")
+async def version() -> Response:
+    return json_response({"version": __version__})
+
+
+@get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """One token through the whole engine."""
+    state = server_state(request)
+    token = min([*state.manager.engine.eos_token_ids, state.vocab_size - 1])
+    rid = f"health-{uuid.uuid4().hex}"
+    prompt = PromptRequest(
+        rid=rid,
+        token_ids=[token],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        seed=0,
+        sample_rids=[rid],
+    )
+    live = state.submit(rid, [prompt])
+    try:
+        await asyncio.wait_for(wait_until_done(request, state.manager, live), HEALTH_TIMEOUT)
+    except asyncio.TimeoutError:
+        raise RequestError(f"no token came within {HEALTH_TIMEOUT:.0f} s", 503) from None
+    if sample_error(live.samples[0]) is not None:
+        raise RequestError("the engine could not make a token", 503)
+    return Response()
+
+
+@get("/get_model_info")
+@get("/model_info")
+async def model_info(request: Request) -> Response:
+    state = server_state(request)
+    model = state.model_config()
+    return json_response(
+        {
+            "model_path": state.config.model_path,
+            "tokenizer_path": state.config.tokenizer_path,
+            "served_model_name": state.model_name,
+            "is_generation": True,
+            "model_type": model.get("model_type"),
+            "architectures": model.get("architectures"),
+            "weight_version": "default",
+            "load_format": state.config.load_format,
+            "max_model_len": state.context_length,
+        }
+    )
+
+
+@get("/get_server_info")
+@get("/server_info")
+async def server_info(request: Request) -> Response:
+    state = server_state(request)
+    engine = state.manager.engine
+    arguments = dataclasses.asdict(state.config)
+    arguments["api_key"] = "***" if state.api_keys else ""
+    arguments["cluster_key"] = "***" if state.config.cluster_key else ""
+    arguments["admin_api_key"] = "***" if state.config.admin_api_key else ""
+    scheduler = await _scheduler_state(state)
+    averages = {
+        "avg_spec_accept_length": state.recorder.accept_length,
+        "last_gen_throughput": scheduler.state.get("gen_throughput", 0.0),
+    }
+    return json_response(
+        {
+            **arguments,
+            **engine.details,  # what the engine made of "auto"
+            "served_model_name": state.model_name,
+            "version": __version__,
+            "uptime": time.time() - state.started,
+            "internal_states": [{**scheduler.state, **averages}],
+            "speculation": scheduler.speculation,
+            "max_total_num_tokens": engine.max_kv_slots,
+            "max_checkpoints": engine.max_state_slots,
+            "max_running_requests": engine.max_running_requests,
+            "context_length": state.context_length,
+            "vocab_size": engine.vocab_size,
+            "max_req_input_len": state.prompts.max_prompt,
+            "dp_size": 1,
+            "kv_events": _kv_events(state.config),
+        }
+    )
+
+
+def _kv_events(config: ServerConfig) -> dict[str, Any] | None:
+    """What a router needs to subscribe; None if nothing is published."""
+    events = read_events_config(config.kv_events_config)
+    if events is None:
+        return None
+    names = ("publisher", "endpoint", "replay_endpoint", "topic")
+    return {name: getattr(events, name) for name in names} | {"block_size": BLOCK}
+
+
+async def _scheduler_state(state: ServerState) -> StateReply:
+    try:
+        return await state.manager.ask.state()
+    except (EngineDead, asyncio.TimeoutError) as error:
+        raise RequestError(str(error) or "the scheduler does not answer", 503) from None
+
+
+def _model_card(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": int(state.started),
+        "owned_by": "mamba-eagle",
+        "root": state.config.model_path,
+        "max_model_len": state.context_length,
+    }
+
+
+@get("/v1/models")
+async def models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model_card(server_state(request))]})
+
+
+@get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    state = server_state(request)
+    if name != state.model_name:
+        raise RequestError(
+            f"model = {shown(name)}: this server has {shown(state.model_name)}", 404, "model"
+        )
+    return json_response(_model_card(state))
+
+
+async def _load(state: ServerState) -> dict[str, Any]:
+    """As SGLang's routes have it, which its gateways read."""
+    values = (await _scheduler_state(state)).state
+    running = int(values.get("num_running_reqs", 0))
+    waiting = int(values.get("num_queue_reqs", 0))
+    most = state.manager.engine.max_running_requests
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_reqs": running + waiting,
+        "num_total_reqs": running + waiting,
+        "num_tokens": int(values.get("num_used_tokens", 0)),
+        "num_used_tokens": int(values.get("num_used_tokens", 0)),
+        "max_total_num_tokens": int(values.get("max_total_num_tokens", 0)),
+        "num_waiting_uncached_tokens": int(values.get("num_queue_tokens", 0)),
+        "token_usage": values.get("token_usage", 0.0),
+        "gen_throughput": values.get("gen_throughput", 0.0),
+        "cache_hit_rate": values.get("cache_hit_rate", 0.0),
+        "utilization": min(1.0, running / most),
+        "max_running_requests": most,
+    }
+
+
+@get("/get_load")
+async def get_load(request: Request) -> Response:
+    return json_response([await _load(server_state(request))])
+
+
+@get("/v1/loads")
+async def loads(request: Request) -> Response:
+    load = await _load(server_state(request))
+    now = datetime.now(timezone.utc).isoformat()
+    return json_response(
+        {"timestamp": now, "version": __version__, "dp_rank_count": 1, "loads": [load]}
+    )
+
+
+@get("/metrics")
+async def metrics(request: Request) -> Response:
+    state = server_state(request)
+    try:
+        reply = await state.manager.ask.state(timeout=1.0)
+    except (EngineDead, asyncio.TimeoutError):
+        reply = None  # what this process counts is still worth reading
+    content = state.recorder.exposition(reply)
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,363 @@
+"""Constraints in bodies: every spelling becomes one grammar text, tried on the model's vocabulary.
+
+    sampling_params        regex, json_schema, ebnf, structural_tag, choice
+    OpenAI routes          response_format, and the names above beside the other parameters
+    everywhere             vLLM's structured_outputs {json, regex, ...} and guided_json, ...
+
+Trying compiles the grammar, which may take for ever, so it is done elsewhere (grammar_trials.py).
+A body with a grammar that was not tried lately is read twice: the first time ``Untried`` ends it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from mamba_eagle.constrain.errors import GrammarError
+from mamba_eagle.constrain.grammar import (
+    Grammar,
+    choice_grammar,
+    ebnf_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    regex_grammar,
+)
+from mamba_eagle.constrain.structural_tag import structural_tag_grammar
+from mamba_eagle.constrain.trials import Verdict
+from mamba_eagle.constrain.vocabulary import NoVocabulary, special_tokens
+from mamba_eagle.core import shown
+from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.grammar_trials import Judge
+from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
+from mamba_eagle.server.bodies.model import Body, Flag, Text, says
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+OWN = ("regex", "json_schema", "ebnf", "structural_tag", "choice")
+GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+}
+NAMES = (*OWN, *GUIDED, "structured_outputs")
+REMEMBERED = 256  # grammars whose verdict is kept, with their texts
+ANY_OBJECT = "$$ANY$$"  # how SGLang's clients ask json_schema for any object
+
+ANY_SCHEMA = kinds.any_of({"type": "object"}, kinds.STRING, {"type": "boolean"})
+UNKNOWN = {"stop_regex": "is not available in this server; leave the field out"}
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+RESPONSE_FORMAT = kinds.Kind(
+    kinds.OBJECT.convert,
+    kinds.OBJECT.must,
+    {
+        "type": "object",
+        "properties": {
+            "type": {"type": "string", "enum": list(FORMATS)},
+            "json_schema": {
+                "type": "object",
+                "properties": {"name": kinds.STRING, "schema": ANY_SCHEMA},
+            },
+            "schema": ANY_SCHEMA,
+        },
+    },
+)
+# Their values are read by the grammars' makers, whose refusals say more.
+TEXT_VALUE = kinds.untouched(kinds.STRING)
+SCHEMA_VALUE = kinds.untouched(ANY_SCHEMA)
+TAG_VALUE = kinds.untouched(kinds.any_of({"type": "object"}, kinds.STRING))
+CHOICES_VALUE = kinds.untouched({**kinds.list_of(kinds.STRING), "maxItems": MAX_CHOICES})
+
+
+class Structured(Body):
+    json_: Annotated[Any, SCHEMA_VALUE, Field(alias="json")] = says("a JSON schema, or one as text")
+    regex: Annotated[Any, TEXT_VALUE] = says("as regex")
+    choice: Annotated[Any, CHOICES_VALUE] = says("as choice")
+    grammar: Annotated[Any, TEXT_VALUE] = says("as ebnf")
+    json_object: Flag = says("any JSON object", False)
+    structural_tag: Annotated[Any, TAG_VALUE] = says("as structural_tag")
+    whitespace_pattern: Text | None = says("of json: between its tokens")
+    disable_any_whitespace: Flag = says("of json: none between its tokens", False)
+
+    REFUSED = {
+        "disable_additional_properties": "is not available: write additionalProperties: false in "
+        "the schema"
+    }
+
+
+class Constrained(Body):
+    """Of all routes that sample: at most one of them."""
+
+    regex: Annotated[Any, TEXT_VALUE] = says("a regular expression that the whole output matches")
+    json_schema: Annotated[Any, SCHEMA_VALUE] = says("a JSON schema, or one as text")
+    ebnf: Annotated[Any, TEXT_VALUE] = says("a grammar in GBNF or Lark")
+    structural_tag: Annotated[Any, TAG_VALUE] = says("free text with constrained parts")
+    choice: Annotated[Any, CHOICES_VALUE] = says("one of these texts")
+    guided_json: Annotated[Any, SCHEMA_VALUE] = says("as json_schema")
+    guided_regex: Annotated[Any, TEXT_VALUE] = says("as regex")
+    guided_choice: Annotated[Any, CHOICES_VALUE] = says("as choice")
+    guided_grammar: Annotated[Any, TEXT_VALUE] = says("as ebnf")
+    guided_whitespace_pattern: Text | None = says("of guided_json: between its tokens")
+    structured_outputs: Structured | None = says("vLLM's: one of them")
+
+    REFUSED = UNKNOWN
+
+
+class Formatted(Constrained):
+    """Of the OpenAI routes."""
+
+    response_format: Annotated[dict[str, Any] | None, RESPONSE_FORMAT] = says("of the output")
+
+
+class Untried(Exception):
+    """What reads a body needs verdicts on grammars: ``settle``, then read it again."""
+
+    def __init__(self, grammars: Grammars, unknown: Sequence[Grammar]) -> None:
+        super().__init__(f"{len(unknown)} grammars are to be tried")
+        self._grammars, self._unknown = grammars, unknown
+
+    async def settle(self) -> bool:
+        """True. Cancelling it ends the work. Raises: RequestError 503"""
+        for grammar in self._unknown:
+            await self._grammars.settle(grammar)
+        return True
+
+
+class Grammars:
+    """What the model's vocabulary says of grammars. ``check`` is called from several threads."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, judge: Judge) -> None:
+        self._tokenizer, self._judge = tokenizer, judge
+        self._known: OrderedDict[str, Verdict] = OrderedDict()  # by name, the latest at the end
+        self._lock = Lock()
+
+    @cached_property
+    def _special(self) -> Mapping[str, int]:
+        try:
+            return special_tokens(self._tokenizer.json()) if self._tokenizer is not None else {}
+        except NoVocabulary:
+            return {}
+
+    def special(self) -> Mapping[str, int]:
+        """The names of special tokens and their ids; {} without a tokenizer."""
+        return self._special
+
+    def check(self, grammar: Grammar, path: str) -> str:
+        """The text for ``SamplingParams.grammar``; path: the field that asked for it.
+
+        Raises: RequestError 400; Untried
+        """
+        return self.check_all([(grammar, path)])[0]
+
+    def check_all(self, asked: Sequence[tuple[Grammar, str]]) -> list[str]:
+        """The same for several.
+
+        Raises: RequestError 400 for the first that cannot be served; Untried
+        """
+        if self._tokenizer is None and asked:
+            raise RequestError(
+                f"{asked[0][1]}: this server cannot constrain its output: the server was started "
+                "with --skip-tokenizer-init",
+                param=asked[0][1],
+            )
+        with self._lock:
+            verdicts = [self._known.get(grammar.name) for grammar, _ in asked]
+        unknown = [grammar for (grammar, _), verdict in zip(asked, verdicts) if verdict is None]
+        if unknown:
+            raise Untried(self, unknown)
+        texts = []
+        for (grammar, path), verdict in zip(asked, verdicts):
+            if verdict is not None:
+                if verdict.message:
+                    raise refusal(path, verdict.path, verdict.message)
+                texts.append(verdict.text or grammar.text)
+        return texts
+
+    async def settle(self, grammar: Grammar) -> None:
+        """Learn the verdict, unless somebody has."""
+        if grammar.name in self._known:
+            return
+        verdict = await self._judge.verdict(grammar)
+        with self._lock:
+            self._known[grammar.name] = verdict
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+
+class _Asked(NamedTuple):
+    """A constraint as a client spells it."""
+
+    path: str
+    kind: str
+    value: Any
+    whitespace: str | None = None  # for schemas
+
+
+class Constraint(NamedTuple):
+    """path: the field that asked for it."""
+
+    grammar: Grammar
+    path: str
+
+
+def read_grammar(body: Constrained, grammars: Grammars, where: str = "") -> str:
+    """The one constraint of a body, as a grammar text; "" if there is none. where: the path of the
+    object that it stands in.
+
+    Raises: RequestError 400 that names the field, and the keyword that is to blame.
+    """
+    found = read_constraint(body, grammars, where)
+    return grammars.check(*found) if found is not None else ""
+
+
+def read_constraint(body: Constrained, grammars: Grammars, where: str = "") -> Constraint | None:
+    """The same before the vocabulary was asked.
+
+    Raises: RequestError 400
+    """
+    found = [*_own(body, where), *_structured(body.structured_outputs, where)]
+    if isinstance(body, Formatted) and body.response_format is not None:
+        found += _response_format(body.response_format)
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(asked.path for asked in found[:2])
+        raise RequestError(f"{names}: two constraints at once; send one", param=found[1].path)
+    (asked,) = found
+    try:
+        grammar = _grammar(asked, grammars)
+    except GrammarError as error:
+        what = "" if error.path else f" = {shown(asked.value)}"
+        raise refusal(asked.path + what, error.path, str(error), asked.path) from None
+    return Constraint(grammar, asked.path)
+
+
+def refusal(path: str, inner: str, message: str, param: str = "") -> RequestError:
+    """inner: the path of what is to blame within the field."""
+    if inner:
+        path += "." + cut(inner)
+    return RequestError(f"{path}: {cut(message, 400)}", param=param or path)
+
+
+def cut(text: str, most: int = MAX_SHOWN) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _own(body: Constrained, where: str) -> Iterator[_Asked]:
+    for name in OWN:
+        if getattr(body, name) not in (None, []):
+            yield _Asked(where + name, name, getattr(body, name))
+    for name, kind in GUIDED.items():
+        if getattr(body, name) is not None:
+            whitespace = body.guided_whitespace_pattern
+            yield _Asked(where + name, kind, getattr(body, name), whitespace)
+
+
+def _structured(inner: Structured | None, where: str) -> Iterator[_Asked]:
+    if inner is None:
+        return
+    whitespace = "" if inner.disable_any_whitespace else inner.whitespace_pattern
+    for name, kind, value in (
+        ("json", "json_schema", inner.json_),
+        ("regex", "regex", inner.regex),
+        ("choice", "choice", inner.choice),
+        ("grammar", "ebnf", inner.grammar),
+        ("json_object", "json_object", inner.json_object or None),
+        ("structural_tag", "structural_tag", inner.structural_tag),
+    ):
+        if value is not None:
+            yield _Asked(f"{where}structured_outputs.{name}", kind, value, whitespace)
+
+
+def _response_format(asked: Mapping[str, Any]) -> Iterator[_Asked]:
+    path, kind = "response_format", asked.get("type")
+    if kind == "json_object":
+        schema = asked.get("schema")  # as llama.cpp takes it
+        own = "json_object" if schema is None else "json_schema"
+        yield _Asked(path if schema is None else path + ".schema", own, schema)
+    elif kind == "json_schema":
+        given = asked.get("json_schema")
+        inner = kinds.OBJECT.take({} if given is None else given, f"{path}.json_schema")
+        # some clients send the schema itself
+        schema = inner.get("schema") if "schema" in inner else inner
+        if not schema and schema is not False:
+            raise RequestError.about(f"{path}.json_schema", given, "must have a schema")
+        yield _Asked(f"{path}.json_schema.schema", "json_schema", schema)
+    elif kind == "structural_tag":
+        yield _Asked(path, "structural_tag", asked)
+    elif kind not in (None, "text"):
+        remedy = f"must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise RequestError.about(f"{path}.type", kind, remedy)
+
+
+# ── from values to grammars ──────────────────────────────────────────────────────────────────
+
+
+def _grammar(asked: _Asked, grammars: Grammars) -> Grammar:
+    """Raises: GrammarError"""
+    return _MAKERS[asked.kind](asked, grammars)
+
+
+def _regex(asked: _Asked, grammars: Grammars) -> Grammar:
+    return regex_grammar(_string(asked.value))
+
+
+def _ebnf(asked: _Asked, grammars: Grammars) -> Grammar:
+    return ebnf_grammar(_string(asked.value))
+
+
+def _json_schema(asked: _Asked, grammars: Grammars) -> Grammar:
+    if asked.value == ANY_OBJECT:
+        return json_object_grammar()
+    if isinstance(asked.value, str):
+        _string(asked.value)
+    made = json_schema_grammar(asked.value, asked.whitespace)
+    if "NaN" in made.body or "Infinity" in made.body:  # perhaps no more than a name or a text
+        try:
+            json.dumps(asked.value, allow_nan=False)
+        except ValueError:
+            raise GrammarError("its numbers must be finite") from None
+    if kinds.as_text(made.body) is None:
+        refuse_half_pairs({asked.path: asked.value})
+    return made
+
+
+def _json_object(asked: _Asked, grammars: Grammars) -> Grammar:
+    return json_schema_grammar({"type": "object"}, asked.whitespace)
+
+
+def _choice(asked: _Asked, grammars: Grammars) -> Grammar:
+    if isinstance(asked.value, list) and len(asked.value) > MAX_CHOICES:
+        raise GrammarError(f"{len(asked.value)} choices are more than the limit of {MAX_CHOICES}")
+    choices = kinds.all_of(asked.value, kinds.as_text)
+    if choices is None:
+        raise GrammarError("must be a list of strings")
+    return choice_grammar(choices)
+
+
+def _structural_tag(asked: _Asked, grammars: Grammars) -> Grammar:
+    return structural_tag_grammar(asked.value, grammars.special())
+
+
+_MAKERS: dict[str, Callable[[_Asked, Grammars], Grammar]] = {
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+}
+
+
+def _string(value: Any) -> str:
+    text = kinds.as_text(value)
+    if text is None:
+        raise GrammarError("must be a string of valid Unicode")
+    return text

@@ -1,0 +1,177 @@
+"""Bodies as pydantic models: each is declared once, and read, refused, given its defaults and
+described (/openapi.json, docs/http.md) by that declaration.
+
+Clients differ: null means absent, unknown keys are ignored, and a whole float is an integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.kinds import Schema
+from mamba_eagle.server.errors import RequestError
+
+Text = Annotated[str, kinds.TEXT]  # what tokenizers and replies can take
+Integer = Annotated[int, kinds.INTEGER_KIND]
+Number = Annotated[float, kinds.NUMBER]
+Flag = Annotated[bool, kinds.FLAG]
+Object = Annotated[dict[str, Any], kinds.OBJECT]
+
+
+def says(about: str, default: Any = None) -> Any:
+    """A field that may be absent, and what it is for."""
+    if isinstance(default, (list, dict)):  # pydantic would copy them deeply each time
+        return Field(default_factory=type(default), description=about)
+    return Field(default, description=about)
+
+
+def needs(about: str) -> Any:
+    """A field that must be there."""
+    return Field(description=about)
+
+
+class _Refused(ValueError):
+    """name, value, remedy: of a field within the object that is being read."""
+
+
+class Body(BaseModel):
+    """A body, or an object within one."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    REFUSED: ClassVar[Mapping[str, str]] = {}  # fields of other servers, and what to do instead
+    NEEDED: ClassVar[frozenset[str]] = frozenset()  # where null is wrong
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        fields = cls.model_fields.items()
+        cls.NEEDED = frozenset(name for name, field in fields if field.is_required())
+        cls.REFUSED = {
+            name: remedy
+            for base in reversed(cls.__mro__)
+            for name, remedy in getattr(base, "REFUSED", {}).items()
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, remedy in cls.REFUSED.items():
+            if values.get(name) not in (None, [], {}, "", 0):
+                raise _Refused(name, values[name], remedy)
+        needed = cls.NEEDED
+        return {k: value for k, value in values.items() if value is not None or k in needed}
+
+
+Model = TypeVar("Model", bound=Body)
+REMEDIES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "int_type": "must be an integer",
+    "list_type": "must be a list",
+    "missing": "is needed",
+    "model_attributes_type": "must be an object",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+    "string_unicode": "must be a string of valid Unicode",
+}
+
+
+def read(model: type[Model], value: Any, path: str = "") -> Model:
+    """Raises: RequestError 400 for the first thing that is wrong. path: the value's own."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    where = path + "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+    )
+    where = where.removeprefix(".")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, _Refused):
+        name, given, remedy = cause.args
+        raise RequestError.about(f"{where}.{name}".removeprefix("."), given, remedy)
+    if isinstance(cause, kinds.TooMany):
+        raise RequestError(f"{where}: {cause}", param=where)
+    remedy = REMEDIES.get(first["type"]) or str(cause or first["msg"])
+    remedy = remedy[:1].lower() + remedy[1:]
+    if first["type"] == "missing":
+        field = None if path else model.model_fields.get(where)
+        for kind in field.metadata if field is not None else ():
+            if isinstance(kind, kinds.Kind):
+                raise RequestError.about(where, None, kind.must)
+        raise RequestError(f"{where} {remedy}", param=where)
+    raise RequestError.about(where, first["input"], remedy)
+
+
+class Description(GenerateJsonSchema):
+    """Without titles, which only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def nullable_schema(self, schema: Any) -> Schema:
+        return self.generate_inner(schema["schema"])  # null means absent, everywhere
+
+    def default_schema(self, schema: Any) -> Schema:
+        made = super().default_schema(schema)
+        if not isinstance(made.get("default"), (bool, int, float, str)) or made["default"] == "":
+            made.pop("default", None)
+        return made
+
+
+def described(model: type[Body]) -> Schema:
+    """Its JSON schema; models within it stand in ``$defs``."""
+    return model.model_json_schema(
+        ref_template="#/components/schemas/{model}", schema_generator=Description
+    )
+
+
+def items(model: type[Body], what: str, most: int, must: str, least: int = 0) -> kinds.Kind:
+    """A list of models, which are read later; what: "messages"."""
+
+    def convert(value: Any) -> list[Any] | None:
+        kinds.limit(value, what, most)
+        return value if isinstance(value, list) and len(value) >= least else None
+
+    return _Items(
+        convert, must, {"maxItems": most, **({"minItems": least} if least else {})}, model
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Items(kinds.Kind):
+    model: type[Body]
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Schema:
+        return {**kinds.list_of(handler(self.model.__pydantic_core_schema__)), **self.schema}
+
+
+@dataclass(frozen=True, eq=False)
+class OneOrEach:
+    """A model, or a list of them with one for each prompt; ``name`` is the field's."""
+
+    model: type[Body]
+    name: str
+
+    def read(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return read(self.model, value, self.name)
+        return [
+            read(self.model, {} if one is None else one, f"{self.name}[{i}]")
+            for i, one in enumerate(value)
+        ]
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.read)
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: Any) -> Schema:
+        model = handler(self.model.__pydantic_core_schema__)
+        return kinds.any_of(model, kinds.list_of(model))

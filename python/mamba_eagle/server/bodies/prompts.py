@@ -1,0 +1,140 @@
+"""Texts and token ids become prompts that the engine can take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mamba_eagle.core import prompt_problem
+from mamba_eagle.limits import MAX_PROMPTS
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.errors import RequestError
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+# A text of more characters than this for each token that fits is tried in part first.
+CHARACTERS_PER_TOKEN = 8
+# If the part alone has this many times the tokens that fit, the whole will not have fewer.
+CLEARLY = 2
+# A normalizer may leave one character of this many.
+CHARACTERS_TO_SPARE = 4
+
+
+class PromptReader:
+    """Encodes and checks; used from several threads. ``tokenizer`` None: token ids only."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer | None, vocab_size: int, context_length: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+
+    @property
+    def max_prompt(self) -> int:
+        """The longest prompt, in tokens: the first output token must fit too."""
+        return self.context_length - 1
+
+    def need_tokenizer(self, what: str) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, but the server was started with "
+                "--skip-tokenizer-init: send input_ids to /generate"
+            )
+        return self.tokenizer
+
+    def check(self, token_ids: list[Any], name: str) -> list[int]:
+        """A prompt that the engine can take.
+
+        Raises: RequestError 400
+        """
+        problem = prompt_problem(token_ids, self.vocab_size, self.context_length)
+        if problem:
+            raise RequestError(name + problem, param=name)
+        return token_ids
+
+    def encode(
+        self, texts: Sequence[str], names: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Each text's tokens; names: the texts' in messages.
+
+        Raises: RequestError 400 for a text that clearly has more tokens than fit.
+        """
+        if not texts:
+            return []
+        tokenizer = self.need_tokenizer(names[0])
+        for text, name in zip(texts, names):
+            self._refuse_endless(tokenizer, text, name)
+        return tokenizer.encode_all(texts, add_special_tokens)
+
+    def _refuse_endless(self, tokenizer: TextTokenizer, text: str, name: str) -> None:
+        """Saves seconds of encoding, and the memory for millions of tokens."""
+        some = CHARACTERS_PER_TOKEN * self.max_prompt
+        if len(text) <= some:
+            return
+        endless = len(text) > CHARACTERS_TO_SPARE * self.max_prompt * tokenizer.longest_token
+        if endless or len(tokenizer.encode(text[:some])) > CLEARLY * self.max_prompt:
+            raise RequestError(
+                f"{name}: the text has {len(text)} characters, far more than the "
+                f"{self.max_prompt} tokens that fit: shorten it",
+                param=name,
+            )
+
+    def prompts(self, texts: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+        """Texts as prompts.
+
+        Raises: RequestError 400
+        """
+        for text, name in zip(texts, names):
+            if not text:
+                raise RequestError(f'{name} = "": the prompt is empty', param=name)
+        encoded = self.encode(texts, names)
+        return [self.check(ids, name) for ids, name in zip(encoded, names)]
+
+    def text_list(self, value: Any, name: str) -> list[list[int]]:
+        """The prompts of a field that is a list of texts."""
+        limit_prompts(value, name)
+        texts = kinds.all_of(value, kinds.as_text)
+        if texts is None:
+            raise RequestError.about(name, value, "must be a string or a list of strings")
+        return self.prompts(texts, [f"{name}[{i}]" for i in range(len(texts))])
+
+    def id_lists(self, value: list[Any], name: str) -> list[list[int]]:
+        """The prompts of a field that is a list of lists of token ids."""
+        limit_prompts(value, name)
+        for i, one in enumerate(value):
+            if not isinstance(one, list):
+                remedy = "must be a list of token ids, as the first is"
+                raise RequestError.about(f"{name}[{i}]", one, remedy)
+        return [self.check(one, f"{name}[{i}]") for i, one in enumerate(value)]
+
+    def any(self, value: Any, name: str) -> list[list[int]]:
+        """The prompts of a field that is a string, token ids, or a list of either.
+
+        Raises: RequestError 400
+        """
+        if isinstance(value, str):
+            return self.prompts([kinds.TEXT.take(value, name)], [name])
+        if not isinstance(value, list) or not value:
+            raise RequestError.about(name, value, ANY_PROMPTS.must)
+        if isinstance(value[0], str):
+            return self.text_list(value, name)
+        if isinstance(value[0], list):
+            return self.id_lists(value, name)
+        return [self.check(value, name)]
+
+
+def limit_prompts(value: Any, name: str, what: str = "prompts", most: int = MAX_PROMPTS) -> None:
+    if isinstance(value, list) and len(value) > most:
+        raise RequestError(f"{name}: {kinds.TooMany(what, len(value), most)}", param=name)
+
+
+def count_prompts(value: Any) -> int:
+    """Of a field that may be a list of texts or of lists of ids."""
+    batch = isinstance(value, list) and value and isinstance(value[0], (str, list))
+    return len(value) if batch else 1
+
+
+ANY_PROMPTS = kinds.untouched(
+    kinds.any_of(kinds.STRING, kinds.IDS, kinds.list_of(kinds.STRING), kinds.list_of(kinds.IDS)),
+    "must be a string, a list of token ids, or a list of either",
+)

@@ -1,0 +1,157 @@
+"""Sampling parameters of bodies: the fields are those that ``core.SamplingParams`` declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import create_model
+
+from mamba_eagle.core import SamplingParams, declared, shown
+from mamba_eagle.limits import (
+    GREEDY_BELOW,
+    MAX_INTEGER,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_SAMPLES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies.model import Body, says
+from mamba_eagle.server.errors import RequestError
+
+PARAMETERS = declared()
+DEFAULT = SamplingParams()
+STOPS = kinds.texts("stop strings", MAX_STOP_STRINGS)
+
+
+def _stop_strings(value: Any) -> list[str]:
+    """Not too many, and not too long."""
+    strings: list[str] = STOPS.read(value)
+    longest = max(strings, key=len, default="")
+    if len(longest) > MAX_STOP_LENGTH:
+        raise ValueError(
+            f"the string has {len(longest)} characters but may have at most {MAX_STOP_LENGTH}: "
+            "shorten it"
+        )
+    total = sum(map(len, strings))
+    if total > MAX_STOP_CHARACTERS:
+        raise kinds.TooMany("characters of stop strings", total, MAX_STOP_CHARACTERS)
+    return strings
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if not isinstance(value, dict):
+        return None
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise kinds.TooMany("entries", len(value), MAX_LOGIT_BIAS_ENTRIES)
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        converted = kinds.as_number(number)
+        if converted is None or not (key.isascii() and key.isdigit() and len(key) < 19):
+            return None
+        bias[int(key)] = converted
+    return bias
+
+
+STOP = kinds.Kind(_stop_strings, STOPS.must, STOPS.schema)
+KINDS: Mapping[Any, kinds.Kind] = {
+    int: kinds.INTEGER_KIND,
+    float: kinds.NUMBER,
+    bool: kinds.FLAG,
+    list[str]: STOP,
+    list[int]: kinds.integers("token ids", MAX_STOP_TOKEN_IDS),
+    dict[int, float]: kinds.Kind(
+        _logit_bias,
+        "must be an object from token ids to finite numbers",
+        {"type": "object", "additionalProperties": {"type": "number"}},
+    ),
+}
+SEED = kinds.integer(0, MAX_INTEGER, PARAMETERS["seed"][1].remedy)
+Samples = Annotated[int, kinds.integer(1, MAX_SAMPLES)]
+
+
+def parameter_fields(*names: str) -> dict[str, Any]:
+    """The fields of these parameters, for a model. What is out of bounds is found when their
+    values come together (``checked``), so that a refusal names all of it."""
+    made: dict[str, Any] = {}
+    for name in names:
+        kind, parameter = PARAMETERS[name]
+        read_as = replace(KINDS[kind], schema={**KINDS[kind].schema, **kinds.bounds(parameter)})
+        made[name] = (Annotated[Any, read_as], says(parameter.about, getattr(DEFAULT, name)))
+    return made
+
+
+def bounded(name: str) -> kinds.Kind:
+    """An integer parameter under another name: its bounds are checked with the others'."""
+    return kinds.Kind(
+        kinds.as_integer,
+        kinds.INTEGER_KIND.must,
+        {**kinds.INTEGER, **kinds.bounds(PARAMETERS[name][1])},
+    )
+
+
+M = TypeVar("M", bound=Body)
+LENGTHS = ("max_new_tokens", "min_new_tokens")  # the OpenAI routes call them otherwise
+
+
+def with_parameters(*but: str) -> Callable[[type[M]], type[M]]:
+    """Adds the sampling parameters to a model, except for some."""
+    names = [name for name in PARAMETERS if name not in but and name != "seed"]
+
+    def add(model: type[M]) -> type[M]:
+        return create_model(
+            model.__name__, __base__=model, __doc__=model.__doc__, **parameter_fields(*names)
+        )
+
+    return add
+
+
+class Sampled(Body):
+    """Of all routes that sample."""
+
+    n: Samples = says("samples of each prompt", 1)
+    sampling_seed: Annotated[int | None, SEED] = says("as seed")
+    seed: Annotated[int | None, SEED] = says(PARAMETERS["seed"][1].about)
+
+    @property
+    def chosen_seed(self) -> int | None:
+        return self.seed if self.sampling_seed is None else self.sampling_seed
+
+
+class Vocabulary(NamedTuple):
+    """What token ids of a request are checked against."""
+
+    size: int
+    eos_token_ids: Sequence[int]
+
+
+def checked(
+    body: Body,
+    vocabulary: Vocabulary,
+    where: str = "",
+    names: Mapping[str, str] | None = None,
+    **others: Any,
+) -> SamplingParams:
+    """The parameters that a body holds, and ``others``; where: the path of the object that they
+    stand in; names: the route's own names of parameters, where they are not SamplingParams'.
+
+    Raises: RequestError with every value that is out of range.
+    """
+    values = vars(body)
+    given = {**{name: values[name] for name in PARAMETERS if name in values}, **others, "seed": 0}
+    if 0 < given["temperature"] < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    params = SamplingParams(**given)
+    problems = params.problems(*vocabulary)
+    if not problems:
+        return params
+    parts = []
+    for name, value, remedy in problems:
+        for ours, theirs in (names or {}).items():
+            remedy = remedy.replace(ours, theirs)
+        parts.append(f"{where}{(names or {}).get(name, name)} = {shown(value)}: {remedy}")
+    raise RequestError("; ".join(parts), param=parts[0].partition(" = ")[0])

@@ -1,0 +1,277 @@
+"""Starts scheduler and runner, watches them while they serve, and ends them, on this machine and
+through the agents of other nodes (first_node.py).
+
+The first ``Ending`` to occur, be it a finished drain, a dead or frozen process or a port in use,
+determines the exit code and the last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import zmq
+
+from mamba_eagle.config import EngineConfig, ServerConfig, engine_part, own_engine_part
+from mamba_eagle.core import Failure
+from mamba_eagle.message import BEAT_SECONDS, ToWatchdog
+from mamba_eagle.message.channel import Receiver
+from mamba_eagle.message.lifetime import role_name
+from mamba_eagle.message.ranks import RANK_ENVIRONMENT
+from mamba_eagle.metrics import Recorder
+from mamba_eagle.metrics.recorder import Tracer
+from mamba_eagle.metrics.request_log import RequestLog
+from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
+from mamba_eagle.server.bodies.threads import share_interpreter
+from mamba_eagle.server.engine.children import Child, end_children, engine_command
+from mamba_eagle.server.engine.first_node import OtherNodes
+from mamba_eagle.server.engine.nodes import Fault, Nodes, fault
+from mamba_eagle.server.engine.watchdog import Watchdog
+from mamba_eagle.server.lifetime import Lifetime
+from mamba_eagle.server.state import ServerState
+from mamba_eagle.tokenizer.manager import TokenizerManager
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+STACKS_SECONDS = 1.0  # for one process to write its stacks
+SHUTTING_DOWN = "the server is shutting down"
+
+log = logging.getLogger("mamba_eagle.server")
+T = TypeVar("T")
+
+
+class Ending(NamedTuple):
+    """Why the server ends; code 0 when it was asked to."""
+
+    code: int
+    message: str
+
+
+def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Like asyncio.to_thread, but the end of the loop does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+class Launch(ABC):
+    """Starts the engine, serves with it, and ends it. Subclasses say what serving is."""
+
+    judge_kind: type[ProcessJudge] | type[ThreadJudge] = ProcessJudge
+    judge: Judge | None = None  # when it serves
+
+    def __init__(
+        self, config: ServerConfig, socket_dir: str, given: EngineConfig | None = None
+    ) -> None:
+        """given: the settings before they were resolved, for other nodes."""
+        self.config, self.given = config, given or config
+        self.socket_dir = socket_dir
+        self.children: list[Child] = []
+        self.lifetime = Lifetime()
+
+    async def run(self) -> Ending:
+        self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        context = zmq.Context(io_threads=1)
+        model = self.config.served_model_name or self.config.model_path
+        tracer: Tracer | None = None
+        if endpoint := self.config.otlp_traces_endpoint:
+            # Its packages are an extra.
+            tracing = importlib.import_module("mamba_eagle.metrics.tracing")
+            tracer = tracing.Tracer(endpoint, model)
+        recorder = Recorder(
+            model,
+            RequestLog(self.config.log_prompts) if self.config.log_requests else None,
+            self.config.metrics_prefixes,
+            tracer,
+        )
+        self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
+        self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
+        self.nodes = self._make_nodes(context)
+        try:
+            self.start_engine()
+            if await self._until_ready():
+                share_interpreter()
+                state = ServerState(
+                    self.config,
+                    self.manager,
+                    recorder,
+                    lifetime=self.lifetime,
+                    judge_kind=self.judge_kind,
+                )
+                self.judge = state.judge
+                # reads a long text: not beside requests
+                if not await self._ended_before(_in_thread(state.grammars.special)):
+                    self.judge.start()
+                    await self.serve(state)
+            return await self.ending
+        finally:
+            if self.judge is not None:
+                self.judge.close()
+            self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
+            await asyncio.to_thread(self.end_engine)
+            self.nodes.close()
+            self.manager.close()
+            self.heartbeats.close()
+            context.destroy(linger=0)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
+
+    @abstractmethod
+    async def serve(self, state: ServerState) -> None:
+        """Serves until there is an Ending."""
+
+    def say(self, line: str) -> None:
+        """Log a line for the operator."""
+        log.info(line)
+
+    def end(self, ending: Ending) -> None:
+        """The first one counts."""
+        if not self.ending.done():
+            self.ending.set_result(ending)
+            self.nodes.stop(ending.code, ending.message)
+
+    def told_to_stop(self, why: str) -> None:
+        """Another node was."""
+        self.say(why)
+        self.end(Ending(0, ""))
+
+    def _make_nodes(self, context: zmq.Context[Any]) -> Nodes:
+        if self.config.nnodes == 1:
+            return Nodes(self.fail)
+        return OtherNodes(
+            self.config,
+            engine_part(self.given),
+            context,
+            self.socket_dir,
+            self.fail,
+            self.told_to_stop,
+        )
+
+    # ── start ────────────────────────────────────────────────────────────────────────────────
+
+    def start_engine(self) -> None:
+        try:
+            self.nodes.start()
+        except OSError as error:
+            self.end(Ending(1, str(error.strerror)))
+            return
+        config_file = Path(self.socket_dir, "config.json")
+        config_file.write_text(json.dumps(dataclasses.asdict(own_engine_part(self.config))))
+        self.say(f"server process: pid {os.getpid()}")
+        ranks = range(self.config.ranks_per_node)
+        for kind, rank in (("scheduler", 0), *(("runner", rank) for rank in ranks)):
+            command = engine_command(kind, self.socket_dir, str(config_file), rank)
+            role = role_name(kind, rank)
+            try:
+                child = Child(role, command, self._child_ended, RANK_ENVIRONMENT)
+            except OSError as error:
+                self.end(Ending(1, f"cannot start the {role} process: {error.strerror}"))
+                return
+            self.children.append(child)
+            self.say(f"{role} process: pid {child.pid}")
+
+    def end_engine(self) -> None:
+        """Returns when it has ended; called in a thread."""
+        end_children(self.children)
+
+    def _child_ended(self, child: Child) -> None:
+        """An Ending, unless there was one before: only the launcher ends a child."""
+        # If both are dead, the one that was killed has taken the other along: name that one.
+        dead = [one for one in self.children if one.process.poll() is not None]
+        dead.sort(key=lambda one: (one.process.returncode >= 0, one is not child))
+        first = dead[0] if dead else child
+        if not self.ending.done():
+            self.nodes.judge(fault(first.how_it_ended(), first.process.returncode))
+
+    def fail(self, reason: Fault) -> None:
+        if not self.ending.done():
+            self.manager.fail(reason.text)
+        self.end(Ending(reason.code, reason.text))
+
+    async def _until_ready(self) -> bool:
+        """Loads the tokenizer while the engine loads the model. False if there was an Ending."""
+        if not self.config.skip_tokenizer_init:
+            load = _in_thread(self._load_tokenizer)
+            if await self._ended_before(load):
+                return False
+            if (error := load.exception()) is not None:
+                message = (
+                    f"--tokenizer-path {self.config.tokenizer_path}: no tokenizer can be loaded "
+                    f"({error}); give another folder or add --skip-tokenizer-init"
+                )
+                self.end(Ending(2, message))
+                return False
+            self.manager.tokenizer = load.result()
+        return not await self._ended_before(self.manager.ready)
+
+    def _load_tokenizer(self) -> TextTokenizer:
+        """Raises: OSError, ValueError"""
+        tokenizer = TextTokenizer.load(self.config.tokenizer_path)
+        tokenizer.json()  # grammars take it from there
+        return tokenizer
+
+    async def _ended_before(self, awaited: asyncio.Future[Any]) -> bool:
+        futures: set[asyncio.Future[Any]] = {awaited, self.ending}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        return self.ending.done()
+
+    # ── watch ────────────────────────────────────────────────────────────────────────────────
+
+    async def watch(self) -> None:
+        """Ends the server when scheduler or runner have stopped working."""
+        config = self.config
+        watchdog = Watchdog(config.watchdog_timeout, config.num_ranks, config.ranks_per_node)
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            while (beat := self.heartbeats.receive(timeout_ms=0)) is not None:
+                watchdog.heard(beat)
+            for beat in self.nodes.take_beats():
+                watchdog.heard(beat)
+            now = time.monotonic()
+            # For most of a longer gap this process was suspended, and perhaps the others with it.
+            problem = watchdog.tick(min(now - last, 2 * BEAT_SECONDS))
+            last = now
+            self.lifetime.silent = watchdog.silent(config.ready_timeout)
+            if problem is not None:
+                await self._give_up(problem)
+                return
+
+    async def _give_up(self, problem: str) -> None:
+        """Fails the probes, writes where the processes hang, and ends the server."""
+        self.lifetime.failure = problem
+        log.error("%s: the server ends", problem)
+        self.nodes.write_stacks()
+        for child in self.children:
+            log.error("stacks of the %s process (pid %d):", child.role, child.pid)
+            child.dump_stacks()
+            await asyncio.sleep(STACKS_SECONDS)
+        self.manager.fail(problem, Failure.INTERNAL)
+        self.end(Ending(1, problem))

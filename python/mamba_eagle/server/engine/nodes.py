@@ -1,0 +1,54 @@
+"""What the launcher asks of other nodes, and the reasons why an engine ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mamba_eagle.message import Heartbeat
+
+OnFault = Callable[["Fault"], None]
+
+
+class Fault(NamedTuple):
+    """Why the engine cannot go on. Those that explain others compare as less."""
+
+    weight: int  # LOST_NODE, KILLED or ENDED
+    text: str
+    code: int  # the server's exit code
+
+
+LOST_NODE, KILLED, ENDED = range(3)
+
+
+def fault(text: str, code: int) -> Fault:
+    """Of a process that ended with this exit code, 0 or less if it was killed."""
+    return Fault(KILLED if code < 0 else ENDED, text, max(code, 0) or 1)
+
+
+class Nodes:
+    """No other nodes: everything runs on this machine."""
+
+    def __init__(self, on_fault: OnFault) -> None:
+        """on_fault: called with why the engine ends; may be called more than once."""
+        self.on_fault = on_fault
+
+    def start(self) -> None:
+        """Before the engine's processes are. Raises: OSError if a port is taken."""
+
+    def judge(self, found: Fault) -> None:
+        """A process on this node has ended."""
+        self.on_fault(found)
+
+    def take_beats(self) -> list[Heartbeat]:
+        """Of the ranks on other nodes, since the last call."""
+        return []
+
+    def write_stacks(self) -> None:
+        """Where the ranks of other nodes hang, to their logs."""
+
+    def stop(self, code: int, text: str) -> None:
+        """The server ends, and the others with it."""
+
+    def close(self) -> None:
+        """After ``stop``; nothing may follow."""

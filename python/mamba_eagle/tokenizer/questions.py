@@ -1,0 +1,93 @@
+"""Questions to the scheduler that are not requests, and who waits for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+from mamba_eagle.message import (
+    CacheReply,
+    FlushCache,
+    FlushReply,
+    GetCache,
+    GetState,
+    Profile,
+    ProfileReply,
+    StateReply,
+    ToScheduler,
+)
+from mamba_eagle.message.channel import Sender
+from mamba_eagle.tokenizer.errors import EngineDead
+from mamba_eagle.tokenizer.observer import Observer
+
+
+class Questions:
+    """Each is asked under a number of its own, which its answer repeats.
+
+    All raise EngineDead, or TimeoutError if the answer does not come in time.
+    """
+
+    def __init__(self, sender: Sender[ToScheduler], recorder: Observer) -> None:
+        self._sender, self._recorder = sender, recorder
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._dead: str | None = None
+
+    def answer(self, reply: StateReply | CacheReply | FlushReply | ProfileReply) -> None:
+        asked = self._waiting.get(reply.call_id)
+        if asked is not None and not asked.done():
+            asked.set_result(reply)
+
+    def fail(self, message: str) -> None:
+        """The engine is gone: who waits gets an error, and every later question does."""
+        self._dead = message
+        for asked in self._waiting.values():
+            if not asked.done():
+                asked.set_exception(EngineDead(message))
+
+    async def state(self, timeout: float = 5.0) -> StateReply:
+        """The scheduler's gauges and counters, and what it drafts."""
+        reply = await self._ask(GetState(call_id=next(self._numbers)), timeout)
+        assert isinstance(reply, StateReply)
+        return reply
+
+    async def cache(self, max_nodes: int, max_tokens: int = 0, timeout: float = 5.0) -> CacheReply:
+        """What the prefix cache holds, and the first nodes of its tree with up to ``max_tokens`` of
+        their tokens each."""
+        number = next(self._numbers)
+        item = GetCache(call_id=number, max_nodes=max_nodes, max_tokens=max_tokens)
+        reply = await self._ask(item, timeout)
+        assert isinstance(reply, CacheReply)
+        return reply
+
+    async def flush_cache(self, timeout: float = 0.0) -> FlushReply:
+        """Empties the cache; a busy engine refuses, and is asked again until ``timeout`` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            reply = await self._ask(FlushCache(call_id=next(self._numbers)), 30.0)
+            assert isinstance(reply, FlushReply)
+            if reply.ok:
+                self._recorder.reset_averages()
+            if reply.ok or time.monotonic() >= deadline:
+                return reply
+            await asyncio.sleep(0.05)
+
+    async def profile(self, path: str, steps: int, timeout: float = 60.0) -> ProfileReply:
+        """Records this number of steps of the runner, or with 0 ends that."""
+        item = Profile(call_id=next(self._numbers), path=path, steps=steps)
+        reply = await self._ask(item, timeout)
+        assert isinstance(reply, ProfileReply)
+        return reply
+
+    async def _ask(self, item: FlushCache | GetState | GetCache | Profile, timeout: float) -> Any:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        asked: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[item.call_id] = asked
+        try:
+            self._sender.send(item)
+            return await asyncio.wait_for(asked, timeout)
+        finally:
+            del self._waiting[item.call_id]

@@ -1,0 +1,312 @@
+"""Mixtures of experts: routing, sorting and products of every form, against naive.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from forms import DEVICE, GPU, in_the_interpreter, runs_kernels
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mamba_eagle.backend.triton import experts as fused
+from mamba_eagle.backend.triton.layer_ops import TritonOps
+from mamba_eagle.kernels.experts import naive
+from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
+from mamba_eagle.kernels.experts.triton_routes import route, sort_pairs
+from mamba_eagle.kernels.float8.torch import Rounding, rounded, to_e4m3, widened
+from mamba_eagle.layers.block import prepare_for_inference
+from mamba_eagle.layers.moe import LatentMoE
+from mamba_eagle.model_config import MoEConfig, Span
+from mamba_eagle.models.loader import random_weights
+from mamba_eagle.quantization.matrix import Float8Matrix, quantized
+
+test_in_the_interpreter = in_the_interpreter
+
+DTYPE = torch.bfloat16
+ERROR = 1e-2  # of bfloat16 numbers between the products
+FLOAT8_ERROR = 3e-2  # and of those that fall to either side of a tie between float8 numbers
+
+
+@pytest.fixture(autouse=True)
+def has_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not GPU:
+        monkeypatch.setattr(fused, "capability", lambda device: (9, 0))
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(DEVICE, DTYPE)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double().cpu() - exact).norm() / exact.norm())
+
+
+# ── routing ──
+
+
+CHOICES = {
+    "sigmoid": Choice(6, torch.linspace(-0.5, 0.5, 40), scaling=2.5),
+    "sigmoid-not-normalised": Choice(3, torch.zeros(40), normalize=False),
+    "softmax": Choice(5),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_tokens_go_to_the_experts_of_the_definition(choice: Choice) -> None:
+    hidden, weight = normal(20, 300, seed=1), normal(40, 300, seed=2) * 0.05
+    on_device = choice if choice.bias is None else choice._replace(bias=choice.bias.to(DEVICE))
+    found = route(hidden, weight, on_device)
+    given = (choice.top_k, choice.bias, choice.normalize, choice.scaling)
+    ids, weights = naive.route(hidden.cpu(), weight.cpu(), *given)
+    assert found.experts.tolist() == ids
+    torch.testing.assert_close(found.weights.cpu().double(), torch.tensor(weights).double(),
+                               rtol=1e-5, atol=1e-6)  # fmt: skip
+
+
+@runs_kernels
+def test_of_equal_experts_the_first_is_taken_and_nan_is_the_last() -> None:
+    weight = normal(1, 64, seed=3).expand(8, 64).contiguous()
+    assert route(normal(2, 64, seed=4), weight, Choice(3)).experts.tolist() == [[0, 1, 2]] * 2
+    hidden = torch.full((1, 64), float("nan"), device=DEVICE, dtype=DTYPE)
+    assert route(hidden, weight, Choice(3)).experts.tolist() == [[0, 1, 2]]
+
+
+@runs_kernels
+def test_a_tokens_experts_do_not_depend_on_its_batch() -> None:
+    hidden, weight = normal(70, 300, seed=1), normal(40, 300, seed=2) * 0.05
+    choice = Choice(6, torch.zeros(40, device=DEVICE), scaling=2.5)
+    whole = route(hidden, weight, choice)
+    for n in (1, 17, 40):
+        part = route(hidden[:n], weight, choice)
+        assert torch.equal(part.experts, whole.experts[:n])
+        assert torch.equal(part.weights, whole.weights[:n])
+
+
+def test_groups_exclude_experts_of_others() -> None:
+    logits = torch.tensor([[3.0, 2.0, 2.9, 2.8, -1.0, 4.0]])  # groups of two: 5, 5.7, 3
+    choice = Choice(2, torch.zeros(6), num_groups=3, top_groups=1)
+    assert choose(logits, choice).experts.tolist() == [[2, 3]]
+
+
+@runs_kernels
+@pytest.mark.parametrize("held", [None, Span(3, 8)], ids=["all", "held"])
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_pairs_are_sorted_by_expert(tokens: int, held: Span | None) -> None:
+    """200 tokens have more pairs than a program reads at once."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, 12, generator=generator).topk(4).indices.int().to(DEVICE)
+    x = normal(tokens, 100, seed=5)
+    own = held or Span(0, 12)
+    found = sort_pairs(ids, own.size, own.begin, x, Rounding())
+    flat = ids.flatten().cpu().long() - own.begin
+    mine = [[i for i, expert in enumerate(flat.tolist()) if expert == e] for e in range(own.size)]
+    order = sum(mine, [])
+    assert found.order[: len(order)].tolist() == order
+    ends = torch.tensor([len(each) for each in mine]).cumsum(0)
+    assert found.ends.tolist() == ends.tolist()
+    rows = [
+        [e, int(end) - len(each), int(end)] for e, (each, end) in enumerate(zip(mine, ends)) if each
+    ]
+    assert found.table[0] == len(rows)
+    assert found.table[1 : 1 + 3 * len(rows)].view(-1, 3).tolist() == rows
+    assert found.back.cpu()[order].tolist() == list(range(len(order)))
+    wanted = rounded(x, Rounding())
+    assert torch.equal(found.largest, x.float().abs().amax(1))
+    assert torch.equal(found.rounded.float(), wanted.values.float())
+
+
+# ── products ──
+
+
+class Case(NamedTuple):
+    """Experts of a kind of weights."""
+
+    kind: str  # of weights
+    act: str = "relu_squared"
+    held: Span | None = None
+    shared: int = 0  # of the experts' width
+    width: int = 72
+
+
+CASES = {
+    "bfloat16": Case("bfloat16", shared=2),
+    "bfloat16-gated": Case("bfloat16", "silu_gate"),
+    "bfloat16-held": Case("bfloat16", held=Span(1, 4), shared=1),
+    "float8-rows": Case("rows", shared=2),
+    "float8-rows-gated": Case("rows", "silu_gate"),
+    "float8-tensor": Case("tensor", shared=2),
+    "float8-blocks": Case("blocks", width=144),
+    "float8-blocks-gated": Case("blocks", "silu_gate", width=144),
+}
+EXPERTS, TOP_K, SIZE = 5, 2, 160
+
+
+def as_float8(weight: Tensor, kind: str) -> Float8Matrix:
+    if kind == "rows":
+        return quantized(weight)
+    if kind == "tensor":
+        scale = torch.full((*weight.shape[:-2], 1, 1), 0.01, device=DEVICE)
+        static = Rounding(torch.full((1, 1), 0.02, device=DEVICE))
+        return Float8Matrix(to_e4m3(weight.float() / scale), scale, None, static)
+    blocks = [-(-length // 128) for length in weight.shape[-2:]]
+    scale = torch.linspace(0.01, 0.02, blocks[0] * blocks[1], device=DEVICE).view(blocks)
+    scale = scale.expand(*weight.shape[:-2], *blocks)
+    whole = scale.repeat_interleave(128, -1).repeat_interleave(128, -2)
+    values = weight.float() / whole[..., : weight.shape[-2], : weight.shape[-1]]
+    return Float8Matrix(to_e4m3(values), scale, (128, 128), Rounding(group=128))
+
+
+class Layer:
+    """Experts with the reference that reads the same weights."""
+
+    def __init__(self, case: Case) -> None:
+        inner = case.width * (2 if case.act == "silu_gate" else 1)
+        self.case, count = case, case.held.size if case.held else EXPERTS
+        self.first = case.held.begin if case.held else 0
+        weights = [normal(count, inner, SIZE, seed=1), normal(count, SIZE, case.width, seed=2)]
+        shared = [
+            normal(case.shared * inner, SIZE, seed=3),
+            normal(SIZE, case.shared * case.width, seed=4),
+        ]
+        if case.kind != "bfloat16":
+            weights = [as_float8(weight * 0.1, case.kind) for weight in weights]
+            if case.shared:
+                shared = [as_float8(weight * 0.1, case.kind) for weight in shared]
+        self.exact, self.exact_shared = map(self._exact, (weights, shared))
+        self.rounding = getattr(weights[0], "rounding", None)
+        made = fused.fuse_experts(*weights, case.act, case.held, DTYPE, None)
+        assert made is not None
+        made.library = False  # it has products for prompts only
+        self.fused, self.shared = made, shared
+        if case.shared:
+            made.share(*shared)
+            assert made.shared == case.shared
+
+    def _exact(self, weights: list) -> list[Tensor]:
+        return [
+            (each if isinstance(each, Tensor) else each.dequantize()).double().cpu()
+            for each in weights
+        ]
+
+    def seen(self, x: Tensor) -> Tensor:
+        """What a product sees of its inputs."""
+        if self.rounding is None:
+            return x.double().cpu()
+        return widened(rounded(x.to(DEVICE, DTYPE), self.rounding)).double().cpu()
+
+    def one(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        above = torch.stack([naive.activated(up @ row, self.case.act) for row in self.seen(x)])
+        return self.seen(above) @ down.t()
+
+    def reference(self, x: Tensor, routes: Routes) -> Tensor:
+        if self.rounding is None:
+            up, down = self.exact
+            given = (x.cpu(), routes.experts, routes.weights, up, down, self.case.act, self.first)
+            y = naive.experts(*given)
+        else:
+            y = torch.zeros(len(x), SIZE, dtype=torch.float64)
+            each = [self.one(x, up, down) for up, down in zip(*self.exact)]
+            for t, (ids, weights) in enumerate(
+                zip(routes.experts.tolist(), routes.weights.tolist())
+            ):
+                for expert, weight in zip(ids, weights):
+                    y[t] += weight * each[expert - self.first][t]
+        if self.case.shared:
+            y += self.one(x, *self.exact_shared)
+        return y
+
+
+def inputs(tokens: int) -> tuple[Tensor, Routes]:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
+    if tokens > 2:
+        ids[1:3, 0] = ids[1:3, 1]  # an expert twice
+        ids[3:, 0] = 2  # and one that has most tokens
+    weights = torch.rand(tokens, TOP_K, generator=generator)
+    return normal(tokens, SIZE, seed=6), Routes(ids.int().to(DEVICE), weights.to(DEVICE))
+
+
+TOKENS = (1, 2, 35, 64, 65, 256, 257) if GPU else (1, 20)
+
+
+@runs_kernels
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_experts_are_those_of_the_definition(case: Case) -> None:
+    layer = Layer(case)
+    for tokens in TOKENS:
+        x, routes = inputs(tokens)
+        dense = None
+        if case.shared:
+            dense = lambda x=x: layer.one(x, *layer.exact_shared).to(DEVICE, DTYPE)  # noqa: E731
+        found = layer.fused(x, routes, dense)
+        error = relative_error(found, layer.reference(x, routes))
+        assert error < (ERROR if layer.rounding is None else FLOAT8_ERROR), tokens
+        assert torch.equal(found, layer.fused(x, routes, dense)), "the same bits again"
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_a_tokens_outputs_do_not_depend_on_its_place(tokens: int) -> None:
+    layer, (x, routes) = Layer(Case("bfloat16")), inputs(tokens)
+    whole = layer.fused(x, routes)
+    turned = torch.arange(tokens - 1, -1, -1, device=DEVICE)
+    found = layer.fused(x[turned], Routes(*(part[turned].contiguous() for part in routes)))
+    assert torch.equal(found, whole[turned])
+
+
+@runs_kernels
+def test_nan_does_not_reach_other_tokens() -> None:
+    layer, (x, routes) = Layer(Case("rows", shared=2)), inputs(20)
+    clean = layer.fused(x, routes, lambda: x)
+    x[7] = float("nan")
+    found = layer.fused(x, routes, lambda: x)
+    others = torch.arange(20, device=DEVICE) != 7
+    assert torch.equal(found[others], clean[others])
+
+
+@runs_kernels
+@pytest.mark.parametrize("latent", [0, 96])
+@torch.no_grad()
+def test_a_layer_of_experts_gives_what_it_gives_in_torch(latent: int) -> None:
+    """Router, routed and shared experts, which are part of the same launches without a latent
+    width."""
+    config = MoEConfig(EXPERTS, TOP_K, 72, 144, latent, scaling=2.5)
+    exact = LatentMoE(config, SIZE, bias=False)
+    random_weights(exact, 5)
+    layer = copy.deepcopy(exact).to(DEVICE, DTYPE)
+    layer.gate.e_score_correction_bias.data = torch.zeros(EXPERTS, device=DEVICE)
+    exact.load_state_dict({name: part.float() for name, part in layer.state_dict().items()})
+    prepare_for_inference(layer, TritonOps())
+    assert layer.experts.fused is not None and (layer.experts.fused.shared == 2) == (not latent)
+    for tokens in (1, 5):
+        x = normal(tokens, SIZE, seed=8)
+        wanted = exact(x.float().cpu())
+        assert relative_error(layer(x), wanted.double()) < 2 * ERROR
+
+
+@pytest.mark.gpu
+def test_a_layer_takes_six_launches_and_nothing_waits() -> None:
+    layer = Layer(Case("bfloat16", shared=2))
+    weight, bias = normal(EXPERTS, SIZE, seed=7), torch.zeros(EXPERTS, device=DEVICE)
+    for tokens, most in ((1, 5), (8, 6), (64, 6)):
+        x, _ = inputs(tokens)
+
+        def run(x: Tensor = x) -> Tensor:
+            return layer.fused(x, route(x, weight, Choice(TOP_K, bias)), lambda: x)
+
+        wanted, graph = run(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # refuses whatever waits
+            found = run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            graph.replay()
+            torch.cuda.synchronize()
+        assert torch.equal(found, wanted)
+        cuda = torch.autograd.DeviceType.CUDA
+        launches = [event.name for event in seen.events() if event.device_type == cuda]
+        assert 0 < len(launches) <= most, launches

@@ -1,0 +1,129 @@
+"""The HTTP application over the fake engine, in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+import zmq
+from fake_engine import FakeEngine, Script, length_of
+from fastapi import FastAPI
+from llguidance import LLMatcher
+from tiny_tokenizer import byte_level, spell
+
+from mamba_eagle.config import ServerConfig
+from mamba_eagle.constrain.vocabulary import Vocabulary
+from mamba_eagle.message import Generate
+from mamba_eagle.message.channel import make_socket_dir, remove_socket_dir
+from mamba_eagle.metrics import Recorder
+from mamba_eagle.metrics.request_log import RequestLog
+from mamba_eagle.server.app import make_app
+from mamba_eagle.server.state import ServerState
+from mamba_eagle.tokenizer.manager import TokenizerManager
+
+TOKENIZER = byte_level()
+PATIENCE = 120.0  # seconds; only what hangs takes so long
+
+
+def says(text: str) -> Script:
+    """Each request gets this text, cut at its max_new_tokens."""
+
+    def script(request: Generate) -> Any:
+        tokens = spell(text)[: request.sampling.max_new_tokens]
+        return tokens, length_of(tokens)
+
+    return script
+
+
+def silent(request: Generate) -> None:
+    return None
+
+
+@dataclass
+class Harness:
+    app: FastAPI
+    client: httpx.AsyncClient
+    engine: FakeEngine
+    manager: TokenizerManager
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """At the start of a grammar, on the tokenizer's vocabulary."""
+        tokenizer, engine = self.manager.tokenizer, self.manager.engine
+        assert tokenizer is not None
+        return Vocabulary(tokenizer.json(), engine.vocab_size, engine.eos_token_ids).matcher(
+            grammar
+        )
+
+    async def all_heard(self) -> None:
+        """Returns when the engine has received all that it was sent until now."""
+        await self.manager.ask.state(PATIENCE)
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The stream's objects; the last line must be [DONE]."""
+        response = await self.client.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = response.text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script,
+    chunk: int = 1,
+    tokenizer: Any = TOKENIZER,
+    context_length: int = 64,
+    vocab_size: int = 300,
+    **settings: Any,
+) -> AsyncIterator[Harness]:
+    config = ServerConfig(model_path="tiny", **settings)
+    socket_dir = make_socket_dir()
+    context = zmq.Context()
+    log = RequestLog(config.log_prompts) if config.log_requests else None
+    recorder = Recorder("tiny", log, config.metrics_prefixes)
+    manager = TokenizerManager(config, context, socket_dir, recorder)
+    manager.tokenizer = tokenizer
+    engine = FakeEngine(socket_dir, script, chunk, vocab_size, context_length=context_length)
+    await asyncio.wait_for(manager.ready, PATIENCE)
+    app = make_app(ServerState(config, manager, recorder))
+    transport = httpx.ASGITransport(app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield Harness(app, client, engine, manager)
+    finally:
+        engine.close()
+        manager.close()
+        context.destroy(linger=0)
+        remove_socket_dir(socket_dir)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """The application behind real connections, for what a client sees of them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        task = asyncio.ensure_future(server._serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            await task
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, PATIENCE))

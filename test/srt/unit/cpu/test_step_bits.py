@@ -1,0 +1,45 @@
+"""On a CPU logits do not depend on how a text was made, bit by bit: a token at a time or by drafts,
+alone or beside others, with whatever was accepted and folded before. What a product rounds to
+integers is then the same, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runner_harness import PLAIN, Engine, Settings
+from step_rig import made, partings
+from tiny_model import VOCAB, write_model
+
+SIZES = {
+    # whole vectors, of states and of keys
+    "vectors": {"mamba_head_dim": 16, "ssm_state_size": 64, "head_dim": 32},
+    "two-vectors": {"mamba_head_dim": 32, "ssm_state_size": 32, "head_dim": 64, "n_groups": 4},
+    "odd": {},
+}
+SPECULATING = {
+    "chain": Settings("NGRAM", topk=1, steps=5, nodes=6),
+    "tree": Settings("NGRAM", topk=3, steps=4, nodes=8),
+    "tree-fewest-rows": Settings("NGRAM", topk=3, steps=5, nodes=12, rows=12),
+    "tree-snapshot": Settings("NGRAM", "snapshot", topk=3, steps=4, nodes=8),
+}
+LENGTHS, NEW_TOKENS = (5, 37), 36
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_model(folder, intermediate_size=96, **SIZES[request.param])
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
+def test_logits_have_the_same_bits_however_a_text_is_made(quantization: str, model: Path) -> None:
+    prompts = [[(7 * k + length) % VOCAB for k in range(length)] for length in LENGTHS]
+    for scheme in ("deferred", "snapshot"):
+        plain_settings = PLAIN._replace(scheme=scheme)
+        engine = Engine(model, None, plain_settings, quantization=quantization)
+        plain = [made(engine, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+        for name, settings in SPECULATING.items():
+            if settings.scheme == scheme:
+                engine = Engine(model, None, settings, quantization=quantization)
+                assert not partings(engine, plain, seed=len(name)), name

@@ -1,0 +1,303 @@
+"""Kernels that are built before a server is ready: all that serving can need.
+
+Without a GPU nothing can be launched. But which kernels a launch asks for can be seen anywhere: a
+dry run takes each launch as done. So a runner warms up, then serves a mixed load, and must not ask
+for any kernel that it did not ask for before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from runner_harness import Engine, Live, Settings, greedy, random_prompt, sampled
+from test_runner_graphs import LikeGpu, without_graphs
+from tiny_model import write_head, write_model
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from mamba_eagle.backend.triton import attention
+from mamba_eagle.backend.triton.backend import TritonBackend
+from mamba_eagle.backend.triton.builds import (
+    Build,
+    DryRun,
+    KernelBuilds,
+    compile_build,
+    dry_run,
+)
+from mamba_eagle.kernels.four_bit import gluon as four_bit_gluon
+from mamba_eagle.kernels.four_bit import triton as four_bit
+from mamba_eagle.kernels.gated_norm.triton import gated_norm
+from mamba_eagle.kernels.tree_verify import gluon as tree_gluon
+from mamba_eagle.kernels.tree_verify.layout import RowBuffers, Sizes, TreeLayout
+from mamba_eagle.layers.block_attention import block_mask
+from mamba_eagle.message import PrefillItem
+from mamba_eagle.runner import loading
+from mamba_eagle.runner.compilations import Compilations
+from mamba_eagle.tree.shapes import step_shapes
+
+STEPS = 25
+TREE = Settings(topk=3, steps=3, nodes=8, fused=False)
+SETTINGS = {
+    "eagle": TREE,
+    "standalone-snapshot": TREE._replace(algorithm="STANDALONE", scheme="snapshot"),
+}
+
+
+class NoDevice:
+    """As far as Triton asks before it launches."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton believes that there is one."""
+    if torch.cuda.is_available():
+        pytest.skip("e2e/test_gpu_server.py counts real compilations")
+    driver.set_active(NoDevice())
+    backend = TritonBackend(LikeGpu(), torch.float32, flashinfer=False)
+    monkeypatch.setattr(loading, "choose_backend", lambda *_: backend)
+    without_graphs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
+    """The least that the kernels take, and what drafts for it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = write_model(
+        folder / "model", hybrid_override_pattern="M*-", mamba_head_dim=16, mamba_num_heads=2,
+        n_groups=1,
+    )  # fmt: skip
+    head = write_head(folder / "head", model)
+    return {"model": model, "EAGLE": head, "STANDALONE": model, "NONE": None}
+
+
+class Load:
+    """Requests of all kinds that come and go. No kernel runs, so their tokens mean nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.random = engine, random.Random(1)
+        self.live: list[Live] = []
+        self.shapes = step_shapes(engine.shape, adaptive=True)
+
+    def step(self, number: int) -> None:
+        engine, rng = self.engine, self.random
+        new = [self.admit(number) for _ in range(rng.randint(0, 3)) if engine.free_slots]
+        items: list[PrefillItem] = []
+        for live in new:
+            length = len(live.tokens)
+            items.append(engine.chunk(live, length, saves=(length // 2,)))
+        decode = self.live[: rng.randint(0, len(self.live))]
+        untrack = self.live[:1] if rng.random() < 0.2 else None
+        shape = rng.choice(self.shapes)
+        engine.execute(prefill=items, decode=decode or None, shape=shape, untrack=untrack)
+        self.live += new
+        while self.live and (not engine.free_slots or rng.random() < 0.4):
+            live = self.live.pop(0)
+            engine.release(live, fold_to=len(live.kv) if rng.random() < 0.5 else -1)
+
+    def admit(self, number: int) -> Live:
+        rng = self.random
+        prompt = random_prompt(rng.choice([1, 2, 5, 16, 40, 64, 65, 90]), number)
+        if rng.random() < 0.5:
+            return self.engine.admit(prompt, greedy(20), return_logprob=True, top_logprobs=3)
+        stops = list(range(3, 3 + rng.randint(1, 40)))
+        limits = {"top_k": rng.choice([-1, 5]), "repetition_penalty": rng.choice([1.0, 1.2])}
+        return self.engine.admit(prompt, sampled(20, number, stop_token_ids=stops, **limits))
+
+
+def names(builds: set[Build]) -> list[str]:
+    return [f"{build.name}: {build.data}" for build in sorted(builds)]
+
+
+def test_what_was_compiled_before_is_not_launched_in_a_dry_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[bool] = []
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, grid, warmup, **options: launched.append(not warmup)
+    )
+    x = torch.zeros(2, 8)
+    with dry_run():
+        gated_norm(x, x, x[0], 1, 1e-5)
+    gated_norm(x, x, x[0], 1, 1e-5)
+    assert launched == [False, True]
+
+
+@pytest.mark.parametrize("rows, window, causal", [(5, 0, True), (8, 3, False), (70, 66, False)])
+def test_what_a_block_sees_is_known_after_a_dry_run(rows: int, window: int, causal: bool) -> None:
+    """It is kept for all steps, those of the dry run included."""
+    attention._block_masks.cache_clear()
+    case = (2, rows, window, causal, torch.device("cpu"))
+    with dry_run():
+        attention._block_masks(*case)
+    masks = attention._block_masks(*case)
+    seen = masks.repeat_interleave(64, 2) >> torch.arange(64).repeat(masks.shape[2]) & 1
+    wanted = torch.zeros(rows, seen.shape[2], dtype=torch.int64)
+    wanted[:, :rows] = block_mask(rows, window, causal)
+    assert torch.equal(seen, wanted.expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_mixed_load_asks_for_no_kernel_that_the_start_did_not(
+    hopper: None, folders: dict[str, Path | None], name: str
+) -> None:
+    settings, model = SETTINGS[name], folders["model"]
+    assert model is not None
+    with dry_run() as run:
+        engine = Engine(
+            model, folders[settings.algorithm], settings, max_running_requests=4,
+            max_mamba_cache_size=300, max_total_tokens=6000,
+        )  # fmt: skip
+        engine.overwrites = False
+        known, graphs = set(run.builds), engine.runner.steps.num_graphs
+        assert len(known) > 20 and graphs > 20
+        load = Load(engine)
+        for number in range(STEPS):
+            load.step(number)
+        assert names(set(run.builds) - known) == []
+        assert engine.runner.steps.num_graphs == graphs and engine.runner.num_compiled == 0
+
+
+OVERLOADS = """
+import gc, sys, tempfile
+from pathlib import Path
+from numba.core.dispatcher import Dispatcher
+from runner_harness import Settings, write_tiny
+from test_kernel_builds import Load
+from mamba_eagle.runner.compilations import Compilations
+from mamba_eagle.kernels.gated_norm.triton import gated_norm
+
+def overloads():
+    found = [each for each in gc.get_objects() if isinstance(each, Dispatcher)]
+    return {(each.py_func.__qualname__, str(s)) for each in found for s in each.signatures}
+
+tiny = write_tiny(Path(tempfile.mkdtemp()))
+engine = tiny.engine(Settings(topk=3, steps=3, nodes=8), max_mamba_cache_size=300)
+known, seen, load = overloads(), Compilations(), Load(engine)
+assert len(known) > 10
+for number in range(15):
+    load.step(number)
+assert not overloads() - known, sorted(overloads() - known)
+assert seen.count == 0 and engine.runner.num_compiled == 0
+"""
+
+
+def test_a_cpu_compiles_nothing_after_its_start() -> None:
+    """Not even from Numba's cache; in a process that has run nothing else."""
+    here = Path(__file__).parent
+    path = os.pathsep.join(
+        [str(here), str(here.parents[1] / "rigs"), os.environ.get("PYTHONPATH", "")]
+    )
+    command = [sys.executable, "-c", OVERLOADS]
+    run = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert Path(knobs.cache.dir) == tmp_path
+    yield tmp_path
+
+
+def launch_noise() -> None:
+    from mamba_eagle.kernels.sampling_noise.triton import gumbel
+
+    gumbel(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 64)
+
+
+def test_what_a_dry_run_finds_is_compiled_once(
+    hopper: None, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a process of its own, for a device that is not there; a second start looks no further than
+    at the note."""
+    builds = KernelBuilds("a model", processes=1)
+    builds.build(launch_noise)
+    (machine_code,) = cache.glob("*/*.cubin")
+    assert machine_code.name == "_gumbel_kernel.cubin"
+    again = KernelBuilds("a model", processes=1)
+    assert again.builders is None
+    again.build(lambda: pytest.fail("there is nothing to rehearse"))
+    other = KernelBuilds("another model", processes=1)
+    assert other.builders is not None
+    run = DryRun()
+    run.builds[Build("nowhere", "kernel", "{}", ("cuda", 90, 32))] = None
+    assert other.builders.build(run) == 1
+    assert "not built ahead: kernel: " in caplog.text, "the launch will raise it"
+    assert [process.returncode for process in other.builders.processes] == [0]
+
+
+def verify_in_registers() -> None:
+    sizes, b, T, M = Sizes(heads=2, head_dim=32, groups=1, state_size=32), 1, 5, 12
+    H, P, G, N = sizes
+    numbers, some = torch.zeros(b, M + T, H), torch.zeros(b, dtype=torch.int64)
+    rows = RowBuffers(torch.zeros(b, M + T, H * P + G * N).bfloat16(), numbers, numbers)
+    nodes, path = torch.zeros(b, T, dtype=torch.int64), torch.zeros(b, M, dtype=torch.int64)
+    step = TreeLayout(some, some, path, some, nodes, nodes, nodes, path, some != 0, some)
+    state = torch.zeros(b, H, P, N).bfloat16()
+    tree_gluon.tree_verify(rows, rows.xB[:, :T, -N:], numbers[0, 0], state, step, sizes)
+
+
+def multiply_in_registers() -> None:
+    codes, scale = torch.zeros(32, 64, dtype=torch.uint8), torch.ones(32, 8)
+    parts = (codes, scale.to(torch.float8_e4m3fn), None, torch.ones(1, 1))
+    weight = four_bit.weight_of(*parts, torch.bfloat16)
+    four_bit_gluon.product(torch.zeros(3, 128).bfloat16(), weight, None)
+
+
+@pytest.mark.parametrize(
+    "module, launch", [(tree_gluon, verify_in_registers), (four_bit_gluon, multiply_in_registers)]
+)
+def test_a_kernel_in_registers_compiles(
+    hopper: None,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    launch: Callable[[], None],
+) -> None:
+    """Nothing but a GPU can run it; Triton's version decides whether it compiles."""
+    monkeypatch.setattr(module, "capability", lambda _: (9, 0))
+    with dry_run() as run:
+        launch()
+    (build,) = run.builds
+    assert build.module == module.__name__
+    compile_build(build)
+    assert len(list(cache.glob("*/*.cubin"))) == 1
+
+
+def test_a_kernel_that_is_compiled_late_is_counted(hopper: None, cache: Path) -> None:
+    with dry_run() as run:
+        launch_noise()
+    (build,) = run.builds
+    assert json.loads(build.data)["options"]["num_warps"] == 4
+    seen = Compilations()
+    assert seen.count == 0
+    compile_build(build)
+    assert seen.names == ["_gumbel_kernel"]
+    knobs.compilation.listener = None

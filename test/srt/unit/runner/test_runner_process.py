@@ -1,0 +1,220 @@
+"""The runner process: what it does when nothing comes, and its end, whatever signals it gets."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import pytest
+import zmq
+
+from mamba_eagle.config import EngineConfig
+from mamba_eagle.constrain.matchers import Matchers
+from mamba_eagle.embedded import EMBEDDED_MODEL
+from mamba_eagle.message import (
+    FromRunner,
+    Plan,
+    Profile,
+    ProfileReply,
+    RunnerReady,
+    Shutdown,
+    StepResult,
+    ToRunner,
+)
+from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.runner import leader
+from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.worker import PATIENCE_MS, Worker
+
+# The runner as it is, with a model to which END_SIGNAL comes at a chosen moment.
+CHILD = """
+import os, signal, sys, types
+import mamba_eagle.runner.assemble as assemble
+from mamba_eagle.message import RunnerReady, StepResult
+from mamba_eagle.message.lifetime import END_SIGNAL
+from mamba_eagle.runner.process import main
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)  # is ignored
+    os.kill(os.getpid(), END_SIGNAL)
+
+class Runner:
+    backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
+    constraints = None
+    drafts_ahead, turns = False, ()
+    close = lambda self: None
+    look_ahead = lambda self, plans: None
+
+    def __init__(self, config, ranks, matchers):
+        self.config, self.matchers = config, matchers
+
+    @property
+    def ready(self):
+        return RunnerReady(
+            max_kv_slots=1, max_state_slots=1, max_running_requests=1, context_length=1,
+            vocab_size=1, eos_token_ids=[], pid=os.getpid(),
+            details={"has_vocabulary": int(self.matchers.has_vocabulary)},
+        )
+    MOMENT
+
+assemble.assemble = Runner
+main()
+"""
+WAIT_SECONDS = 120  # only what hangs takes so long
+
+
+STEP = """def launch(self, plan):
+        import torch
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        result = StepResult(step=plan.step)
+        return types.SimpleNamespace(done=True, result=lambda: result)"""
+
+
+class Child(NamedTuple):
+    ready: RunnerReady
+    process: subprocess.Popen[str]
+    plans: Sender[ToRunner]
+    results: Receiver[FromRunner]
+
+    def next(self) -> FromRunner | None:
+        return self.results.receive(timeout_ms=WAIT_SECONDS * 1000)
+
+
+@contextlib.contextmanager
+def running(code: str, tmp_path: Path, tokenizer_path: str = "") -> Iterator[Child]:
+    """A runner that is ready."""
+    file = tmp_path / "config.json"
+    folder = str(EMBEDDED_MODEL)
+    config = EngineConfig(model_path=folder, tokenizer_path=tokenizer_path, cpu_threads=1)
+    file.write_text(json.dumps(dataclasses.asdict(config)))
+    context = zmq.Context()
+    plans: Sender[ToRunner] = Sender(context, str(tmp_path), "to_runner")
+    results: Receiver[FromRunner] = Receiver(context, str(tmp_path), "from_runner")
+    command = [sys.executable, "-c", code]
+    command += ["--socket-dir", str(tmp_path), "--config-file", str(file)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = results.receive(timeout_ms=WAIT_SECONDS * 1000)
+        assert isinstance(ready, RunnerReady)
+        yield Child(ready, process, plans, results)
+    finally:
+        process.kill()
+        context.destroy(linger=0)
+
+
+def test_a_runner_that_is_ready_has_the_vocabulary_of_grammars(tmp_path: Path) -> None:
+    """If the server has a tokenizer at all: reading it would hold up the first steps."""
+    for path in (str(EMBEDDED_MODEL), ""):
+        with running(CHILD.replace("MOMENT", STEP), tmp_path, path) as child:
+            assert child.ready.details["has_vocabulary"] == bool(path)
+
+
+def test_so_has_one_in_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``make_runner`` makes it there."""
+
+    class Runner:
+        def __init__(self, config: EngineConfig, matchers: Matchers | None = None) -> None:
+            self.matchers = matchers
+
+    monkeypatch.setattr(leader, "assemble", Runner)
+    folder = str(EMBEDDED_MODEL)
+    config = EngineConfig(model_path=folder, tokenizer_path=folder, cpu_threads=1)
+    made = cast("Runner", make_runner(config, grammars=True))
+    assert made.matchers is not None and made.matchers.has_vocabulary
+    assert cast("Runner", make_runner(config)).matchers is None
+
+
+@pytest.mark.parametrize(
+    "moment", ["__del__", "launch"], ids=["told-to-stop-and-signalled", "signalled-at-work"]
+)
+def test_a_runner_that_is_told_to_stop_says_nothing(moment: str, tmp_path: Path) -> None:
+    with running(CHILD.replace("MOMENT", f"{moment} = terminate"), tmp_path) as child:
+        child.plans.send(Shutdown() if moment == "__del__" else Plan(step=1))
+        assert child.process.communicate(timeout=WAIT_SECONDS)[1] == ""
+        assert child.process.returncode == 0
+
+
+def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with running(CHILD.replace("MOMENT", STEP), tmp_path) as child:
+
+        def ask(number: int, steps: int) -> ProfileReply:
+            child.plans.send(Profile(call_id=number, path=str(path) if steps else "", steps=steps))
+            reply = child.next()
+            assert isinstance(reply, ProfileReply) and reply.call_id == number
+            return reply
+
+        def step(number: int) -> None:
+            child.plans.send(Plan(step=number))
+            result = child.next()
+            assert isinstance(result, StepResult) and result.step == number
+
+        assert "start it first" in ask(1, 0).problem
+        assert ask(2, 2) == ProfileReply(call_id=2, path=str(path))
+        assert "stop it first" in ask(3, 2).problem
+        step(1)
+        step(2)
+        step(3)  # is too many
+        ended = ask(4, 0)
+        assert (ended.path, ended.steps, ended.problem) == (str(path), 2, "")
+        events = json.loads(path.read_text())["traceEvents"]
+        assert [event["name"] for event in events].count("aten::matmul") == 2
+        assert ask(5, 9).problem == ""
+        step(4)
+        assert ask(6, 0).steps == 1  # ended before it was full
+
+
+PROFILED = """
+import sys, types
+from mamba_eagle.message import Profile
+from mamba_eagle.runner.profiler import StepProfiler
+before = set(sys.modules)
+profiler = StepProfiler(types.SimpleNamespace(on_host=True), finish=lambda: None)
+assert profiler.answer(Profile(call_id=1, path=sys.argv[1], steps=1)).problem == ""
+profiler.launched()
+loaded = [name for name in set(sys.modules) - before if name.startswith("torch.")]
+assert not loaded, loaded
+"""
+
+
+def test_a_trace_loads_nothing_beside_running_requests(tmp_path: Path) -> None:
+    """torch.profiler would import torch's compiler: seconds in which no step is made."""
+    command = [sys.executable, "-c", PROFILED, str(tmp_path / "trace.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "trace.json").exists()
+
+
+def test_a_stage_that_hears_nothing_commits_what_is_open() -> None:
+    """So that an idle server holds no message back."""
+    committed: list[bool] = []
+    heard: list[int] = []
+
+    class Turns:
+        commit = staticmethod(lambda: committed.append(True))
+
+        def __len__(self) -> int:
+            return 1 - len(committed)
+
+    def receive(timeout_ms: int = -1) -> Shutdown | None:
+        heard.append(timeout_ms)
+        return Shutdown() if committed else None
+
+    runner: Any = SimpleNamespace(
+        turns=Turns(),
+        drafts_ahead=False,
+        constraints=None,
+        backend=SimpleNamespace(place=None),
+        config=SimpleNamespace(answering_rank=1),
+    )
+    plans: Any = SimpleNamespace(receive=receive)
+    unused: Any = None
+    Worker(runner, plans, unused, unused, rank=0).serve()
+    assert committed == [True] and heard == [PATIENCE_MS, -1]

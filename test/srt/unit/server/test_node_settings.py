@@ -1,0 +1,214 @@
+"""Settings of several nodes, their keys, and pipes between machines."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+from ports import free_ports
+from server_harness import run, says, serving
+
+from mamba_eagle.config import ConfigError, EngineConfig, ServerConfig
+from mamba_eagle.engine import Engine
+from mamba_eagle.message import Plan, Shutdown, StepResult
+from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
+from mamba_eagle.message.link import CurvePair, Guard, Link, read_link, write_link
+from mamba_eagle.parallel.meeting import interface_of, own_address_towards
+from mamba_eagle.runner.make import make_runner
+from mamba_eagle.server.engine.checkpoints import fingerprint
+from mamba_eagle.server.engine.node_settings import (
+    ClusterKeys,
+    cluster_key,
+    init_address,
+    init_address_in_numbers,
+    loopback_warning,
+    node_problems,
+)
+from mamba_eagle.server.engine.watchdog import Watchdog
+
+KEY = "a key that is long enough"
+GOOD = {"nnodes": 2, "tp_size": 4, "dist_init_addr": "10.0.0.1:5000", "cluster_key": KEY}
+WAIT_MS = 20_000
+
+
+def test_good_settings_are_no_problem() -> None:
+    assert node_problems(ServerConfig()) == node_problems(ServerConfig(**GOOD)) == []
+    assert node_problems(ServerConfig(**{**GOOD, "nnodes": 1})) == []
+    config = ServerConfig(**GOOD, node_rank=1)
+    assert node_problems(config) == [] and config.ranks_per_node == 2
+    assert init_address(ServerConfig(**{**GOOD, "dist_init_addr": "[fd00::1]:5"})) == ("fd00::1", 5)
+
+
+def test_names_that_mean_something_else_on_node_zero(monkeypatch) -> None:
+    def found(host: str, *_: object, **__: object) -> list:
+        numbers = {"box": "127.0.1.1", "any": "0.0.0.0"}.get(host, host)
+        v6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 5000, 0, 0))
+        return [v6, (socket.AF_INET, socket.SOCK_STREAM, 6, "", (numbers, 5000))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    config = ServerConfig(**{**GOOD, "dist_init_addr": "box:5000"})
+    assert init_address_in_numbers(config) == ("127.0.1.1", 5000)
+    assert "is 127.0.1.1 on this machine" in (loopback_warning(config) or "")
+    assert loopback_warning(ServerConfig(**{**GOOD, "dist_init_addr": "127.0.0.1:5000"})) is None
+    with pytest.raises(ConfigError, match="0.0.0.0 is not the address of one interface"):
+        init_address_in_numbers(ServerConfig(**{**GOOD, "dist_init_addr": "any:5000"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"node_rank": 2}, "--node-rank 2: must be 0 to 1 with --nnodes 2"),
+        ({"dist_init_addr": ""}, "--nnodes 2 needs --dist-init-addr HOST:PORT"),
+        ({"dist_init_addr": "10.0.0.1"}, "must be HOST:PORT, as in"),
+        ({"dist_init_addr": "box:5x"}, '--dist-init-addr "box:5x": must be HOST:PORT'),
+        ({"dist_init_addr": "0.0.0.0:5000"}, "would listen on all interfaces: name node 0's"),
+        ({"dist_init_addr": "[::]:5000"}, "would listen on all interfaces"),
+        ({"dist_init_addr": "*:5000"}, "would listen on all interfaces"),
+        ({"dist_init_addr": "a:65532"}, "ports 65532 to 65536 are used"),
+        ({"cluster_key": ""}, "needs a secret that all nodes share: give --cluster-key-file"),
+        ({"cluster_key": "short"}, "--cluster-key: the key has fewer than 16 characters"),
+        ({"cluster_key": "", "cluster_key_file": "/none"}, "--cluster-key-file /none: No such"),
+        ({"nnodes": 1, "node_rank": 1}, "--node-rank 1: must be 0 to 0 with --nnodes 1"),
+    ],
+)
+def test_what_cannot_work_is_named(changes, problem, monkeypatch) -> None:
+    monkeypatch.delenv("MAMBA_EAGLE_CLUSTER_KEY", raising=False)
+    assert any(problem in one for one in node_problems(ServerConfig(**{**GOOD, **changes})))
+
+
+def test_ranks_must_divide() -> None:
+    problem = "--nnodes 3: 4 processes cannot be spread evenly over 3 machines"
+    assert problem in EngineConfig(nnodes=3, tp_size=4).problems()[0]
+    assert EngineConfig(nnodes=0).problems() == ["--nnodes 0: must be 1 or more"]
+
+
+def test_where_the_key_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("the key in the file\n")
+    variable = {"MAMBA_EAGLE_CLUSTER_KEY": "the key of the variable\n"}
+    config = ServerConfig(nnodes=2)
+    assert cluster_key(config, variable) == "the key of the variable"
+    config = ServerConfig(nnodes=2, cluster_key_file=str(file))
+    assert cluster_key(config, variable) == "the key in the file"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty; make one by"):
+        cluster_key(config, variable)
+
+
+def test_all_nodes_derive_the_same_keys_and_from_another_secret_others() -> None:
+    keys = ClusterKeys.derive(KEY)
+    assert keys == ClusterKeys.derive(KEY)
+    values = {pair.secret for pair in (*keys, *ClusterKeys.derive(KEY + "!"))}
+    assert len(values) == 4 and all(len(value) == 40 for value in values)
+    for pair in keys:
+        assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
+
+
+def links(folders: list[Path], host: str = "127.0.0.1") -> None:
+    """Node 0's folder, that of node 1, and one of an earlier start, each with its link."""
+    ours, theirs, port = CurvePair.new(), CurvePair.new(), free_ports(4)
+    common = {"host": host, "port": port, "ranks_per_node": 1}
+    old = CurvePair.new()
+    made = [
+        Link(is_first=True, own=ours, peer=theirs.public, **common),
+        Link(is_first=False, own=theirs, peer=ours.public, **common),
+        Link(is_first=False, own=old, peer=ours.public, **common),
+    ]
+    for folder, link in zip(folders, made):
+        folder.mkdir()
+        write_link(str(folder), link)
+
+
+def test_plans_and_results_cross_and_leftovers_get_none(tmp_path: Path) -> None:
+    """A rank of an earlier start, which has other keys, neither takes a plan nor sends a result."""
+    folders = [tmp_path / name for name in ("first", "other", "old")]
+    links(folders)
+    first, other, old = map(str, folders)
+    context, far = zmq.Context(), zmq.Context()
+    link = read_link(first)
+    assert link is not None
+    guard = Guard(context, link.peer)
+    results: Receiver = Receiver(context, first, "from_runner")
+    plans: SenderToAll = SenderToAll(context, first, "to_runner", range(2))
+    leftover_plans: Receiver = Receiver(far, old, "to_runner", 1)
+    leftover: Sender = Sender(far, old, "from_runner")
+    leftover.send(StepResult(step=9))
+    near: Receiver = Receiver(context, first, "to_runner", 0)
+    there: Receiver = Receiver(far, other, "to_runner", 1)
+    try:
+        for step in range(20):
+            plans.send(Plan(step=step))
+        for receiver in (near, there):
+            steps = [receiver.receive(WAIT_MS).step for _ in range(20)]
+            assert steps == list(range(20))
+        for folder, step in ((first, 1), (other, 2)):
+            answering: Sender = Sender(far, folder, "from_runner")
+            # That the connection is made wakes the receiver, and is no message.
+            sending = threading.Timer(0.3, answering.send, [StepResult(step=step)])
+            sending.start()
+            assert results.receive().step == step
+            sending.join()
+            answering.close()
+        assert leftover_plans.receive(0) is None and results.receive(100) is None
+        there.close()
+        plans.linger(50)
+        with pytest.raises(zmq.Again):  # a receiver that is gone is not waited for
+            for _ in range(100_000):
+                plans.send(Shutdown())
+    finally:
+        guard.stop()
+        context.destroy(linger=0)
+        far.destroy(linger=0)
+
+
+def test_checkpoints_are_told_apart_without_reading_weights(tmp_path: Path) -> None:
+    def found(name: str, settings: str, weights: int, **fields) -> str:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(settings)
+        (folder / "model.safetensors").write_bytes(b"x" * weights)
+        return fingerprint(EngineConfig(model_path=str(folder), **fields))
+
+    same = found("a", "{}", 10)
+    assert found("b", "{}", 10) == same
+    assert len({same, found("b", "{ }", 10), found("b", "{}", 11)}) == 3
+    dummy = {"load_format": "dummy"}
+    assert found("a", "{}", 10, **dummy) == found("b", "{}", 11, **dummy)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    one = fingerprint(EngineConfig(model_path=str(file)))
+    file.write_bytes(b"xx")
+    assert fingerprint(EngineConfig(model_path=str(file))) != one
+
+
+def test_the_interface_of_an_address() -> None:
+    assert own_address_towards("127.0.0.1", 5000) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.2") == interface_of("::1") == "lo"
+    assert interface_of("203.0.113.77") is None
+
+
+def test_the_watchdog_says_on_which_node_a_rank_is() -> None:
+    watchdog = Watchdog(2.0, 4, 2)
+    watchdog._scheduler.silence = watchdog._runners[0].silence = watchdog._runners[1].silence = -9
+    assert watchdog.tick(2.0) == "the runner2 (node 1) process has not answered for 2 s"
+
+
+def test_metrics_tell_how_the_model_is_split() -> None:
+    async def test() -> None:
+        async with serving(says("abc"), tp_size=4, nnodes=2) as server:
+            lines = (await server.client.get("/metrics")).text.splitlines()
+        for kind, size in (("tp", 4), ("pp", 1), ("nodes", 2)):
+            labels = f'kind="{kind}",model_name="tiny"'
+            assert f"mamba_eagle:parallel_size{{{labels}}} {size:.1f}" in lines
+
+    run(test())
+
+
+def test_what_runs_on_one_machine_refuses_nodes() -> None:
+    with pytest.raises(ConfigError, match="nnodes: is for a server"):
+        Engine(nnodes=2, tp_size=2)
+    with pytest.raises(ConfigError, match="--nnodes: is for a server; this command runs on one"):
+        make_runner(EngineConfig(nnodes=2, tp_size=2))

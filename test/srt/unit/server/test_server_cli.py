@@ -1,0 +1,66 @@
+"""The command line passes on what it does not know itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mamba_eagle import cli
+from mamba_eagle.server.engine.socket_dir import PID_FILE, remove_stale_dirs
+
+
+def test_commands_get_the_remaining_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Module:
+        @staticmethod
+        def main(argv: list[str]) -> None:
+            calls.append(argv)
+
+    names = []
+    monkeypatch.setattr("sys.argv", ["cli.py"])
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: names.append(name) or Module)
+    assert cli.main(["serve", "--port", "1"]) == 0
+    assert cli.main(["train-drafter", "--output", "x"]) == 0
+    assert names == ["mamba_eagle.launch_server", "mamba_eagle.train.command"]
+    assert calls == [["--port", "1"], ["--output", "x"]]
+
+
+@pytest.mark.parametrize("command", ["serve", "train-drafter"])
+def test_help_names_the_command(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cli.py"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: mamba-eagle {command} [-h]")
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["train"], ["train", "problems"]])
+def test_unknown_commands_are_code_2(arguments: list[str]) -> None:
+    assert cli.main(arguments) == 2
+
+
+def test_train_points_to_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a command once; the file that it names is in every checkout."""
+    assert cli.main(["train", "pretrain"]) == 2
+    said = capsys.readouterr().err
+    assert "recipes/mamba2_math/README.md" in said and "train-drafter" in said
+    assert (Path(__file__).parents[4] / "recipes" / "mamba2_math" / "README.md").is_file()
+
+
+def test_only_folders_of_dead_servers_are_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids = {"dead": str(2**22 + 1), "alive": str(os.getpid()), "odd": "x"}
+    for name, pid in pids.items():
+        (tmp_path / f"mamba-eagle-{name}").mkdir()
+        (tmp_path / f"mamba-eagle-{name}" / PID_FILE).write_text(pid)
+    (tmp_path / "mamba-eagle-new").mkdir()
+    remove_stale_dirs()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["mamba-eagle-alive", "mamba-eagle-new", "mamba-eagle-odd"]

@@ -1,0 +1,140 @@
+"""/v1/score and suffixes, over the fake engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from fake_engine import length_of
+from server_harness import TOKENIZER, run, says, serving, silent
+from tiny_tokenizer import BOS, byte_level, spell
+from tokenizers import AddedToken
+
+from mamba_eagle.message import Generate
+from mamba_eagle.server.bodies.infill import FORMS, Infill, InfillTokens
+from mamba_eagle.tokenizer.text import TextTokenizer
+
+PATH = "/v1/score"
+LABELS = spell("xy")
+
+
+def nothing(request: Generate) -> Any:
+    return [], length_of([])
+
+
+def test_every_label_is_a_prompt_that_generates_nothing() -> None:
+    async def test() -> None:
+        async with serving(nothing) as server:
+            body = {"query": "ab", "items": ["c", "de"], "label_token_ids": LABELS, "model": "m"}
+            reply = (await server.post(PATH, **body, return_token_logprobs=True)).json()
+            assert reply["object"] == "scoring" and reply["model"] == "m"
+            assert reply["scores"] == [[math.exp(-0.5)] * 2] * 2
+            assert reply["token_logprobs"] == [[-0.5] * 2] * 2
+            assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] == 7
+            sent = server.engine.of(Generate)
+            texts = [TOKENIZER.decode(request.token_ids) for request in sent]
+            # the first labels go first, and leave behind what the others continue from
+            assert texts == ["abcx", "abdex", "abcy", "abdey"]
+            assert all(request.sampling.max_new_tokens == 0 for request in sent)
+            starts = [request.logprob_start for request in sent]
+            assert starts == [3, 4, 3, 4]
+            assert [request.cache.positions for request in sent] == [[2], [3], [], []]
+            own = {**body, "label_token_ids": [[5], [6, 7, 8]], "item_first": True}
+            reply = (await server.post(PATH, **own)).json()
+            assert [len(row) for row in reply["scores"]] == [1, 3]
+            assert TOKENIZER.decode(server.engine.of(Generate)[-1].token_ids[:-1]) == "deab"
+            among = {**body, "apply_softmax": True, "temperature": 0.5}
+            assert (await server.post(PATH, **among)).json()["scores"] == [[0.5, 0.5]] * 2
+            ids = {"items": [[5], [6]], "query": [4], "label_token_ids": LABELS}
+            assert (await server.post(PATH, **ids)).status_code == 200
+            assert server.engine.of(Generate)[-1].token_ids == [4, 6, LABELS[1]]
+            assert (await server.post(PATH, items=[], label_token_ids=[1])).json()["scores"] == []
+
+    run(test())
+
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"items": None}, ["items = null", "strings"]),
+    ({"items": ["a", 5]}, ["items = ", "strings"]),
+    ({"items": [[1], "a"]}, ["items = ", "lists of token ids"]),
+    ({"items": [[300]]}, ["items[0]", "299"]),
+    ({"items": [""]}, ["items[0]", "empty"]),
+    ({"items": ["a"] * 4097}, ["items: 4097 prompts", "4096"]),
+    ({"items": ["x" * 99]}, ["items[0]", "63"]),
+    ({"query": [5]}, ["query = [5]", "string"]),
+    ({"items": [[5]], "query": "a"}, ['query = "a"', "token ids"]),
+    ({"label_token_ids": None}, ["label_token_ids = null"]),
+    ({"label_token_ids": []}, ["label_token_ids = []"]),
+    ({"label_token_ids": [300]}, ["label_token_ids = [300]", "299"]),
+    ({"label_token_ids": [-1]}, ["label_token_ids = [-1]"]),
+    ({"label_token_ids": [5, 5]}, ["label_token_ids", "twice"]),
+    ({"label_token_ids": [[5], [6]]}, ["label_token_ids", "2 lists for 1 items"]),
+    ({"label_token_ids": [["x"]]}, ["label_token_ids[0]", "integers"]),
+    ({"items": ["a"] * 200, "label_token_ids": list(range(100))}, ["20000 samples"]),
+    ({"temperature": 0, "apply_softmax": True}, ["temperature = 0", "above 0"]),
+    ({"temperature": 2}, ["temperature = 2", "apply_softmax"]),
+    ({"apply_softmax": 1}, ["apply_softmax = 1"]),
+    ({"text_1": "a"}, ["text_1", "not available"]),
+    ({"score_extraction_token": "a"}, ["score_extraction_token", "not available"]),
+    ({"timeout": -1}, ["timeout = -1"]),
+]
+
+
+def test_bad_bodies_are_named() -> None:
+    async def test() -> None:
+        async with serving(silent) as server:
+            for body, parts in BAD:
+                right = {"items": ["a"], "label_token_ids": [5]}
+                reply = await server.post(PATH, **{**right, **body})
+                assert reply.status_code == 400, (body, reply.text)
+                for part in parts:
+                    assert part in reply.json()["error"]["message"], reply.text
+            assert server.engine.of(Generate) == []
+
+    run(test())
+
+
+# ── suffix ───────────────────────────────────────────────────────────────────────────────────
+
+
+def filling(form: InfillTokens) -> TextTokenizer:
+    """Bytes, and this form's tokens from 300 on; they are not called special, as Qwen's are not."""
+    tokenizer = byte_level()
+    padding = [AddedToken(f"<{number}>") for number in range(259, 300)]
+    added = [AddedToken(name) for name in form[:3] if name]
+    tokenizer.hf.add_tokens(padding + added)
+    return TextTokenizer(tokenizer.hf)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[form.before for form in FORMS])
+def test_a_suffix_stands_where_the_family_wants_it(form: InfillTokens) -> None:
+    async def test() -> None:
+        tokenizer = filling(form)
+        async with serving(says("x"), tokenizer=tokenizer, vocab_size=310) as server:
+            body = {"prompt": ["ab", "c"], "suffix": "yz", "max_tokens": 1}
+            reply = await server.post("/v1/completions", **body)
+            assert reply.status_code == 200, reply.text
+            sent = [request.token_ids for request in server.engine.of(Generate)]
+            parts = {"ab": spell("ab"), "yz": spell("yz")}
+            first, second = ("yz", "ab") if form.suffix_first else ("ab", "yz")
+            wanted = [300, *parts[first], 301, *parts[second]]
+            assert sent[0] == wanted + ([302] if form.after else [])
+            await server.post("/v1/completions", prompt=[BOS, 7], suffix="yz", max_tokens=1)
+            ids = server.engine.of(Generate)[-1].token_ids
+            assert ids[:2] == [BOS, 300] and ids.count(BOS) == 1
+            echo = await server.post("/v1/completions", **body, echo=True)
+            assert echo.status_code == 400 and "echo = true" in echo.text
+            long = await server.post("/v1/completions", **{**body, "suffix": "y" * 70})
+            assert long.status_code == 400 and "prompt[0]" not in long.text and "63" in long.text
+            plain = await server.post("/v1/completions", prompt="ab", suffix="", max_tokens=1)
+            assert plain.status_code == 200
+            assert server.engine.of(Generate)[-1].token_ids == spell("ab")
+
+    run(test())
+
+
+def test_half_a_familys_tokens_are_none() -> None:
+    tokenizer = byte_level()
+    tokenizer.hf.add_tokens([AddedToken("<|fim_prefix|>"), AddedToken("<|fim_suffix|>")])
+    assert Infill.of(TextTokenizer(tokenizer.hf)) is None

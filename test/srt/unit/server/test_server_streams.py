@@ -1,0 +1,192 @@
+"""Streams that wait, streams of pieces, requests with a deadline, and their names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from server_harness import TOKENIZER, listening, run, says, serving, silent
+from tiny_tokenizer import spell
+
+from mamba_eagle.core import FinishReason, SamplingParams
+from mamba_eagle.message import Abort, Outputs
+from mamba_eagle.server.apis.sse import KEEP_ALIVE, updates
+from mamba_eagle.tokenizer.sample import LiveRequest, PromptRequest, Sample
+
+PATHS = ("/generate", "/v1/completions")
+
+
+def body(path: str, **more: object) -> dict[str, object]:
+    if path == "/generate":
+        return {"text": "hi", "sampling_params": {"max_new_tokens": 9}, **more}
+    return {"model": "tiny", "prompt": "hi", "max_tokens": 9, **more}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_silent_stream_says_that_it_lives(path: str) -> None:
+    """Headers come, then comments, and an error that comes after them is an event."""
+
+    async def test() -> None:
+        async with serving(silent, sse_keep_alive=0.02) as server, listening(server.app) as client:
+            asked = {"method": "POST", "url": path, "json": body(path, stream=True)}
+            async with client.stream(**asked) as reply:
+                assert reply.status_code == 200
+                assert reply.headers["content-type"].startswith("text/event-stream")
+                text = ""
+                async for piece in reply.aiter_text():
+                    text += piece
+                    if text.count(KEEP_ALIVE.decode()) >= 3:
+                        server.manager.fail("gone")  # again does nothing
+            *comments, error = text.strip().split("\n\n")
+            assert set(comments) == {KEEP_ALIVE.decode().strip()}
+            assert "gone" in json.loads(error.removeprefix("data: "))["error"]["message"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_pieces_add_up_to_the_reply(by_flag: bool) -> None:
+    async def test() -> None:
+        flag = {"incremental_streaming_output": True} if by_flag else {}
+        async with serving(says("héllo wörld"), chunk=2, **flag) as server:
+            wanted = body("/generate", return_logprob=True, top_logprobs_num=1)
+            if not by_flag:
+                wanted["incremental"] = True
+            events = await server.events("/generate", **wanted)
+            whole = (await server.post("/generate", **wanted)).json()
+        assert "".join(event["text"] for event in events) == whole["text"]
+        assert sum((event["output_ids"] for event in events), []) == whole["output_ids"]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            pieces = sum((event["meta_info"][name] for event in events), [])
+            assert pieces == whole["meta_info"][name]
+        assert events[-1]["meta_info"]["completion_tokens"] == 9
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_a_deadline_ends_the_request(path: str, by_flag: bool) -> None:
+    async def test() -> None:
+        flag = {"request_timeout": 0.05} if by_flag else {}
+        async with serving(silent, **flag) as server:
+            more = {"timeout": 60.0 if by_flag else 0.05}
+            reply = await server.post(path, **body(path, **more))
+            assert reply.status_code == 504
+            assert "did not end within 0.05 s" in reply.json()["error"]["message"]
+            assert reply.json()["error"]["type"] == "timeout_error"
+            assert server.manager.num_live == 0
+            while not any(isinstance(item, Abort) for item in server.engine.received):
+                await asyncio.sleep(0.005)  # the engine hears of it
+        async with serving(says("abc")) as server:  # in time
+            reply = await server.post(path, **body(path, timeout=60))
+            assert reply.status_code == 200
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("timeout", 0), ("timeout", -1), ("timeout", "x"), ("timeout", 1e9), ("priority", 2**31)],
+)
+def test_wrong_times_are_refused_by_name(field: str, value: object) -> None:
+    async def test() -> None:
+        async with serving(silent, schedule_policy="priority") as server:
+            reply = await server.post("/generate", **body("/generate", **{field: value}))
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == field
+
+    run(test())
+
+
+def test_priority_needs_its_policy() -> None:
+    async def test() -> None:
+        async with serving(silent) as server:
+            reply = await server.post("/generate", **body("/generate", priority=1))
+            assert reply.status_code == 400
+            assert "--schedule-policy priority" in reply.text
+
+    run(test())
+
+
+def test_a_request_keeps_the_name_that_it_came_with() -> None:
+    async def test() -> None:
+        async with serving(says("abc")) as server:
+            for given, same in (("abc-1", True), ("x" * 129, False), ("", False)):
+                reply = await server.client.get("/version", headers={"x-request-id": given})
+                name = reply.headers["x-request-id"]
+                assert (name == given) is same
+                assert name
+            reply = await server.post("/generate", text=1)
+            assert reply.status_code == 400
+            assert reply.headers["x-request-id"]
+
+    run(test())
+
+
+def test_evaluators_learn_about_the_tokenizer() -> None:
+    async def test() -> None:
+        async with serving(silent) as server:
+            facts = (await server.client.get("/tokenizer_info")).json()
+            assert facts["eos_token"] == "</s>"
+            assert facts["model_max_length"] == 64
+            tokens = (await server.post("/v1/tokenize", prompt="hé")).json()["tokens"]
+            assert tokens == spell("hé")
+            back = (await server.post("/v1/detokenize", tokens=tokens)).json()
+            assert back == {"text": "hé", "prompt": "hé"}
+            assert (await server.client.get("/ping")).status_code == 200
+            assert set((await server.client.get("/version")).json()) == {"version"}
+            assert facts["chat_template"] == TOKENIZER.hf.chat_template
+        async with serving(silent, chat_template="{{ messages }}") as server:
+            facts = (await server.client.get("/tokenizer_info")).json()
+            assert facts["chat_template"] == "{{ messages }}"
+
+    run(test())
+
+
+def test_others_are_served_while_many_outputs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with serving(silent) as server:
+            left = [Outputs(outputs=[])] * 100
+
+            def receive(timeout_ms: int) -> Outputs | None:
+                time.sleep(0.001)  # what an output costs
+                return left.pop() if left else None
+
+            monkeypatch.setattr(server.manager._receiver, "receive", receive)
+            server.manager._receive_all()
+            assert left, "a turn ends before all are taken"
+            while left:
+                await asyncio.sleep(0)
+
+    run(test())
+
+
+def test_others_are_served_while_many_samples_have_news() -> None:
+    async def test() -> None:
+        prompt = PromptRequest(rid="r", token_ids=[1], sampling=SamplingParams())
+        live = LiveRequest("r")
+        for index in range(100):
+            sample = Sample(live, prompt, "r", f"r#{index}", index, None)
+            live.samples.append(sample)
+            sample.end(FinishReason(kind="length", length=0))
+            live.tell(sample)
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        others = asyncio.ensure_future(other())
+        taken = 0
+        async for _ in updates(live, lambda sample: 1):
+            time.sleep(0.001)  # what a sample's reply costs
+            taken += 1
+        others.cancel()
+        assert taken == 100 and turns > 3
+
+    run(test())
