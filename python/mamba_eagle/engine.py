@@ -3,8 +3,8 @@
     with Engine("/models/nemotron", speculative_num_steps=3) as engine:
         print(engine.generate("1 + 1 =", {"max_new_tokens": 8})["text"])
 
-Scheduler and runner are processes of their own, as a server's; with ``in_process=True`` they are a
-thread. Calls may come from any thread and any event loop; requests that are under way at the same
+Scheduler and runner are processes of their own, as a server's; with ``in_process=True`` they are
+threads. Calls may come from any thread and any event loop; requests that are under way at the same
 time are batched.
 """
 
@@ -21,7 +21,8 @@ import msgspec
 from starlette.types import ASGIApp
 
 from mamba_eagle.config import ConfigError, ServerConfig, own_engine_part
-from mamba_eagle.in_process import EngineThread
+from mamba_eagle.in_process import EngineThreads
+from mamba_eagle.message import BEAT_SECONDS
 from mamba_eagle.message.channel import remove_socket_dir
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.app import make_app
@@ -277,10 +278,10 @@ class _EngineLaunch(Launch):
 
 
 class _ThreadLaunch(_EngineLaunch):
-    """With scheduler and runner in a thread of this process."""
+    """With scheduler and runner in threads of this process."""
 
     judge_kind = ThreadJudge
-    engine: EngineThread | None = None
+    engine: EngineThreads | None = None
 
     def start_engine(self) -> None:
         loop = asyncio.get_running_loop()
@@ -290,14 +291,18 @@ class _ThreadLaunch(_EngineLaunch):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self.fail, reason)
 
-        self.engine = EngineThread(own_engine_part(self.config), self.socket_dir, failed)
+        self.engine = EngineThreads(own_engine_part(self.config), self.socket_dir, failed)
 
     def end_engine(self) -> None:
         if self.engine is not None:
             self.engine.end()
 
     async def watch(self) -> None:
-        """No one sends heartbeats, and no one could be ended."""
+        """Takes the heartbeats, and no more: a thread cannot be ended."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            while self.heartbeats.receive(timeout_ms=0) is not None:
+                pass
 
 
 # ── requests on that loop ────────────────────────────────────────────────────────────────────

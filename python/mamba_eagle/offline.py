@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from typing import NamedTuple, Protocol
 
@@ -42,9 +43,10 @@ class OfflineEngine:
 
     def __init__(self, config: EngineConfig, runner: Runner, prompts_first: bool = False) -> None:
         """config: the one that ``runner`` was made from. prompts_first: as for ``Scheduler``."""
+        if not runner.overlaps:  # a second plan would be made before the first one's result
+            config = dataclasses.replace(config, disable_overlap_schedule=True)
         self.runner = runner
         self.scheduler = Scheduler(config, runner.ready, prompts_first)
-        self.max_in_flight = self.scheduler.cohorts.max_in_flight if runner.overlaps else 1
         self._in_flight: deque[tuple[Plan, LaunchedStep]] = deque()
 
     def add(self, message: Generate) -> list[RequestOutput]:
@@ -62,10 +64,7 @@ class OfflineEngine:
 
     def execute(self) -> ExecutedStep | None:
         """The next step, with its plan and its times; None when all is done."""
-        while len(self._in_flight) < self.max_in_flight:
-            plan = self.scheduler.plan()
-            if plan is None:
-                break
+        while (plan := self.scheduler.plan()) is not None:
             self._in_flight.append((plan, self.runner.launch(plan)))
         if not self._in_flight:
             assert self.idle, "a request that waits or runs has a next step"

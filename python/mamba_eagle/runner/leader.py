@@ -17,16 +17,11 @@ import msgspec
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.constrain.matchers import Matchers
-from mamba_eagle.devices import set_threads
-from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, StepResult, ToRunner
+from mamba_eagle.message import Plan, Shutdown, SimulateAcceptance, ToRunner
 from mamba_eagle.message.channel import SenderToAll, make_socket_dir, remove_socket_dir
 from mamba_eagle.message.ranks import RANK_ENVIRONMENT
-from mamba_eagle.runner.assemble import assemble
-from mamba_eagle.runner.model_runner import ModelRunner
-from mamba_eagle.runner.ranks import join_ranks
+from mamba_eagle.runner.start import start_rank
 from mamba_eagle.runner.steps.launched import Launched
-from mamba_eagle.runner.threads import default_threads
 from mamba_eagle.runner.turns import Begun
 
 END_SECONDS = 60.0  # for the other ranks to end by themselves
@@ -39,7 +34,7 @@ class LeadingRunner:
     leading: LeadingRunner | None = None
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises: as ``assemble``. If another rank cannot start, this process ends with its error
+        """Raises: as ``start_rank``. If another rank cannot start, this process ends with its error
         message, since it may be waiting for that rank."""
         if LeadingRunner.leading is not None:
             LeadingRunner.leading.close()
@@ -48,9 +43,6 @@ class LeadingRunner:
         self.others: list[subprocess.Popen[bytes]] = []
         self.ending = False
         atexit.register(self.close)
-        threads = config.cpu_threads or default_threads(config.num_ranks)
-        config = dataclasses.replace(config, cpu_threads=threads)
-        set_threads(threads)  # as the other ranks do
         os.environ.update(RANK_ENVIRONMENT)
         others = [rank for rank in range(config.num_ranks) if rank != config.answering_rank]
         for rank in others:
@@ -59,8 +51,7 @@ class LeadingRunner:
         self.plans: SenderToAll[ToRunner] = SenderToAll(
             self.context, self.folder, "to_runner", others
         )
-        self.ranks = join_ranks(config, config.answering_rank, self.folder)
-        self.runner = assemble(config, self.ranks)
+        self.runner = start_rank(config, config.answering_rank, self.folder)
         # plans are executed one after the other here
         self.ready = msgspec.structs.replace(self.runner.ready, cohorts=1)
 
@@ -88,9 +79,6 @@ class LeadingRunner:
         self.plans.send(plan)
         return self.runner.launch(plan)
 
-    def execute(self, plan: Plan) -> StepResult:
-        return self.launch(plan).result()
-
     def simulate_accept_length(self, length: float) -> None:
         self.plans.send(SimulateAcceptance(length=length))
         self.runner.simulate_accept_length(length)
@@ -105,7 +93,6 @@ class LeadingRunner:
         with contextlib.suppress(AttributeError):  # it failed before there were any
             self.plans.send(Shutdown())
             self.runner.close()
-            self.ranks.close()
             del self.runner  # the next one needs its memory
         for process in self.others:
             try:
@@ -113,12 +100,3 @@ class LeadingRunner:
             except subprocess.TimeoutExpired:
                 process.kill()
         remove_socket_dir(self.folder)
-
-
-def runner_for(
-    config: EngineConfig, matchers: Matchers | None = None
-) -> ModelRunner | LeadingRunner:
-    """All ranks of ``config``, as one runner. matchers, raises: as ``assemble``."""
-    if config.num_ranks == 1:
-        return assemble(config, matchers=matchers)
-    return LeadingRunner(config)

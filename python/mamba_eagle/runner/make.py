@@ -1,41 +1,26 @@
-"""A runner in this process, with what a server's runner process does before it makes its own."""
+"""The runner of a command that has no server: benchmarks and ``explain``."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.devices import set_threads
-from mamba_eagle.models.registry import read_model_config
-from mamba_eagle.runner.assemble import START_ERRORS
-from mamba_eagle.runner.constraints import matchers_for
-from mamba_eagle.runner.leader import LeadingRunner, runner_for
+from mamba_eagle.runner.leader import LeadingRunner
 from mamba_eagle.runner.model_runner import ModelRunner
+from mamba_eagle.runner.start import start_rank
 
 
-def make_runner(config: EngineConfig, grammars: bool = False) -> ModelRunner | LeadingRunner:
-    """Load the model that a resolved ``config`` names, with --tp-size in several processes, of
-    which this one is the first. --cpu-threads holds for the whole process; without it torch's own
-    number stays. This thread flushes denormals from now on.
+def make_runner(config: EngineConfig) -> ModelRunner | LeadingRunner:
+    """All ranks of a resolved ``config`` as one runner, with those that do not answer in processes
+    of their own. A single rank has torch's number of threads, unless --cpu-threads gives one.
 
-    Args:
-        grammars: the tokenizer is read for them beside the weights, and not beside the first steps,
-            which it would hold up. With one rank.
-    Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
+    Raises: as ``start_rank``.
     """
     if config.nnodes > 1:
         raise ConfigError(["--nnodes: is for a server; this command runs on one machine"])
-    set_threads(config.cpu_threads or torch.get_num_threads())
-    matchers = None
-    try:
-        if grammars:
-            matchers = matchers_for(config, read_model_config(config.model_path))
-            matchers.prepare()
-        runner = runner_for(config, matchers)
-    except ConfigError:
-        raise
-    except START_ERRORS as error:
-        raise ConfigError([str(error)]) from error
-    if matchers is not None:
-        matchers.wait()
-    return runner
+    if config.num_ranks > 1:
+        return LeadingRunner(config)
+    threads = config.cpu_threads or torch.get_num_threads()
+    return start_rank(dataclasses.replace(config, cpu_threads=threads))

@@ -243,7 +243,8 @@ class ModelRunner:
         return steps
 
     def close(self) -> None:
-        """To be called before the ranks leave each other; nothing may be launched afterwards. NCCL
-        waits for the graphs that hold its operations, and would wait for ever."""
+        """Leave the other ranks; nothing may be launched afterwards. Graphs go first: NCCL would
+        wait for those that hold its operations for ever."""
         self.turns.commit()
         self.steps.close()
+        self.parts.ranks.close()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from typing import Any
+
+import zmq
 
 from mamba_eagle.message import (
     CompileGrammar,
@@ -35,20 +38,20 @@ class Worker:
     """Executes what the scheduler asks for, in order."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        plans: Receiver[ToRunner],
-        results: Sender[FromRunner],
-        pulse: Pulse,
-        rank: int,
+        self, runner: ModelRunner, context: zmq.Context[Any], socket_dir: str, rank: int = 0
     ) -> None:
-        self.runner, self.plans, self.results, self.pulse = runner, plans, results, pulse
-        self.rank, self.answers = rank, rank == runner.config.answering_rank
+        """Reports that the runner is ready. The pulse is not started."""
+        self.runner, self.rank = runner, rank
+        self.answers = rank == runner.config.answering_rank
+        self.plans: Receiver[ToRunner] = Receiver(context, socket_dir, "to_runner", rank)
+        self.results: Sender[FromRunner] = Sender(context, socket_dir, "from_runner")
+        self.pulse = Pulse(socket_dir, runner.backend.place.on_host, rank)
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
         self.compiling = Compiling(runner.constraints)
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
         runner.before_waiting = self._send_all
+        self.results.send(runner.ready)
 
     def serve(self) -> None:
         """Returns when it receives Shutdown."""

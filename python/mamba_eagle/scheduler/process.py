@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -53,24 +53,6 @@ CHECK_SECONDS = 1.0  # minimum time between two integrity checks
 GOODBYE_MS = 500  # time for Shutdown to reach the runner
 
 
-class Plans(Protocol):
-    """The pipe to the runner."""
-
-    def send(self, item: ToRunner) -> None: ...
-
-    def linger(self, milliseconds: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Results(Protocol):
-    """The pipe from the runner."""
-
-    def receive(self, timeout_ms: int = -1) -> FromRunner | None: ...
-
-    def close(self) -> None: ...
-
-
 class SchedulerProcess:
     """Three kinds of events: requests, room for a plan, results."""
 
@@ -88,15 +70,11 @@ class SchedulerProcess:
         self.next_beat = 0.0
         self.poller = zmq.Poller()
         self.poller.register(self.requests.socket, zmq.POLLIN)
-        self.connect_runner(context, socket_dir)
-
-    def connect_runner(self, context: zmq.Context[Any], socket_dir: str) -> None:
-        """Plans go to all ranks, results come from one."""
-        ranks = range(self.config.num_ranks)
-        self.plans: Plans = SenderToAll(context, socket_dir, "to_runner", ranks)
-        results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
-        self.results: Results = results
-        self.poller.register(results.socket, zmq.POLLIN)
+        # plans go to all ranks, results come from one
+        ranks = range(config.num_ranks)
+        self.plans: SenderToAll[ToRunner] = SenderToAll(context, socket_dir, "to_runner", ranks)
+        self.results: Receiver[FromRunner] = Receiver(context, socket_dir, "from_runner")
+        self.poller.register(self.results.socket, zmq.POLLIN)
 
     def start(self) -> None:
         """Waits for all ranks of the runner and tells the server process what there is room for,
@@ -125,11 +103,6 @@ class SchedulerProcess:
                 details=ready.details,
             )
         )
-
-    def run(self) -> None:
-        """Serves until a signal ends the process."""
-        while True:
-            self.turn()
 
     def turn(self) -> None:
         self.wait()
@@ -277,7 +250,8 @@ def main() -> None:
             process.start()
         except ConfigError as error:
             sys.exit(f"error: {error}")
-        process.run()
+        while True:  # until a signal ends the process
+            process.turn()
     finally:
         ignore_end_signal()
         process.close()

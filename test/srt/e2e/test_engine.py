@@ -122,7 +122,8 @@ def test_one_process_gives_the_texts_of_three(engine: Engine) -> None:
         next(endless)
     with pytest.raises(EngineError):  # the engine was closed in the middle
         list(endless)
-    assert not any("scheduler and runner" in thread.name for thread in threading.enumerate())
+    left = {thread.name for thread in threading.enumerate()}
+    assert left.isdisjoint({"mamba-eagle scheduler", "mamba-eagle runner"})
     with pytest.raises(EngineError, match="closed"):
         one.generate("x")
 

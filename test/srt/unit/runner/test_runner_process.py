@@ -10,13 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import zmq
 
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.embedded import EMBEDDED_MODEL
 from mamba_eagle.message import (
     FromRunner,
@@ -29,8 +28,6 @@ from mamba_eagle.message import (
     ToRunner,
 )
 from mamba_eagle.message.channel import Receiver, Sender
-from mamba_eagle.runner import leader
-from mamba_eagle.runner.make import make_runner
 from mamba_eagle.runner.worker import PATIENCE_MS, Worker
 
 # The runner as it is, with a model to which END_SIGNAL comes at a chosen moment.
@@ -116,21 +113,6 @@ def test_a_runner_that_is_ready_has_the_vocabulary_of_grammars(tmp_path: Path) -
             assert child.ready.details["has_vocabulary"] == bool(path)
 
 
-def test_so_has_one_in_the_schedulers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``make_runner`` makes it there."""
-
-    class Runner:
-        def __init__(self, config: EngineConfig, matchers: Matchers | None = None) -> None:
-            self.matchers = matchers
-
-    monkeypatch.setattr(leader, "assemble", Runner)
-    folder = str(EMBEDDED_MODEL)
-    config = EngineConfig(model_path=folder, tokenizer_path=folder, cpu_threads=1)
-    made = cast("Runner", make_runner(config, grammars=True))
-    assert made.matchers is not None and made.matchers.has_vocabulary
-    assert cast("Runner", make_runner(config)).matchers is None
-
-
 @pytest.mark.parametrize(
     "moment", ["__del__", "launch"], ids=["told-to-stop-and-signalled", "signalled-at-work"]
 )
@@ -192,7 +174,7 @@ def test_a_trace_loads_nothing_beside_running_requests(tmp_path: Path) -> None:
     assert (tmp_path / "trace.json").exists()
 
 
-def test_a_stage_that_hears_nothing_commits_what_is_open() -> None:
+def test_a_stage_that_hears_nothing_commits_what_is_open(tmp_path: Path) -> None:
     """So that an idle server holds no message back."""
     committed: list[bool] = []
     heard: list[int] = []
@@ -211,10 +193,14 @@ def test_a_stage_that_hears_nothing_commits_what_is_open() -> None:
         turns=Turns(),
         drafts_ahead=False,
         constraints=None,
-        backend=SimpleNamespace(place=None),
+        backend=SimpleNamespace(place=SimpleNamespace(on_host=True)),
         config=SimpleNamespace(answering_rank=1),
+        ready=None,
     )
+    context = zmq.Context()
+    worker = Worker(runner, context, str(tmp_path))
+    context.destroy(linger=0)
     plans: Any = SimpleNamespace(receive=receive)
-    unused: Any = None
-    Worker(runner, plans, unused, unused, rank=0).serve()
+    worker.plans = plans
+    worker.serve()
     assert committed == [True] and heard == [PATIENCE_MS, -1]
