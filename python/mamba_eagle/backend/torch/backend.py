@@ -67,6 +67,7 @@ class TorchBackend(Backend):
         return False
 
     def experts_on_device(self, config: MoEConfig | None) -> bool:
+        # In float16 what no kernel takes is a loop over experts (``CudaOps.grouped_linear``).
         return config is None or (not self.place.on_host and self.dtype == torch.bfloat16)
 
     @property

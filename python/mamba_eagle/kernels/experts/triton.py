@@ -493,9 +493,9 @@ def product(
     Returns: [n · (k + shared), out] of ``dtype``, or float8 by a scale that ``following`` has; rows
         of other ranks' experts are arbitrary.
     """
-    weight, device = stack.weight, stack.weight.device
+    device = stack.weight.device
     (n, top_k), shared, place = pairs.routes.weights.shape, pairs.shared, pairs.place
-    count, rows, size = weight.shape
+    count, rows, size = stack.weight.shape
     gated, gather = act == SILU_GATE, act is not None
     out = rows // 2 if gated else rows
     tiles, total = triton.cdiv(out, config.rows), n * (top_k + shared)
@@ -503,19 +503,9 @@ def product(
     marks = following is not None and static_out is None and not following.group
     y = torch.empty(total, out, dtype=dtype if static_out is None else E4M3, device=device)
     largest = torch.empty(total if marks else 0, tiles, dtype=torch.float32, device=device)
-    scale = x.largest if stack.scale is None else stack.scale
-    per_row = stack.scale is not None and not stack.block and scale.shape[1] > 1
-    static = scale if stack.rounding is None else stack.rounding.scale
-    parts = x.largest.shape[-1] if x.largest.ndim > 1 else 1
-    overlap = launches_overlap(device)
-    given = (x.values, x.largest, scale if static is None else static)
-    given += (pairs.routes.experts,) if place is None else (place.order, place.table)
-    own = stack.shared if shared else weight
-    own_scale = stack.shared_scale if shared and stack.shared_scale is not None else scale
-    given += (weight, scale, own, own_scale, y, largest)
-    given += (largest if static_out is None else static_out,)
-    given += (pairs.first if place is None else n,)
-    padded = size if place is None and gather else parts
+    overlap, parts = launches_overlap(device), x.largest.shape[-1] if x.largest.ndim > 1 else 1
+    given, strides = _factors(x, stack, pairs)
+    given += (y, largest, largest if static_out is None else static_out)
     common = {
         "SIZE": size,
         "OUT": out,
@@ -530,7 +520,7 @@ def product(
         "RESCALED": static_out is not None,
         "SCALED": stack.scale is not None,
         "BLOCK_OUT": stack.block,
-        "PADDED": triton.next_power_of_2(padded),
+        "PADDED": triton.next_power_of_2(size if place is None and gather else parts),
         "ROWS": config.rows,
         "COLUMNS": BLOCK if stack.block else config.columns,
         "STAGES": config.stages,
@@ -538,15 +528,27 @@ def product(
         "num_warps": config.warps,
         "launch_pdl": overlap,
     }
-    strides = (
-        x.values.stride(0),
-        scale[0].numel() if stack.scale is not None else 0,
-        int(per_row),
-        int(stack.scale is not None and own_scale.shape[0] > 1),
-    )
     if place is None:
-        _few_kernel[(tiles, total)](*given, *strides, COUNT=count, HELD=pairs.held, **common)
+        given += (pairs.first, *strides)
+        _few_kernel[(tiles, total)](*given, COUNT=count, HELD=pairs.held, **common)
     else:
         active = shared + min(count, n * top_k)
-        _tile_kernel[(tiles, active)](*given, *strides, TOKENS=config.tokens, **common)
+        _tile_kernel[(tiles, active)](*given, n, *strides, TOKENS=config.tokens, **common)
     return Marked(y, largest)
+
+
+def _factors(x: Marked, stack: Stack, pairs: Pairs) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The tensors that both kernels read, in their order, and the strides of rows and scales."""
+    weight, place = stack.weight, pairs.place
+    scale = x.largest if stack.scale is None else stack.scale
+    static = scale if stack.rounding is None else stack.rounding.scale
+    given = (x.values, x.largest, scale if static is None else static)
+    given += (pairs.routes.experts,) if place is None else (place.order, place.table)
+    own = stack.shared if pairs.shared else weight
+    own_scale = stack.shared_scale if pairs.shared and stack.shared_scale is not None else scale
+    given += (weight, scale, own, own_scale)
+    if stack.scale is None:
+        return given, (x.values.stride(0), 0, 0, 0)
+    per_row = not stack.block and scale.shape[1] > 1
+    strides = (x.values.stride(0), scale[0].numel(), int(per_row), int(own_scale.shape[0] > 1))
+    return given, strides

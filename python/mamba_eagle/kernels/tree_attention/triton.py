@@ -340,7 +340,7 @@ def paged_tree_attention(
         sinks: [heads], a logit per query head that takes part in the softmax and has no value.
     Returns: [b*T, heads, D], dtype of q.
     """
-    (b, T, words), E = masks.shape, own.shape[1]
+    (b, T, _), E = masks.shape, own.shape[1]
     (_, heads, D), kv_heads, positions = q.shape, k.shape[1], slot_table.shape[1]
     q, k, v = (part if part.stride(1) == D else part.contiguous() for part in (q, k, v))
     precise = q.dtype if pool_k.dtype == E4M3 else pool_k.dtype
@@ -349,21 +349,11 @@ def paged_tree_attention(
     out = torch.empty(b * T, heads, D, dtype=q.dtype, device=q.device)
     shares = _empty_shares(b, config.splits, T * heads, D, q.device)
     tensors = (q, k, v, pool_k, pool_v, slot_table, slots, prefix, own, masks, out, *shares)
-    numbers = (window, scale, q.stride(0), k.stride(0), v.stride(0), positions, T, E)
+    strides = (q.stride(0), k.stride(0), v.stride(0), positions)
     tiles = triton.cdiv(T * heads // kv_heads, config.rows)
     _tree_attention_kernel[(tiles * kv_heads, config.splits, b)](
-        *tensors,
-        sinks,
-        *numbers,
-        config.splits,
-        config.least,
-        GROUP=heads // kv_heads,
-        KV_HEADS=kv_heads,
-        D=D,
-        DP=max(16, triton.next_power_of_2(D)),
-        NODES=max(16, min(64, triton.next_power_of_2(E))),
-        WORDS=words,
-        HAS_OLD=E > T,
+        *(*tensors, sinks, window, scale, *strides, T, E, config.splits, config.least),
+        **_sizes(q, k, own, masks),
         FLOAT8=pool_k.dtype == E4M3,
         HAS_WINDOW=window > 0,
         HAS_SINKS=sinks is not None,
@@ -376,6 +366,21 @@ def paged_tree_attention(
         launch_pdl=overlap,
     )
     return _join(shares, prefix, out, config, window, overlap)
+
+
+def _sizes(q: Tensor, k: Tensor, own: Tensor, masks: Tensor) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    (_, heads, D), kv_heads = q.shape, k.shape[1]
+    (_, T, words), E = masks.shape, own.shape[1]
+    return {
+        "GROUP": heads // kv_heads,
+        "KV_HEADS": kv_heads,
+        "D": D,
+        "DP": max(16, triton.next_power_of_2(D)),
+        "NODES": max(16, min(64, triton.next_power_of_2(E))),
+        "WORDS": words,
+        "HAS_OLD": E > T,
+    }
 
 
 class _Shares(NamedTuple):
