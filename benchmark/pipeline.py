@@ -55,11 +55,13 @@ class Sleep(NamedTuple):
 
 def serve(rank: int, config: EngineConfig, file: str, sleep: Sleep, links: Links) -> None:
     """A stage, as runner/process.py serves it."""
+    import torch
+
     from mamba_eagle.devices import set_threads
     from mamba_eagle.runner.assemble import assemble
     from mamba_eagle.runner.ranks import Ranks
 
-    set_threads(1)
+    set_threads(1, torch.device("cpu"))
     runner = assemble(config, Ranks(stages=join(rank, config.pp_size, file)))
     own = runner.model.run_layers
     busy = 0.0

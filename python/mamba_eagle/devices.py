@@ -65,9 +65,12 @@ def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dty
     return getattr(torch, name)
 
 
-def set_threads(count: int) -> None:
+def set_threads(count: int, device: torch.device) -> None:
     """Compute with ``count`` threads on a CPU, with torch and with the CPU engine. Call it before
-    the first operation that may start threads."""
+    the first operation that may start threads. On a GPU the engine is not loaded."""
+    if device.type != "cpu":
+        torch.set_num_threads(count)
+        return
     from mamba_eagle.cpu.threads import set_threads
 
     set_threads(count)

@@ -11,12 +11,6 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.quantization.four_bit import pack
-from mamba_eagle.quantization.group_rounding import (
-    largest,
-    range_of,
-    round_to_bytes,
-    round_to_pairs,
-)
 from mamba_eagle.quantization.matrix import Matrix
 
 GROUP = 32  # columns per scale, where this package rounds
@@ -125,6 +119,8 @@ class GroupedMatrix(Matrix):
 
 def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as eight bits: the largest number of a group becomes ±127."""
+    from mamba_eagle.quantization.group_rounding import largest, round_to_bytes
+
     rows, stack = weight.flatten(0, -2), weight.shape[:-1]
     codes = torch.empty(rows.shape, dtype=torch.int8)
     scale = torch.empty(len(rows), rows.shape[1] // group, dtype=torch.float16)
@@ -136,6 +132,8 @@ def int8_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
 
 def int4_groups(weight: Tensor, group: int = GROUP) -> GroupedMatrix:
     """A weight [..., out, in] as four bits with a minimum: a group's range in 15 steps."""
+    from mamba_eagle.quantization.group_rounding import range_of, round_to_pairs
+
     rows, stack = weight.flatten(0, -2), weight.shape[:-1]
     codes = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)
     scale = torch.empty(len(rows), rows.shape[1] // group, dtype=torch.float16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mamba_eagle.config import ConfigError, EngineConfig
-from mamba_eagle.devices import set_threads
+from mamba_eagle.devices import rank_device, set_threads
 from mamba_eagle.models.registry import read_model_config
 from mamba_eagle.runner.assemble import START_ERRORS, assemble
 from mamba_eagle.runner.constraints import matchers_for
@@ -22,7 +22,8 @@ def start_rank(config: EngineConfig, rank: int = 0, folder: str = "") -> ModelRu
     folder: of the sockets, where ranks find each other.
     Raises: ConfigError, also for a checkpoint that cannot be read or does not fit.
     """
-    set_threads(config.cpu_threads or default_threads(config.ranks_per_node))
+    threads = config.cpu_threads or default_threads(config.ranks_per_node)
+    set_threads(threads, rank_device(config, rank))
     try:
         ranks = join_ranks(config, rank, folder)
         matchers = matchers_for(config, read_model_config(config.model_path))

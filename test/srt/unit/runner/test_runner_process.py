@@ -155,8 +155,10 @@ def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path: Path) -> None:
 
 PROFILED = """
 import sys, types
+import mamba_eagle.runner.start
 from mamba_eagle.message import Profile
 from mamba_eagle.runner.profiler import StepProfiler
+assert "numba" not in sys.modules  # a GPU does without
 before = set(sys.modules)
 profiler = StepProfiler(types.SimpleNamespace(on_host=True), finish=lambda: None)
 assert profiler.answer(Profile(call_id=1, path=sys.argv[1], steps=1)).problem == ""
@@ -166,7 +168,7 @@ assert not loaded, loaded
 """
 
 
-def test_a_trace_loads_nothing_beside_running_requests(tmp_path: Path) -> None:
+def test_neither_a_start_nor_a_trace_loads_what_takes_long(tmp_path: Path) -> None:
     """torch.profiler would import torch's compiler: seconds in which no step is made."""
     command = [sys.executable, "-c", PROFILED, str(tmp_path / "trace.json")]
     done = subprocess.run(command, capture_output=True, text=True)
