@@ -30,7 +30,8 @@ from mamba_eagle.bench import facts, results
 from mamba_eagle.cache.allocator import SlotAllocator
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.radix import RadixCache
-from mamba_eagle.message import Plan, PrefillItem
+from mamba_eagle.core import SamplingParams
+from mamba_eagle.message import FirstChunk, Plan, PrefillItem
 from mamba_eagle.message.indices import from_wire, indices, to_wire
 
 HERE = Path(__file__).parent
@@ -96,7 +97,9 @@ def plan_wire(size: int, repetitions: int) -> list[float]:
         start=size,
         token_ids=indices([1]),
         kv_slots=indices([size]),
-        prefix_kv_slots=indices(range(size)),
+        first=FirstChunk(
+            sampling=SamplingParams(), output_start=size, prefix_kv_slots=indices(range(size))
+        ),
     )
     plan = Plan(step=1, prefill=[item])
     encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode

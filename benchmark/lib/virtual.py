@@ -201,8 +201,8 @@ class VirtualRunner:
             del self._left[release.slot]
         result = StepResult(step=plan.step)
         for item in plan.prefill:
-            if item.sampling is not None:
-                self._left[item.slot] = item.sampling.max_new_tokens
+            if item.first is not None:
+                self._left[item.slot] = item.first.sampling.max_new_tokens
             made = self._make(item.slot, 1 if item.is_last else 0)
             result.prefill.append(PrefillResult(token=made[0] if made else -1))
         for slot in plan.decode.slots if plan.decode is not None else []:

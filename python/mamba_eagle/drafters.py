@@ -12,7 +12,7 @@ class Entry(NamedTuple):
     module: str  # a file of drafting/, imported once the drafter is chosen
     source: str  # the DraftSource in it
     needs_folder: bool = True  # --speculative-draft-model-path
-    needs_history: bool = False  # it reads PrefillItem.history
+    needs_history: bool = False  # it reads FirstChunk.history
 
 
 # by the name that --speculative-algorithm takes

@@ -106,10 +106,10 @@ class SavedJournals:
         """Before a pass over prompt chunks: bring the states of those that start inside a journal
         to their positions, in the requests' own state slots."""
         for item in items:
-            if item.is_first and item.replay is not None:
-                if item.load_from != item.state_slot:
-                    self.pool.copy(item.load_from, item.state_slot)
-                self.replay(item.replay, item.state_slot)
+            if item.first is not None and (rows := item.first.replay) is not None:
+                if item.source != item.state_slot:
+                    self.pool.copy(item.source, item.state_slot)
+                self.replay(rows, item.state_slot)
 
     def places(self, parts: Sequence[PrefillPart]) -> Places | None:
         """The rows that a pass over these chunks has to keep; None if there are none."""

@@ -118,17 +118,17 @@ class StatePool:
 
     def begin(self, item: PrefillItem) -> None:
         """Initialize the request's own state slot with the state that its prompt starts from."""
-        if item.load_from < 0:
+        if item.source < 0:
             self.clear(item.state_slot)
         else:
-            self.copy(item.load_from, item.state_slot)
+            self.copy(item.source, item.state_slot)
 
     def begin_feature(self, item: PrefillItem) -> None:
         """The same for the feature alone."""
-        if item.load_from < 0:
+        if item.source < 0:
             self.feature[item.state_slot].zero_()
         else:
-            self.feature[item.state_slot].copy_(self.feature[item.load_from])
+            self.feature[item.state_slot].copy_(self.feature[item.source])
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state in state slot ``source`` to state slot ``target``."""

@@ -53,8 +53,7 @@ def prompt_of(part: PrefillPart) -> Prompt:
     item = part.item
     saves = [(save.position - item.start, save.state_slot) for save in item.saves]
     saves.append((part.length, item.state_slot))
-    source = item.load_from if item.is_first else item.state_slot
-    return Prompt(part.first, part.length, source, saves)
+    return Prompt(part.first, part.length, item.source, saves)
 
 
 def start_finished(scheme: StateScheme, items: Sequence[PrefillItem], place: Place) -> None:

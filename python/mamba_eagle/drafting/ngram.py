@@ -41,9 +41,10 @@ class NgramDrafter(Drafter):
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
         for item in items:
-            if item.is_first:
-                assert len(item.history) == item.start, "the plan lacks the cached prefix's tokens"
-                self.index.begin(item.slot, item.history)
+            if item.first is not None:
+                history = item.first.history
+                assert len(history) == item.start, "the plan lacks the cached prefix's tokens"
+                self.index.begin(item.slot, history)
             self.index.append(item.slot, item.token_ids)
 
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:

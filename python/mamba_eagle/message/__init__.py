@@ -289,6 +289,25 @@ class DraftCopy(msgspec.Struct, array_like=True):
     targets: Indices
 
 
+class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the runner is to know of a request, and what precedes its first chunk."""
+
+    sampling: SamplingParams
+    output_start: int  # prompt length as the client counts it: tokens from here on are output
+    # (a retracted request prefills its own output again)
+    load_from: int = -1  # state slot with the state at the chunk's start; -1: that is 0
+    replay: JournalPart | None = None  # rows up to the start: the state is that at replay.start
+    draft_start: DraftStart | None = None
+    # of all tokens before the chunk: their KV slots, and, if sampling, a grammar or the drafter
+    # needs them, the tokens
+    prefix_kv_slots: Indices = msgspec.field(default_factory=indices)
+    history: Indices = msgspec.field(default_factory=indices)
+    return_logprob: bool = False
+    top_logprobs: int = 0
+    return_spec_trace: bool = False
+    pooling: str = ""  # as Generate's; "mean" starts at position 0
+
+
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Process prompt tokens [start, start + len(token_ids)) of the request in ``slot``."""
 
@@ -299,28 +318,22 @@ class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: Indices
     kv_slots: Indices  # one per token
     saves: list[StateSave] = []  # positions in (start, start + len], increasing
-    is_first: bool = True
+    first: FirstChunk | None = None  # None: chunks of this request came before
     is_last: bool = True  # sample the first output token after this chunk
-    # only in the first chunk:
-    load_from: int = -1  # state slot with the state at ``start``; -1: start is 0
-    replay: JournalPart | None = None  # rows up to ``start``: the state is that at replay.start
-    draft_start: DraftStart | None = None
-    prefix_kv_slots: Indices = msgspec.field(default_factory=indices)  # KV slots of [0, start)
-    sampling: SamplingParams | None = None
-    output_start: int = 0  # prompt length as the client counts it: tokens from here on are output
-    # (a retracted request prefills its own output again)
-    # all tokens of [0, start), if sampling, a grammar or the drafter needs them:
-    history: Indices = msgspec.field(default_factory=indices)
-    return_spec_trace: bool = False
-    # in every chunk:
     track: bool = True  # the drafter tracks the request
     draft_copy: DraftCopy | None = None  # once the drafter has processed the chunk
     journal: JournalPart | None = None  # keep the rows of these prompt tokens
     trail: int = -1  # journal slot that keeps the rows of the output
     logprob_start: int = -1  # position of the first requested logprob in this chunk; -1: none
-    top_logprobs: int = 0
-    return_logprob: bool = False
-    pooling: str = ""  # as Generate's; "mean" starts at position 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.first is not None
+
+    @property
+    def source(self) -> int:
+        """The state slot with the state that the chunk starts from; -1: the empty one's."""
+        return self.state_slot if self.first is None else self.first.load_from
 
 
 class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):

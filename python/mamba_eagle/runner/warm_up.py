@@ -12,6 +12,7 @@ from mamba_eagle.layers.layer import Layer
 from mamba_eagle.message import (
     AnchorMove,
     DecodeBatch,
+    FirstChunk,
     JournalPart,
     Plan,
     PrefillItem,
@@ -91,10 +92,12 @@ def warm_up_plans(
             start=0,
             token_ids=indices([0]),
             kv_slots=indices([0]),
-            sampling=SamplingParams(
-                temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
+            first=FirstChunk(
+                sampling=SamplingParams(
+                    temperature=temperature, top_k=top_k, max_new_tokens=2, ignore_eos=True
+                ),
+                output_start=1,
             ),
-            output_start=1,
         )
         moves = []
         if has_journals:

@@ -9,7 +9,14 @@ from mamba_eagle.cache.node import Match, as_tokens, common_prefix
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafters import needs_history
-from mamba_eagle.message import DraftStart, JournalPart, PrefillItem, RunnerReady, StateSave
+from mamba_eagle.message import (
+    DraftStart,
+    FirstChunk,
+    JournalPart,
+    PrefillItem,
+    RunnerReady,
+    StateSave,
+)
 from mamba_eagle.scheduler.catch_up import CatchUp, Start
 from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import PromptPace
@@ -207,21 +214,34 @@ class PrefillManager:
             if held.trail is not None:
                 saves.append(StateSave(end, held.trail.state_slot))
         item = _chunk(request, held, start, end, saves)
-        if item.is_first:
-            item.sampling = request.sampling
-            item.return_spec_trace = request.return_spec_trace
-            item.prefix_kv_slots = held.kv[:start]
-            if start > 0:
-                item.load_from = held.hit.state_slot
-            if held.hit.journal >= 0:
-                item.replay = JournalPart(held.hit.journal, held.hit.anchor, start)
-            if request.drafts.tracked and self.catch_up.lacks(held):
-                lacking = request.tokens[held.hit.draft_from : start]
-                item.draft_start = DraftStart(held.hit.draft_from, lacking, held.hit.draft_state)
-            if request.sampling.reads_history or self.drafter_needs_history:
-                item.history = request.tokens[:start]
+        if start == held.hit.position:
+            item.first = self._first(request, held)
         plan.chunks.append(Chunk(request, held, item, kinds))
         return end - start
+
+    def _first(self, request: Request, held: HeldSlots) -> FirstChunk:
+        """What the first chunk alone says."""
+        hit = held.hit
+        start = hit.position
+        first = FirstChunk(
+            sampling=request.sampling,
+            output_start=request.prompt_len,
+            prefix_kv_slots=held.kv[:start],
+            return_logprob=request.return_logprob,
+            top_logprobs=request.top_logprobs,
+            return_spec_trace=request.return_spec_trace,
+            pooling=request.pooling,
+        )
+        if start > 0:
+            first.load_from = hit.state_slot
+        if hit.journal >= 0:
+            first.replay = JournalPart(hit.journal, hit.anchor, start)
+        if request.drafts.tracked and self.catch_up.lacks(held):
+            lacking = request.tokens[hit.draft_from : start]
+            first.draft_start = DraftStart(hit.draft_from, lacking, hit.draft_state)
+        if request.sampling.reads_history or self.drafter_needs_history:
+            first.history = request.tokens[:start]
+        return first
 
 
 def _place(request: Request) -> tuple[int, bool, int]:
@@ -241,12 +261,7 @@ def _chunk(
         token_ids=request.tokens[start:end],
         kv_slots=held.kv[start:end],
         saves=saves,
-        is_first=start == held.hit.position,
         is_last=end == len(request.to_prefill),
-        output_start=request.prompt_len,
-        top_logprobs=request.top_logprobs,
-        return_logprob=request.return_logprob,
-        pooling=request.pooling,
         track=request.drafts.tracked,
     )
     if (rows := held.prompt_journal) is not None:

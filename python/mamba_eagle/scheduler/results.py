@@ -28,7 +28,7 @@ def prefill_problem(
     wanted, given = end - start if start >= 0 else 0, len(result.input_logprobs)
     if given != wanted:
         return f"the runner returned {given} logprobs for {wanted} prompt tokens"
-    if item.is_last and bool(item.pooling) != bool(result.embedding):
+    if item.is_last and bool(request.pooling) != bool(result.embedding):
         return f"the runner returned {len(result.embedding)} bytes of an embedding"
     if not item.is_last or request.sampling.max_new_tokens == 0:
         return ""

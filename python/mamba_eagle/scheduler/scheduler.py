@@ -248,12 +248,13 @@ class Scheduler:
         for request, held, item, kinds in plan.chunks:
             request.plans_in_flight += 1
             request.min_tokens_in_flight += item.is_last
-            if item.is_first and request.retractions == 0:
-                self.stats.prompt_tokens += request.prompt_len
-                self.stats.hit(held.hit.kind, request.cached_tokens)
+            if item.first is not None:
+                if request.retractions == 0:
+                    self.stats.prompt_tokens += request.prompt_len
+                    self.stats.hit(held.hit.kind, request.cached_tokens)
+                if item.first.draft_start is not None:
+                    self.slots.follow(held)
             end = item.start + len(item.token_ids)
-            if item.draft_start is not None:
-                self.slots.follow(held)
             tokens = request.to_prefill[item.start : end]
             copies = self.slots.insert(held, tokens, heals=held.followed)
             if copies[0]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mamba_eagle.cache.radix import RadixCache
-from mamba_eagle.message import PrefillItem
+from mamba_eagle.message import FirstChunk, PrefillItem
 
 
 class FakeDrafter:
@@ -24,8 +24,8 @@ class FakeDrafter:
     def observe(self, item: PrefillItem, tokens: Sequence[int], table: Sequence[int]) -> None:
         """tokens, table: of the request, up to the chunk's end."""
         begin = item.start
-        if item.is_first:
-            begin = self._begin(item, tokens, table)
+        if item.first is not None:
+            begin = self._begin(item, item.first, tokens, table)
         end = item.start + len(item.token_ids)
         follows = self.follows[item.slot]
         if follows:
@@ -39,24 +39,30 @@ class FakeDrafter:
                 self.kv[target] = self.kv[source]
                 self.copied += 1
 
-    def _begin(self, item: PrefillItem, tokens: Sequence[int], table: Sequence[int]) -> int:
+    def _begin(
+        self,
+        item: PrefillItem,
+        first: FirstChunk,
+        tokens: Sequence[int],
+        table: Sequence[int],
+    ) -> int:
         """Where it begins to process the request."""
-        lacking, begin, state_slot = item.draft_start, item.start, item.load_from
-        anchor = item.start if item.replay is None else item.replay.start
+        lacking, begin, state_slot = first.draft_start, item.start, first.load_from
+        anchor = item.start if first.replay is None else first.replay.start
         if lacking is not None:
             begin, state_slot = lacking.position, lacking.state_slot
             assert item.track and self.reads != "nothing"
             assert lacking.token_ids.tolist() == tokens[begin : item.start]
             if self.reads == "features":
-                assert item.replay is not None and anchor <= begin, "features are in rows alone"
+                assert first.replay is not None and anchor <= begin, "features are in rows alone"
             self.caught_up += item.start - begin
         known = all(
             self.kv.get(table[place]) == (tokens[place], place) for place in range(begin)
         ) and (not self.recurrent or not begin or self.states.get(state_slot) == (*tokens[:begin],))
         assert known or lacking is None, "it has not followed what comes before"
         self.follows[item.slot] = item.track and known
-        if lacking is not None and begin < anchor and item.load_from != item.state_slot:
-            self._save(item.load_from, tokens[:anchor])
+        if lacking is not None and begin < anchor and first.load_from != item.state_slot:
+            self._save(first.load_from, tokens[:anchor])
         return begin
 
     def _process(self, tokens: Sequence[int], table: Sequence[int], begin: int, end: int) -> None:

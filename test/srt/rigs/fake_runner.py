@@ -25,6 +25,7 @@ from mamba_eagle.drafters import needs_history
 from mamba_eagle.message import (
     DecodeBatch,
     DecodeResult,
+    FirstChunk,
     Generate,
     JournalPart,
     Plan,
@@ -85,6 +86,7 @@ class Slot:
     traced: bool = False
     logprobs: bool = False  # whether logprobs of output tokens are requested
     tracked: bool = True  # whether the drafter tracks the request
+    pooling: str = ""
     trail: int = -1  # journal slot that keeps the rows of output tokens
 
     @property
@@ -229,14 +231,19 @@ class FakeRunner:
         saved += [slot.state_slot for slot in self.slots.values()]
         saved += [item.state_slot for item in plan.prefill if item.is_first]
         assert len(saved) == len(set(saved)), "a state slot has two writers"
-        read = {item.load_from for item in plan.prefill if item.is_first}
-        in_place = {item.state_slot for item in plan.prefill if item.load_from == item.state_slot}
+        read = {item.source for item in plan.prefill if item.is_first}
+        in_place = {
+            item.state_slot
+            for item in plan.prefill
+            if item.is_first and item.source == item.state_slot
+        }
         clash = read & set(saved) - in_place
         assert not clash, "a state slot is read and written in one step"
         # A real runner processes all prompts of a step in one pass, so none may read another's KV.
         fresh = set(written)
         for item in plan.prefill:
-            assert not fresh & set(item.prefix_kv_slots), "prefix KV is written in the same step"
+            prefix = item.first.prefix_kv_slots if item.first else ()
+            assert not fresh & set(prefix), "prefix KV is written in the same step"
         prefill = [self._prefill(item) for item in plan.prefill]
         if plan.decode is not None:
             self._verify(plan.decode)
@@ -275,8 +282,8 @@ class FakeRunner:
 
     def _prefill(self, item: PrefillItem) -> PrefillResult:
         assert len(item.token_ids) == len(item.kv_slots) > 0
-        if item.is_first:
-            slot = self._start(item)
+        if item.first is not None:
+            slot = self._start(item, item.first)
         else:
             slot = self.slots[item.slot]
             assert slot.state_slot == item.state_slot and not slot.decoding
@@ -309,10 +316,8 @@ class FakeRunner:
                 TokenLogprob(slot.tokens[position], -float(position))
                 for position in range(item.logprob_start, end)
             ]
-        if item.pooling:
-            assert not item.is_first or item.pooling == "last" or item.start == 0
         if item.is_last:
-            result.embedding = embedding_of(slot.tokens) if item.pooling else b""
+            result.embedding = embedding_of(slot.tokens) if slot.pooling else b""
             slot.decoding, slot.trail = True, item.trail
             if slot.sampling.max_new_tokens > 0:
                 first = DecodeResult(nodes=[0])
@@ -325,33 +330,34 @@ class FakeRunner:
                 result.token = 3
         return result
 
-    def _start(self, item: PrefillItem) -> Slot:
+    def _start(self, item: PrefillItem, first: FirstChunk) -> Slot:
         assert item.slot not in self.slots, f"request slot {item.slot} is taken"
-        assert item.sampling is not None
+        assert first.pooling != "mean" or item.start == 0
         prefix: tuple[int, ...] = ()
-        if item.load_from >= 0:
-            state = self.state_slots[item.load_from]
+        if first.load_from >= 0:
+            state = self.state_slots[first.load_from]
             assert state is not None
-            if item.replay is not None:
-                assert item.replay.end == item.start
-                state = self._replay(item.replay, item.load_from)
+            if first.replay is not None:
+                assert first.replay.end == item.start
+                state = self._replay(first.replay, first.load_from)
                 self.replays += 1
             assert len(state) == item.start
             prefix = state
-        assert len(item.prefix_kv_slots) == item.start == len(prefix)
+        assert len(first.prefix_kv_slots) == item.start == len(prefix)
         slot = Slot(
             state_slot=item.state_slot,
-            sampling=item.sampling,
-            output_start=item.output_start,
+            sampling=first.sampling,
+            output_start=first.output_start,
             tokens=list(prefix),
-            table=list(item.prefix_kv_slots),
+            table=list(first.prefix_kv_slots),
             folded=item.start,
-            traced=item.return_spec_trace,
-            logprobs=item.return_logprob,
+            traced=first.return_spec_trace,
+            logprobs=first.return_logprob,
+            pooling=first.pooling,
             tracked=item.track,
         )
-        if item.sampling.reads_history or self.needs_history:
-            assert item.history.tolist() == slot.tokens
+        if first.sampling.reads_history or self.needs_history:
+            assert first.history.tolist() == slot.tokens
         self.state_slots[item.state_slot] = prefix
         self.slots[item.slot] = slot
         return slot

@@ -27,6 +27,7 @@ from mamba_eagle.layers.context import FullSequenceContext
 from mamba_eagle.message import (
     DecodeBatch,
     DecodeResult,
+    FirstChunk,
     Plan,
     PrefillItem,
     Release,
@@ -293,27 +294,24 @@ class Engine:
             token_ids=indices(live.tokens[start:end]),
             kv_slots=indices(live.kv[start:end]),
             saves=state_saves,
-            is_first=start == (len(live.hit.tokens) if live.hit else 0),
             is_last=end == total,
-            output_start=live.prompt_len,
-            return_logprob=live.asks.get("return_logprob", False),
-            top_logprobs=live.asks.get("top_logprobs", 0),
             track=live.asks.get("track", True),
-            pooling=live.asks.get("pooling", ""),
         )
-        first = live.asks.get("logprob_start", -1)
-        if 0 <= first < end:
-            item.logprob_start = max(first, start)
-        if item.is_first:
-            item.sampling = live.sampling
-            item.return_spec_trace = live.asks.get("return_spec_trace", False)
+        logprobs = live.asks.get("logprob_start", -1)
+        if 0 <= logprobs < end:
+            item.logprob_start = max(logprobs, start)
+        if start == (len(live.hit.tokens) if live.hit else 0):
+            asked = ("return_logprob", "top_logprobs", "return_spec_trace", "pooling")
+            item.first = FirstChunk(
+                sampling=live.sampling,
+                output_start=live.prompt_len,
+                **{name: live.asks[name] for name in asked if name in live.asks},
+            )
             if live.hit:
-                item.load_from, item.prefix_kv_slots = (
-                    live.hit.state_slot,
-                    indices(live.hit.kv_slots),
-                )
+                item.first.load_from = live.hit.state_slot
+                item.first.prefix_kv_slots = indices(live.hit.kv_slots)
             if live.sampling.reads_history or needs_history(self.config.speculative_algorithm):
-                item.history = indices(live.tokens[:start])
+                item.first.history = indices(live.tokens[:start])
         return item
 
     def after_chunk(self, live: Live, item: PrefillItem, result: Any) -> None:

@@ -57,19 +57,19 @@ class Pooling:
         self.hidden_size = hidden_size  # a feature's first columns, this many, are pooled
         self._open: dict[int, Pool] = {}
 
+    def admit(self, slot: int, kind: str) -> None:
+        """kind: of ``POOLS``; "": no vector is wanted."""
+        if kind:
+            self._open[slot] = POOLS[kind]()
+
     def add(self, part: PrefillPart, features: Tensor) -> Tensor | None:
         """A prompt's vector, [hidden_size] float32, if it is wanted and this was its last chunk.
 
         features: [n, F] of all chunks of the step.
         """
         item = part.item
-        if not item.pooling:
+        if (pool := self._open.get(item.slot)) is None:
             return None
-        if item.is_first:
-            # The cache has states, and no token's hidden state.
-            assert item.pooling == "last" or item.start == 0
-            self._open[item.slot] = POOLS[item.pooling]()
-        pool = self._open[item.slot]
         pool.add(features[part.first : part.first + part.length, : self.hidden_size])
         return self._open.pop(item.slot).vector() if item.is_last else None
 

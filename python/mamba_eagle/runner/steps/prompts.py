@@ -109,33 +109,34 @@ class Shown(NamedTuple):
             tokens.append(self.tokens[span])
             features.append(self.features[span])
             before.append(self.before[i])
-            if (lacking := item.draft_start) is not None:
-                rows, first = item.replay, lacking.position
+            start = item.first
+            if start is not None and (lacking := start.draft_start) is not None:
+                rows, first = start.replay, lacking.position
                 assert rows is not None and rows.start <= first, "features are in rows alone"
                 kept = journals.features(rows.slot, first, rows.end)
                 replayed = torch.as_tensor(np.asarray(lacking.token_ids), dtype=torch.int64)
                 tokens[-1] = torch.cat([replayed.to(self.tokens.device), tokens[-1]])
                 features[-1] = torch.cat([kept.to(self.features.dtype), features[-1]])
                 if first == rows.start:
-                    before[-1] = pool.feature[item.load_from]
+                    before[-1] = pool.feature[item.source]
                 else:
                     before[-1] = journals.features(rows.slot, first - 1, first)[0]
                 item = msgspec.structs.replace(
                     item,
                     start=first,
-                    load_from=lacking.state_slot,
+                    first=msgspec.structs.replace(start, load_from=lacking.state_slot),
                     token_ids=lacking.token_ids + item.token_ids,
-                    kv_slots=item.prefix_kv_slots[first:] + item.kv_slots,
+                    kv_slots=start.prefix_kv_slots[first:] + item.kv_slots,
                 )
             items.append(item)
         return Shown(items, torch.cat(tokens), torch.cat(features), torch.stack(before))
 
 
-def _begun(item: PrefillItem) -> PrefillItem:
-    """The item, if its own state slot holds the state at ``start`` already."""
-    if item.replay is None or not item.is_first:
+def _continued(item: PrefillItem) -> PrefillItem:
+    """Its own state slot holds the state at the start already, if that was replayed."""
+    if item.first is None or item.first.replay is None:
         return item
-    return msgspec.structs.replace(item, load_from=item.state_slot)
+    return msgspec.structs.replace(item, first=None)
 
 
 MAX_CAUGHT_UP = 2048  # tokens that a drafter catches up with in one pass
@@ -165,7 +166,7 @@ class PromptRunner:
         for item in items:
             self._admit(item)
         self.journals.begin(items)
-        given, items = items, [_begun(item) for item in items]
+        given, items = items, [_continued(item) for item in items]
         parts = prefill_parts(items)
         tokens = self._indices([token for item in items for token in item.token_ids])
         inner = self.step.backend.prefill_context(
@@ -215,7 +216,7 @@ class PromptRunner:
         untracked = [item.slot for item in items if item.is_first and not item.track]
         if untracked:
             drafter.untrack(untracked)
-        if any(item.draft_start for item in items):
+        if any(item.first is not None and item.first.draft_start for item in items):
             if drafter.reads == "features":
                 shown = shown.extended(self.pool, self.journals)
             elif drafter.reads == "tokens":
@@ -233,13 +234,14 @@ class PromptRunner:
     def _caught_up(self, item: PrefillItem) -> PrefillItem:
         """The drafter, which reads tokens alone, processes what it lacks before the chunk. Returns
         the chunk, which is not its first one then."""
-        lacking = item.draft_start
-        if lacking is None:
+        start = item.first
+        if start is None or (lacking := start.draft_start) is None:
             return item
         nothing = self.pool.feature.new_zeros(1, self.pool.feature.shape[1])
-        anchor = item.start if item.replay is None else item.replay.start
-        if item.load_from == item.state_slot:
+        anchor = item.start if start.replay is None else start.replay.start
+        if item.source == item.state_slot:
             anchor = -1  # it goes on in the only state slot
+        begun = msgspec.structs.replace(start, load_from=lacking.state_slot)
         for first in range(lacking.position, item.start, MAX_CAUGHT_UP):
             token_ids = lacking.token_ids[first - lacking.position :][:MAX_CAUGHT_UP]
             end = first + len(token_ids)
@@ -247,17 +249,16 @@ class PromptRunner:
                 item,
                 start=first,
                 token_ids=token_ids,
-                kv_slots=item.prefix_kv_slots[first:end],
-                load_from=lacking.state_slot,
-                is_first=first == lacking.position,
+                kv_slots=start.prefix_kv_slots[first:end],
+                first=begun if first == lacking.position else None,
                 is_last=False,
                 # its own state, for those that start there later
-                saves=[StateSave(anchor, item.load_from)] if first < anchor <= end else [],
+                saves=[StateSave(anchor, item.source)] if first < anchor <= end else [],
             )
             tokens = self._indices(np.asarray(token_ids))
             features = nothing.expand(len(token_ids), -1)
             self.step.drafter.observe_prefill([piece], tokens, features, nothing)
-        return msgspec.structs.replace(item, is_first=False)
+        return msgspec.structs.replace(item, first=None)
 
     def _indices(self, values: Numbers) -> Tensor:
         return self.place.to_device(values)
@@ -266,26 +267,24 @@ class PromptRunner:
         """Enter the chunk's KV slots into the request table, and at the first chunk everything else
         about the request."""
         table, slot, start = self.step.table, item.slot, item.start
-        kv_slots, first = item.kv_slots, start
-        if item.is_first:
-            kv_slots, first = item.prefix_kv_slots + kv_slots, 0
-        table.kv_slots[slot, first : start + len(item.kv_slots)] = self._indices(
-            np.asarray(kv_slots)
-        )
-        if not item.is_first:
+        end = start + len(item.kv_slots)
+        if (first := item.first) is None:
+            table.kv_slots[slot, start:end] = self._indices(np.asarray(item.kv_slots))
             return
-        params = item.sampling
-        assert params is not None
+        kv_slots = first.prefix_kv_slots + item.kv_slots
+        table.kv_slots[slot, :end] = self._indices(np.asarray(kv_slots))
+        params = first.sampling
         table.state_slot[slot].fill_(item.state_slot)
         table.seed[slot].fill_(params.seed)
         table.set_stop_tokens(slot, params.stop_tokens(self.eos_token_ids), self._indices)
-        table.wants_logprobs[slot] = item.return_logprob
-        table.top_logprobs[slot] = item.top_logprobs
-        table.wants_trace[slot] = item.return_spec_trace
-        self.step.sampling.set(slot, params, item.output_start, item.history)
-        self.step.constraints.admit(slot, params, item.output_start)
-        self.step.constraints.observe_prompt(slot, item.history, 0)
-        self.budget_end[slot] = item.output_start + params.max_new_tokens
+        table.wants_logprobs[slot] = first.return_logprob
+        table.top_logprobs[slot] = first.top_logprobs
+        table.wants_trace[slot] = first.return_spec_trace
+        self.pooling.admit(slot, first.pooling)
+        self.step.sampling.set(slot, params, first.output_start, first.history)
+        self.step.constraints.admit(slot, params, first.output_start)
+        self.step.constraints.observe_prompt(slot, first.history, 0)
+        self.budget_end[slot] = first.output_start + params.max_new_tokens
 
     def _keep_features(self, parts: Sequence[PrefillPart], features: Tensor) -> None:
         """Store the features of the tokens after which states are kept. features [n, F]."""
@@ -334,8 +333,8 @@ class PromptRunner:
             )
         pending.first_tokens, pending.marks = self.place.to_host(sampled), marks
         for i, part in enumerate(parts):
-            if part.item.return_logprob:
-                top = part.item.top_logprobs
+            if table.wants_logprobs[part.item.slot]:
+                top = table.top_logprobs[part.item.slot]
                 pending.first_logprobs[i] = Logprobs(
                     chooser, logits[i : i + 1], tokens[i : i + 1], top
                 )
@@ -353,4 +352,5 @@ def _input_logprobs(
     offset = max(item.logprob_start, item.start) - item.start
     sources = torch.cat([before[None].to(features.dtype), features[span][:-1]])[offset:]
     logits = step.model.step_logits(sources)
-    return Logprobs(step.chooser, logits, tokens[span][offset:], item.top_logprobs)
+    top = step.table.top_logprobs[item.slot]
+    return Logprobs(step.chooser, logits, tokens[span][offset:], top)

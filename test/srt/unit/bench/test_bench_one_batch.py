@@ -90,10 +90,10 @@ class CountingRunner:
 
     def prefill(self, item) -> PrefillResult:
         if item.is_first:
-            assert item.start == 0 and item.load_from == -1 and item.slot not in self.made
+            assert item.start == 0 and item.source == -1 and item.slot not in self.made
             self.prompt[item.slot] = []
-            self.limit[item.slot] = item.sampling.max_new_tokens
-            if not item.sampling.ignore_eos:  # the only other thing that ends a request here
+            self.limit[item.slot] = item.first.sampling.max_new_tokens
+            if not item.first.sampling.ignore_eos:  # the only other thing that ends a request here
                 self.limit[item.slot] = self.ready.eos_token_ids[0] - self.first(item) + 1
         assert item.start == len(self.prompt[item.slot]) and not item.saves
         self.prompt[item.slot] += item.token_ids
@@ -185,7 +185,7 @@ def test_prompts_are_cut_into_chunks_and_all_run_before_the_first_decode_step() 
         [],  # both are released
     ]
     assert [plan.decode is not None for plan in runner.plans] == [False, False, False, True, False]
-    assert all(item.sampling is None for p in runner.plans for item in p.prefill if item.start)
+    assert all(item.first is None for p in runner.plans for item in p.prefill if item.start)
 
 
 def test_prompts_and_decode_steps_can_be_run_apart() -> None:

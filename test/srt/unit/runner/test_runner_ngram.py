@@ -24,11 +24,11 @@ from tiny_model import write_model
 from mamba_eagle.backend.place import Cuda, Host
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.config import ConfigError
-from mamba_eagle.core import TreeShape
+from mamba_eagle.core import SamplingParams, TreeShape
 from mamba_eagle.drafting.base import StepPart
 from mamba_eagle.drafting.ngram import MAX_UNREAD, NgramDrafter
 from mamba_eagle.drafting.ngram_index import NgramIndex
-from mamba_eagle.message import PrefillItem
+from mamba_eagle.message import FirstChunk, PrefillItem
 from mamba_eagle.message.indices import indices
 from mamba_eagle.tree.accept import Truncated
 
@@ -139,7 +139,12 @@ def test_trees_are_the_indexs_on_any_device(device: str) -> None:
     features = torch.zeros(1, device=device)
     for slot, text in enumerate(texts):
         item = PrefillItem(
-            slot=slot, state_slot=slot, start=0, token_ids=indices(text), kv_slots=indices()
+            slot=slot,
+            state_slot=slot,
+            start=0,
+            token_ids=indices(text),
+            kv_slots=indices(),
+            first=FirstChunk(sampling=SamplingParams(), output_start=len(text)),
         )
         drafter.observe_prefill([item], slots, features, features)
         drafter.observe_first_tokens([slot], torch.tensor([7 + slot], device=device), features)

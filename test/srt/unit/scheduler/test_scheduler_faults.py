@@ -141,11 +141,12 @@ def test_what_a_prompt_cannot_return(token, logprobs, problem):
     )
     item.logprob_start = 5
     result = PrefillResult(token=token, input_logprobs=[TokenLogprob(1, -1.0)] * logprobs)
-    found = prefill_problem(request(), item, result, VOCAB)
+    asked = request()
+    found = prefill_problem(asked, item, result, VOCAB)
     assert (found == "") == (problem == "")
     assert re.search(problem, found), found
-    item.pooling = "last"
+    asked._pooling = "last"
     if logprobs == 3:
-        assert "0 bytes of an embedding" in prefill_problem(request(), item, result, VOCAB)
+        assert "0 bytes of an embedding" in prefill_problem(asked, item, result, VOCAB)
     item.is_last = False
-    assert (prefill_problem(request(), item, result, VOCAB) == "") == (logprobs == 3)
+    assert (prefill_problem(asked, item, result, VOCAB) == "") == (logprobs == 3)

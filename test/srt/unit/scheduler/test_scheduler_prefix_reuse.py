@@ -255,7 +255,7 @@ def test_first_come_first_served_without_overtaking():
     serving.add("big2", TRUNK[300:500], long)  # does not fit beside the first
     serving.add("small", [1, 2, 3], SHORT)
     serving.finish()
-    assert [item.output_start for plan in plans for item in plan.prefill] == [200, 200, 3]
+    assert [item.first.output_start for plan in plans for item in plan.prefill] == [200, 200, 3]
 
 
 def test_what_can_never_fit_is_refused_at_once():
