@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmark.lib.launches import Report, graph_us
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.core import SamplingParams
 from mamba_eagle.kernels.sampling.tables import SampledNodes
@@ -93,7 +93,7 @@ def drafts(report: Report, backend: TritonBackend) -> None:
             forms = {
                 "without noise": lambda: backend.top_log_probs(logits.flatten(0, 1), TOPK),  # noqa: B023
                 "triton": lambda: backend.top_noisy(logits, None, noise, TOPK),  # noqa: B023
-                "torch": lambda: TorchBackend.top_noisy(backend, logits, None, noise, TOPK),  # noqa: B023
+                "torch": lambda: Backend.top_noisy(backend, logits, None, noise, TOPK),  # noqa: B023
             }
             about = "peaked" if peaked else "normal"
             for form, run in forms.items():

@@ -22,7 +22,6 @@ from mamba_eagle.backend.pending import PendingSize
 from mamba_eagle.backend.place import Cuda
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.torch.attention import seen_by_next
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.backend import TritonBackend
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.tree_attention.triton_masks import continue_lanes, pack_paths
@@ -138,7 +137,7 @@ def main() -> None:
     parser.add_argument("--output", help="append JSON lines to this file")
     results = Report(parser.parse_args().output)
     place = Cuda(torch.device("cuda"))
-    backends = (TritonBackend(place, torch.bfloat16, False), TorchBackend(place, torch.bfloat16))
+    backends = (TritonBackend(place, torch.bfloat16, False), Backend(place, torch.bfloat16))
     for batch in BATCHES:
         for backend in backends:
             inputs = Inputs(batch, backend)

@@ -15,7 +15,6 @@ import torch
 
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda, Host, Place
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.config import ON_A_CPU, ON_A_GPU, ConfigError, EngineConfig
 from mamba_eagle.kernels.gpu import TENSOR_CORES, capability
 
@@ -85,7 +84,7 @@ def choose_backend(
     if place.on_host:
         return _host_backend(place, dtype, prompt_dtype)
     if not triton_usable(place.device, dtype):
-        return TorchBackend(place, dtype)
+        return Backend(place, dtype)
     # needs triton
     from mamba_eagle.backend.triton.backend import TritonBackend
 
@@ -111,7 +110,7 @@ def quantization_problems(quantizations: Mapping[str, str], backend: Backend) ->
 
 def _host_backend(place: Place, dtype: torch.dtype, prompt_dtype: str) -> Backend:
     if dtype not in CPU_DTYPES:
-        return TorchBackend(place, dtype)
+        return Backend(place, dtype)
     # numba takes half a second, which a start on a GPU does without
     from mamba_eagle.cpu.backend import CpuBackend
     from mamba_eagle.cpu.products.packed import PromptProduct, float_product, has_bfloat16_products

@@ -1,7 +1,8 @@
-"""The interface of a backend: all operations of a step that depend on the device.
+"""All operations of a step that depend on the device, in the form that runs everywhere.
 
 The runner and the drafters are given one ``Backend``; they never ask for a device, a dtype or an
-installed package. docs/design/backends.md lists what each backend provides.
+installed package. A backend with kernels overrides what has them; docs/design/backends.md lists
+what each provides.
 
 Shapes: b requests, T tree nodes, R request slots, V vocabulary, D = max_depth + 1. Slots, positions
 and tokens in tensors are int64.
@@ -9,7 +10,6 @@ and tokens in tensors are int64.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -29,45 +29,60 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, StepProgram
-from mamba_eagle.backend.rounding import StateRounding
+from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
-from mamba_eagle.kernels.best_token.torch import RowNoise
+from mamba_eagle.backend.stateless import StatelessScheme
+from mamba_eagle.backend.torch import accept
+from mamba_eagle.backend.torch.attention import (
+    CausalAttention,
+    GatheredBlocks,
+    GatheredLanes,
+    tree_attention,
+)
+from mamba_eagle.backend.torch.layer_ops import CudaOps, HostOps
+from mamba_eagle.backend.torch.prefill import TorchPrefillContext
+from mamba_eagle.backend.torch.state import TORCH_SCHEMES
+from mamba_eagle.kernels.best_token.torch import RowNoise, best_keys, best_of, best_tokens
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
-from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
+from mamba_eagle.kernels.sampling.torch import count_tokens
+from mamba_eagle.kernels.sampling_noise.torch import gumbel
+from mamba_eagle.kernels.token_mask.torch import mask_logits
+from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
+from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
+from mamba_eagle.kernels.top_parts.torch import merged, packed
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
-from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.ops import TORCH, LayerOps
 from mamba_eagle.model_config import Mamba2Config, MoEConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
 
 
-class Backend(ABC):
-    """Operations for a model in ``place`` whose weights and activations are ``dtype``."""
+class Backend:
+    """Operations for a model in ``place`` whose weights and activations are ``dtype``, of any kind,
+    in torch."""
 
-    name: str
+    name = "torch"
 
-    def __init__(self, place: Place, dtype: torch.dtype, layer_ops: LayerOps) -> None:
-        self.place, self.dtype, self.layer_ops = place, dtype, layer_ops
+    def __init__(self, place: Place, dtype: torch.dtype, layer_ops: LayerOps | None = None) -> None:
+        self.place, self.dtype = place, dtype
+        self.layer_ops = layer_ops or _layer_ops(place, dtype)
 
     @property
     def device(self) -> torch.device:
         return self.place.device
 
     @property
-    @abstractmethod
     def description(self) -> str:
         """The chosen implementations, in one line for the start-up log."""
+        return f"{self.name} on {self.device}, layers by {self.layer_ops.name}"
 
     # ── kernels that are compiled ──
 
-    @abstractmethod
     def prepare_builds(self, about: str) -> None:
         """The first thing that a runner calls: what is slow may begin here, beside the loading of
         weights. about: everything that decides which kernels there will be."""
 
-    @abstractmethod
     def build_kernels(self, rehearse: Callable[[], None]) -> None:
         """Compile in parallel all kernels that ``rehearse`` launches, which is everything that
         serving can need, if that takes longer one after the other."""
@@ -75,34 +90,35 @@ class Backend(ABC):
     # ── which parts may be captured in a graph ──
 
     @property
-    @abstractmethod
     def attention_on_device(self) -> bool:
         """Whether attention of trees and lanes never waits for the host."""
+        return False
 
-    @abstractmethod
     def experts_on_device(self, config: MoEConfig | None) -> bool:
         """Whether experts run without the host knowing how many tokens each of them gets; True
         without experts (None)."""
+        # In float16 what no kernel takes is a loop over experts (``CudaOps.grouped_linear``).
+        return config is None or (not self.place.on_host and self.dtype == torch.bfloat16)
 
     @property
-    @abstractmethod
     def captures_graphs(self) -> bool:
         """Whether steps that never wait for the host can be captured in graphs."""
+        return not self.place.on_host
 
     # ── attention ──
 
-    @abstractmethod
     def tree_attention(self, pool: KVPool, nodes: TreeNodes) -> NewTokenAttention | None:
         """Attention of tree nodes; None if the pool has no layers."""
+        return tree_attention(pool, nodes) if pool.num_layers else None
 
-    @abstractmethod
     def prompt_attention(
         self, pool: KVPool, slot_table: Tensor, parts: Sequence[PrefillPart]
     ) -> NewTokenAttention | None:
         """Attention of the tokens of ``parts``, which are concatenated; slot_table [R, positions]
         holds their KV slots. None if the pool has no layers."""
+        spans = [part.span for part in parts]
+        return CausalAttention(pool, slot_table, spans) if pool.num_layers else None
 
-    @abstractmethod
     def lane_attention(
         self, pool: KVPool, slot_table: Tensor, slots: Tensor, prefix: Tensor, max_lanes: int
     ) -> LaneAttention | None:
@@ -111,14 +127,14 @@ class Backend(ABC):
         slots: [b] request slots. max_lanes: spare KV slots that the pool has per request, for the
         lanes of all depths. None if the pool has no layers.
         """
+        return GatheredLanes(pool, slot_table, slots, prefix) if pool.num_layers else None
 
-    @abstractmethod
     def block_attention(self, pool: KVPool, rows: BlockRows) -> BlockRowAttention:
         """Attention of the rows of drafted blocks."""
+        return GatheredBlocks(pool, rows)
 
     # ── recurrence ──
 
-    @abstractmethod
     def state_scheme(
         self,
         mode: str,
@@ -133,10 +149,13 @@ class Backend(ABC):
 
         Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
+        if config is None:
+            return StatelessScheme(table, pool)
+        return TORCH_SCHEMES[mode](config, size, table, pool)
 
-    @abstractmethod
     def state_rounding(self, mode: str, dtype: torch.dtype, table: RequestTable) -> StateRounding:
         """How states are rounded to ``dtype``. mode: as in --mamba-ssm-rounding."""
+        return state_rounding(mode, dtype, table.seed)
 
     def saved_journals(
         self,
@@ -150,11 +169,10 @@ class Backend(ABC):
         the pool's layers."""
         return SavedJournals(num_slots, size, mixers, pool, table, self.place)
 
-    @abstractmethod
     def rows_ahead(self, accepts: int) -> int:
         """Rows beyond a tree's own that the deferred scheme needs to accept ``accepts`` tokens."""
+        return 0
 
-    @abstractmethod
     def prefill_context(
         self,
         parts: list[PrefillPart],
@@ -165,6 +183,9 @@ class Backend(ABC):
     ) -> PrefillContext:
         """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
         the flat input. slot_table: [R, positions] KV slots."""
+        return TorchPrefillContext(
+            parts, pool, self.prompt_attention(kv, slot_table, parts), self.place
+        )
 
     def other_forms(self) -> list[AbstractContextManager[None]]:
         """Within each of them steps take other kernels than they otherwise would, so that those of
@@ -173,28 +194,32 @@ class Backend(ABC):
 
     # ── trees ──
 
-    @abstractmethod
     def candidates(self, roots: Tensor, topk: int, depth: int) -> Candidates:
         """An empty set of candidates for trees of at most ``depth`` levels. roots: [b] tokens."""
+        return Candidates(roots, topk)
 
-    @abstractmethod
     def top_log_probs(self, logits: Tensor, k: int) -> TopTokens:
         """The k best entries of ``log_softmax(logits)``: logits [n, V], any float dtype ->
         [n, k], log-probabilities in float32."""
+        return top_log_probs(logits, k)
 
-    @abstractmethod
     def top_of(self, log_probs: Tensor, k: int) -> TopTokens:
         """The k best entries of log_probs [n, V] float32 -> [n, k]."""
+        return TopTokens(*log_probs.topk(k))
 
-    @abstractmethod
     def top_noisy(self, logits: Tensor, ids: Tensor | None, noise: NoiseKeys, k: int) -> TopTokens:
         """The k best guesses of samples whose noise is known, and their log-probabilities given
         that noise: logits [b, lanes, V'], any float dtype -> [b, lanes, k].
 
         ids: [V'] int64, the target's token of each; None: V' is V.
         """
+        columns = slice(None) if ids is None else ids
+        scores = noisy_scores(logits.float(), columns, noise, self.gumbel)
+        best = self.top_log_probs(scores.flatten(0, 1), k)
+        if ids is not None:
+            best = best._replace(tokens=ids[best.tokens])
+        return best.unflatten(logits.shape[:2])
 
-    @abstractmethod
     def top_part(
         self, logits: Tensor, first: int, ids: Tensor | None, noise: NoiseKeys | None, k: int
     ) -> Tensor:
@@ -204,15 +229,24 @@ class Backend(ABC):
         first: the number of the first one. ids: [own V'] int64, the target's token of each; None:
         V' is V. noise: that of ``top_noisy``; None: the logits themselves are ranked.
         """
+        scores = logits.float()
+        if noise is not None:
+            columns = slice(first, first + logits.shape[2]) if ids is None else ids
+            scores = noisy_scores(scores, columns, noise, self.gumbel)
+        scores = scores.flatten(0, 1)
+        best = self.top_log_probs(scores, min(k, scores.shape[1]))
+        return packed(scores, best, first, k)
 
-    @abstractmethod
     def top_of_parts(
         self, told: Tensor, ids: Tensor | None, noise: NoiseKeys | None, lanes: int
     ) -> TopTokens:
         """As ``top_log_probs`` or ``top_noisy`` of all ranks' tokens, from all results of
         ``top_part``: [ranks, b·lanes, k + 1] -> [b, lanes, k]. ids: of all V' tokens."""
+        best = merged(told)
+        if ids is not None:
+            best = best._replace(tokens=ids[best.tokens])
+        return best.unflatten((told.shape[1] // lanes, lanes))
 
-    @abstractmethod
     def accept_tokens(
         self, table: RequestTable, slots: Tensor, tree: Tree, target: Tensor, max_depth: int
     ) -> Truncated:
@@ -220,8 +254,8 @@ class Backend(ABC):
 
         slots: [b] request slots. target: [b, T], the target's token at each node.
         """
+        return accept.accept_tokens(table, slots, tree, target, max_depth)
 
-    @abstractmethod
     def commit_tokens(
         self, table: RequestTable, slots: Tensor, kv_slots: Tensor, accepted: Truncated
     ) -> None:
@@ -229,14 +263,15 @@ class Backend(ABC):
 
         slots: [b] request slots. kv_slots: [b, T], of the nodes.
         """
+        accept.commit_tokens(table, slots, kv_slots, accepted)
 
     def enter_roots(self, table: RequestTable, slots: Tensor, kv_slots: Tensor) -> None:
         """The KV slots of the roots, the first of kv_slots [b, T], join the requests' own."""
         table.kv_slots[slots, table.processed[slots]] = kv_slots[:, 0]
 
-    @abstractmethod
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         """A queue of entries that a drafter has yet to process."""
+        return PendingEntries(table, size)
 
     def step_program(
         self, target: Network, kv: KVPool, table: RequestTable, scheme: StateScheme
@@ -252,39 +287,39 @@ class Backend(ABC):
         same results; None if nothing does. scheme: of the head's layers."""
         return None
 
-    @abstractmethod
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
         """-inf for tokens that a grammar forbids, in new memory: logits [n, V], of any
         dtype that steps have, rows [m] int64, indices of different rows, masks [m, W] int32, a bit
         per token -> [n, V]."""
+        return mask_logits(logits, rows, masks)
 
-    @abstractmethod
     def gumbel(self, seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
         """Standard Gumbel noise, a hash of (seed, position, token id): seed and position [n] ->
         [n, V] float32."""
+        return gumbel(seed, position, vocab_size)
 
     # ── sampling ──
 
-    @abstractmethod
     def best_of(self, scores: Tensor) -> Tensor:
         """The lowest token id with the highest score, NO_TOKEN where that score is not finite or
         some score is NaN: [..., V] -> [...] int64."""
+        return best_of(scores)
 
-    @abstractmethod
     def best_keys(self, scores: Tensor, first: int, width: int, noise: RowNoise | None) -> Tensor:
         """Keys of a rank's best tokens, m for each row: scores [n, own V] of the tokens from
         ``first`` on -> [n, m] int64. width: the largest own V of any rank. noise: added to the
         scores, which are float32 then, if it is given."""
+        return best_keys(scores, first, noise, self.gumbel)
 
-    @abstractmethod
     def best_tokens(self, keys: Tensor) -> Tensor:
         """The best token of each row, from the largest over ranks of what ``best_keys`` returns:
         [n, m] -> [n] int64, negative where none can be sampled."""
+        return best_tokens(keys)
 
-    @abstractmethod
     def count_tokens(self, counts: Tensor, slots: Tensor, tokens: Tensor, number: Tensor) -> None:
         """Add the first number[i] of tokens[i] to counts[slots[i]]: counts [R, V] int32, slots and
         number [b], tokens [b, D]; the host need not know how many."""
+        count_tokens(counts, slots, tokens, number)
 
     @property
     def samples_in_kernels(self) -> bool:
@@ -295,3 +330,9 @@ class Backend(ABC):
         """The target's token at every node, without asking the host: logits [b, T, V], any float
         dtype -> [b, T], negative where none can be sampled."""
         raise AssertionError("only where samples_in_kernels")
+
+
+def _layer_ops(place: Place, dtype: torch.dtype) -> LayerOps:
+    if not place.on_host:
+        return CudaOps()
+    return HostOps() if dtype == torch.float32 else TORCH

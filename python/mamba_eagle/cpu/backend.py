@@ -15,6 +15,7 @@ from mamba_eagle.backend.attention import (
     NewTokenAttention,
     TreeNodes,
 )
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
@@ -24,7 +25,6 @@ from mamba_eagle.backend.programs import DraftPools, GreedyDrafting, Network, St
 from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.cpu.abi import BestOf, EnterRoots
 from mamba_eagle.cpu.attention import (
     CpuBlocks,
@@ -58,7 +58,7 @@ from mamba_eagle.tree.tree import Tree
 SCORES_PER_NS = 8  # that are looked at for the largest
 
 
-class CpuBackend(TorchBackend):
+class CpuBackend(Backend):
     """torch processes the recurrence if states are not float32, and attention if the KV cache is
     not."""
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mamba_eagle.config import ConfigError
-from mamba_eagle.train.settings import CHANGEABLE, TrainSettings, flag
+from mamba_eagle.config import ConfigError, flag_of
+from mamba_eagle.train.settings import CHANGEABLE, TrainSettings
 
 NAME = "training.json"
 
@@ -31,7 +31,7 @@ class Record:
             return False
         before = json.loads(self.path.read_text(encoding="utf-8"))
         wrong = [
-            f"{flag(name)} {self.settings[name]}: {self.path.parent} was started with {value}"
+            f"{flag_of(name)} {self.settings[name]}: {self.path.parent} was started with {value}"
             for name, value in before["settings"].items()
             if name not in (*CHANGEABLE, "output", "data") and value != self.settings.get(name)
         ]

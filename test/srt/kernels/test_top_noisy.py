@@ -209,7 +209,7 @@ def test_a_k_that_cannot_be_is_refused(k: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_graph_replays_with_other_logits(b: int, dtype: torch.dtype) -> None:
     """At the size of a real vocabulary, as torch does it. Near-equal scores may change places."""
-    from mamba_eagle.backend.torch.backend import TorchBackend
+    from mamba_eagle.backend.base import Backend
 
     made = on_device(case(b, 3, 131_072, reduced=False), DEVICE)
     made = made._replace(logits=made.logits.to(dtype))
@@ -221,6 +221,6 @@ def test_a_graph_replays_with_other_logits(b: int, dtype: torch.dtype) -> None:
     for scale in (0.3, 2.0):
         made.logits.mul_(scale)
         graph.replay()
-        wanted = TorchBackend.top_noisy(backend, *made, 3)  # type: ignore[arg-type]
+        wanted = Backend.top_noisy(backend, *made, 3)  # type: ignore[arg-type]
         assert (found.tokens == wanted.tokens).double().mean() > 0.99
         torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=1e-4, atol=1e-3)

@@ -15,8 +15,8 @@ from tensor_checks import relative_error
 from thread_ranks import ThreadGroup, ThreadRanks
 from torch import Tensor, nn
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Cuda
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.config import EngineConfig
 from mamba_eagle.drafting import draft_source
 from mamba_eagle.layers.block import prepare_for_inference
@@ -193,7 +193,7 @@ def test_layers_of_a_drafter_are_split_where_that_pays(
         load_format="dummy",
     )
     source = draft_source(algorithm)(config, read_model_config(config.model_path))
-    backend = TorchBackend(Cuda(torch.device("meta")), torch.bfloat16)
+    backend = Backend(Cuda(torch.device("meta")), torch.bfloat16)
     whole = source.config
     source.divide(Shard(1, 2), backend)
     assert source.config is not None and whole is not None and whole.attention is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mamba_eagle import devices
 from mamba_eagle.backend.base import Backend
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.sampling_state import SamplingState
@@ -36,7 +35,7 @@ def host_backend(dtype: torch.dtype = torch.float32) -> Backend:
 
 def torch_backend() -> Backend:
     """The reference of all others, in float32 on a CPU."""
-    return TorchBackend(host_backend().place, torch.float32)
+    return Backend(host_backend().place, torch.float32)
 
 
 def sample(state: SamplingState, *given: Any) -> Tensor:

@@ -14,6 +14,7 @@ from mamba_eagle.backend.attention import (
     NewTokenAttention,
     TreeNodes,
 )
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.pending import PendingEntries, PendingSize
 from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool
@@ -22,7 +23,6 @@ from mamba_eagle.backend.rounding import StateRounding, state_rounding
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.accept import empty_truncated
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.triton.attention import TritonBlocks, TritonLanes, TritonTreeAttention
 from mamba_eagle.backend.triton.builds import KernelBuilds
 from mamba_eagle.backend.triton.candidates import TritonCandidates
@@ -57,7 +57,7 @@ MAX_HISTORY = 3  # K-1 of the widest convolution that published models have
 SCHEMES = {"deferred": TritonDeferred, "snapshot": TritonSnapshot}
 
 
-class TritonBackend(TorchBackend):
+class TritonBackend(Backend):
     """Falls back to torch for the recurrence if the kernels do not support its sizes, and for more
     than MAX_TOP lanes."""
 

@@ -10,8 +10,8 @@ import torch
 from runner_harness import Tiny, greedy, random_prompt
 from torch import Tensor
 
+from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.place import Host
-from mamba_eagle.backend.torch.backend import TorchBackend
 from mamba_eagle.backend.torch.layer_ops import HostOps
 from mamba_eagle.runner import loading
 
@@ -41,7 +41,7 @@ class OwnNorm(HostOps):
         return super().gated_group_rms_norm(*operands)
 
 
-class FarBackend(TorchBackend):
+class FarBackend(Backend):
     name = "far"
 
 
