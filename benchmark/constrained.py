@@ -39,6 +39,7 @@ from mamba_eagle.eval import gsm8k
 from mamba_eagle.eval.prompts import load_tokenizer, synthetic_prompts
 from mamba_eagle.resolve import resolve
 from mamba_eagle.runner.make import make_runner
+from mamba_eagle.runner.sampler import Scored
 
 RESULTS = Path(__file__).parent / "results" / "constrained.jsonl"
 TREES = (8, 16, 64)
@@ -233,15 +234,13 @@ class Replay:
         self.seconds = 0.0  # of CPU time, spent here
         self.chooser.sample = self
 
-    def __call__(
-        self, slots: list[int], logits: Any, positions: torch.Tensor, *others: Any
-    ) -> torch.Tensor:
-        tokens = self.sample(slots, logits, positions, *others)
+    def __call__(self, nodes: Scored, *others: Any) -> torch.Tensor:
+        tokens = self.sample(nodes, *others)
         if self.texts is None:
             return tokens
         began = time.process_time()
-        index = (positions - self.first).clamp_(0, self.texts.shape[1] - 1)
-        tokens = self.texts[slots].gather(1, index)
+        index = (nodes.positions - self.first).clamp_(0, self.texts.shape[1] - 1)
+        tokens = self.texts[nodes.slots].gather(1, index)
         self.seconds += time.process_time() - began
         return tokens
 

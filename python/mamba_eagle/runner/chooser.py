@@ -19,6 +19,7 @@ from mamba_eagle.runner.sampler import (
     ADJUSTMENTS,
     CHOICES,
     Requests,
+    Scored,
     TokenLogprobs,
     apply,
     nodes_of,
@@ -39,25 +40,14 @@ class Chooser:
         self.state, self.place = state, state.backend.place
         self.group, self.columns = group, Columns(group, state.vocab_size)
 
-    def sample(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None,
-        allowed: TokenMasks | None = None,
-    ) -> Tensor:
-        """The target's token at every node.
-
-        slots: [b] request slots. logits: [b, T, V], any float dtype, or a rank's columns of these.
-        positions: [b, T] int64, the absolute position of the sampled token, which is the node's
-        own + 1. tree: None if T is 1 and the node is the last token counted. allowed: what the
-        grammars of constrained requests leave.
+    def sample(self, nodes: Scored, allowed: TokenMasks | None = None) -> Tensor:
+        """The target's token at every node. allowed: what the grammars of constrained requests
+        leave.
 
         Returns [b, T] int64; NO_TOKEN at nodes where no token can be sampled because logits are not
         finite or all tokens are banned.
         """
-        state = self.state
+        state, (slots, logits, positions, tree) = self.state, nodes
         if not state.any_need(slots):
             return self.greedy(self._constrained(logits, allowed))
         on_device = self.place.to_device(slots)
@@ -65,8 +55,7 @@ class Chooser:
             # what is -inf before penalties and bias stays so
             masked = self._constrained(logits, allowed)
             return sample_in_kernels(state, on_device, masked, positions, tree)
-        nodes = nodes_of(on_device, positions, tree)
-        requests = Requests(state, self.columns, slots, nodes)
+        requests = Requests(state, self.columns, slots, nodes_of(on_device, positions, tree))
         logits = self._constrained(apply(ADJUSTMENTS, logits.float(), requests), allowed)
         if not any(state.asks(slot, ("temperature",)) for slot in slots):
             return self.greedy(logits)

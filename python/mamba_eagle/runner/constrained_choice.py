@@ -26,8 +26,8 @@ from mamba_eagle.constrain.request import RequestGrammar, is_allowed
 from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.sampling_state import SamplingState
-from mamba_eagle.tree.tree import Tree
 
 NodeLists = tuple[list[int], list[int]]  # tokens, the root's aside, and parents, of a tree
 
@@ -38,21 +38,13 @@ class MasksFirst:
     def __init__(self, constraints: Constraints, chooser: Chooser) -> None:
         self.constraints, self.chooser = constraints, chooser
 
-    def choose(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None = None,
-        view: TreeView | None = None,
-    ) -> tuple[Tensor, Marks]:
+    def choose(self, nodes: Scored, view: TreeView | None = None) -> tuple[Tensor, Marks]:
         """The target's token at each node, [b, T] int64, as ``Chooser.sample``.
 
-        slots, logits [b, T, V], positions [b, T]: as there. tree, view: of a decode step; without
-        them T is 1 and the tokens are the first ones after the prompts.
+        view: of a decode step's trees; None: the tokens are the first ones after the prompts.
         """
-        made = self.constraints.first_masks(slots) if view is None else view.masks()
-        return self.chooser.sample(slots, logits, positions, tree, made[0]), made[1]
+        made = self.constraints.first_masks(nodes.slots) if view is None else view.masks()
+        return self.chooser.sample(nodes, made[0]), made[1]
 
 
 class MasksOnDemand(MasksFirst):
@@ -68,31 +60,23 @@ class MasksOnDemand(MasksFirst):
         super().__init__(constraints, chooser)
         self.sampling, self.table, self.place = sampling, table, constraints.place
 
-    def choose(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None = None,
-        view: TreeView | None = None,
-    ) -> tuple[Tensor, Marks]:
+    def choose(self, nodes: Scored, view: TreeView | None = None) -> tuple[Tensor, Marks]:
         self.constraints.read_all()
-        trees = self._trees(len(slots), tree, view)
-        return self._choose(slots, logits, positions, tree, trees)
+        trees: Sequence[NodeLists] = [([0], [0])] * len(nodes.slots)
+        if nodes.tree is not None and nodes.positions.shape[1] > 1:
+            trees = list(zip(nodes.tree.tokens.tolist(), nodes.tree.parents.tolist()))
+        return self._choose(nodes, trees)
 
     def _choose(
         self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None,
+        nodes: Scored,
         trees: Sequence[NodeLists],
         ahead: Callable[[Sequence[Walk]], TokenMasks | None] = lambda walks: None,
     ) -> tuple[Tensor, Marks]:
-        """trees: by request. ahead: makes masks before anything is sampled."""
+        """trees: tokens and parents by request. ahead: makes masks before anything is sampled."""
         walks: list[Walk] = []
         at_once: dict[int, NodeLists] = {}
-        for i, slot in enumerate(slots):
+        for i, slot in enumerate(nodes.slots):
             grammar = self.constraints.grammar(slot)
             if grammar is not None and self._may_wait(slot):
                 walks.append(self._walk_of(i, slot, grammar, trees[i]))
@@ -100,12 +84,12 @@ class MasksOnDemand(MasksFirst):
                 at_once[i] = trees[i]
         allowed, marks = None, Marks({}, {})
         if at_once:
-            allowed, marks = self.constraints.masks(slots, at_once, logits.shape[1])
+            allowed, marks = self.constraints.masks(nodes.slots, at_once, nodes.logits.shape[1])
         if walks and (made := ahead(walks)) is not None:
             allowed = made if allowed is None else _joined(allowed, made)
-        target = self.chooser.sample(slots, logits, positions, tree, allowed)
+        target = self.chooser.sample(nodes, allowed)
         if walks:
-            self._walk(walks, slots, logits, positions, target)
+            self._walk(walks, nodes, target)
         for walk in walks:
             if walk.grammar.problem:
                 marks.problems[walk.index] = walk.grammar.problem
@@ -122,36 +106,23 @@ class MasksOnDemand(MasksFirst):
         the best one."""
         return Walk(index, grammar, tree, self.sampling.asks(slot))
 
-    def _trees(self, count: int, tree: Tree | None, view: TreeView | None) -> Sequence[NodeLists]:
-        """Tokens and parents of each request."""
-        if tree is None or tree.tokens.shape[1] == 1:
-            return [([0], [0])] * count
-        return list(zip(tree.tokens.tolist(), tree.parents.tolist()))
-
-    def _walk(
-        self,
-        walks: Sequence[Walk],
-        slots: Sequence[int],
-        logits: Tensor,
-        positions: Tensor,
-        target: Tensor,
-    ) -> None:
+    def _walk(self, walks: Sequence[Walk], nodes: Scored, target: Tensor) -> None:
         """Follow the target's tokens through the trees; ``target`` gets those that were sampled
         again."""
         tokens = target.tolist()
         while True:
-            refused = [walk for walk in walks if walk.is_refused(tokens[walk.index], logits)]
+            refused = [walk for walk in walks if walk.is_refused(tokens[walk.index], nodes.logits)]
             if not refused:
                 break
             index = self.place.to_device([walk.index for walk in refused])
-            nodes = self.place.to_device([walk.node for walk in refused])
-            again = self.chooser.sample(
-                [slots[walk.index] for walk in refused],
-                logits[index, nodes][:, None],
-                positions[index, nodes][:, None],
-                None,
-                self._as_masks(range(len(refused)), [walk.mask for walk in refused]),
+            node = self.place.to_device([walk.node for walk in refused])
+            some = Scored(
+                [nodes.slots[walk.index] for walk in refused],
+                nodes.logits[index, node][:, None],
+                nodes.positions[index, node][:, None],
             )
+            masks = self._as_masks(range(len(refused)), [walk.mask for walk in refused])
+            again = self.chooser.sample(some, masks)
             for walk, token in zip(refused, again[:, 0].tolist()):
                 walk.write(tokens[walk.index], token)
         changed = [walk.index for walk in walks if walk.changed]

@@ -37,8 +37,8 @@ from mamba_eagle.runner.constrained_choice import (
     Walk,
 )
 from mamba_eagle.runner.constraints import Constraints, Marks, TokenMasks, TreeView
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.sampling_state import SamplingState
-from mamba_eagle.tree.tree import Tree
 
 FEW_MASKS = 8  # there is time for the masks of this many nodes in any step of a model
 MAX_AHEAD = 64  # masks, of 16 kB with 131,072 tokens
@@ -60,28 +60,15 @@ class MasksWhileVerifying(MasksOnDemand):
         self._seconds: dict[tuple[int, ...], float] = {}  # to verify, by the shape of the batch
         self._usual = 0.0  # seconds of one mask, on average
 
-    def choose(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None = None,
-        view: TreeView | None = None,
-    ) -> tuple[Tensor, Marks]:
-        count = sum(self.constraints.grammar(slot) is not None for slot in slots)
-        if view is None or count * logits.shape[1] <= FEW_MASKS:
-            return MasksFirst.choose(self, slots, logits, positions, tree, view)
-        shape, ended = tuple(logits.shape[:2]), self.place.timestamp()
+    def choose(self, nodes: Scored, view: TreeView | None = None) -> tuple[Tensor, Marks]:
+        count = sum(self.constraints.grammar(slot) is not None for slot in nodes.slots)
+        shape = tuple(nodes.logits.shape[:2])
+        if view is None or count * shape[1] <= FEW_MASKS:
+            return MasksFirst.choose(self, nodes, view)
+        ended = self.place.timestamp()
         trees = list(zip(*view.trees()))  # the device begins to verify
         verifying = _Verifying(ended, self._expected(shape))
-        chosen = self._choose(
-            slots,
-            logits,
-            positions,
-            tree,
-            trees,
-            lambda walks: self._ahead(walks, verifying, logits.shape[1]),
-        )
+        chosen = self._choose(nodes, trees, lambda walks: self._ahead(walks, verifying, shape[1]))
         if verifying.waited_for:
             ended.wait()  # over by now
             self._seconds[shape] = view.here.until(ended)

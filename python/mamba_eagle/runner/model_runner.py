@@ -16,6 +16,7 @@ from mamba_eagle.runner.constraints import TreeView
 from mamba_eagle.runner.memory import MemoryPlan
 from mamba_eagle.runner.pools import Pools
 from mamba_eagle.runner.ranks import Ranks
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.steps.decode_step import (
     DecodeStep,
     Drafted,
@@ -196,12 +197,12 @@ class ModelRunner:
         view: TreeView | None,
     ) -> PendingDecode:
         target, marks = None, None
-        at = (batch.slots, verified.logits, verified.positions + 1, verified.tree)
+        nodes = Scored(batch.slots, verified.logits, verified.positions + 1, verified.tree)
         if view is not None:
             self.before_waiting()
-            target, marks = self.step.choice.choose(*at, view)
+            target, marks = self.step.choice.choose(nodes, view)
         elif not run.samples:
-            target = self.chooser.sample(*at)
+            target = self.chooser.sample(nodes)
         committed = run.commit(drafted, verified, target)
         self.constraints.observe_accepted(batch.slots, committed.accepted)
         if any(self.journals.has_trail[slot] for slot in batch.slots):

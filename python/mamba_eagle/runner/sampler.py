@@ -34,6 +34,15 @@ from mamba_eagle.tree.tree import Tree, single_node_tree
 FIRST_TRY = 256  # tokens that the CPU sorts first for a top-p, before it sorts all of them
 
 
+class Scored(NamedTuple):
+    """The nodes of a batch, whose tokens are to be chosen."""
+
+    slots: list[int]  # [b] request slots
+    logits: Tensor  # [b, T, V], any float dtype, or a rank's columns of these
+    positions: Tensor  # [b, T] int64, absolute, of the sampled token: the node's own + 1
+    tree: Tree | None = None  # None: T is 1, and the node is the last token counted
+
+
 class Requests(NamedTuple):
     """Some requests of a batch, with a tree of T nodes each."""
 

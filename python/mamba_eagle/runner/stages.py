@@ -34,7 +34,7 @@ from mamba_eagle.parallel.stages import Weights, balanced, given_problems, spans
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
-from mamba_eagle.runner.sampler import TokenLogprobs
+from mamba_eagle.runner.sampler import Scored, TokenLogprobs
 from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, empty_trees
 
@@ -50,15 +50,8 @@ class LastStageChooser(Chooser):
         super().__init__(inner.state)
         self.inner, self.stages = inner, stages
 
-    def sample(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None,
-        allowed: TokenMasks | None = None,
-    ) -> Tensor:
-        target = self.inner.sample(slots, logits, positions, tree, allowed)
+    def sample(self, nodes: Scored, allowed: TokenMasks | None = None) -> Tensor:
+        target = self.inner.sample(nodes, allowed)
         return self.stages.from_last(target.contiguous(), Channel.TOKENS)
 
     def samples_in_graphs(self, sampled: bool) -> bool:
@@ -82,15 +75,8 @@ class EarlierStageChooser(Chooser):
         super().__init__(state)
         self.stages = stages
 
-    def sample(
-        self,
-        slots: list[int],
-        logits: Tensor,
-        positions: Tensor,
-        tree: Tree | None,
-        allowed: TokenMasks | None = None,
-    ) -> Tensor:
-        return self.stages.from_last(torch.zeros_like(positions), Channel.TOKENS)
+    def sample(self, nodes: Scored, allowed: TokenMasks | None = None) -> Tensor:
+        return self.stages.from_last(torch.zeros_like(nodes.positions), Channel.TOKENS)
 
     def samples_in_graphs(self, sampled: bool) -> bool:
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,10 @@ from mamba_eagle import devices
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.devices import choose_backend
 from mamba_eagle.runner.chooser import Chooser
+from mamba_eagle.runner.constraints import TokenMasks
+from mamba_eagle.runner.sampler import Scored
 from mamba_eagle.runner.sampling_state import SamplingState
+from mamba_eagle.tree.tree import Tree
 
 
 @contextmanager
@@ -38,9 +40,16 @@ def torch_backend() -> Backend:
     return Backend(host_backend().place, torch.float32)
 
 
-def sample(state: SamplingState, *given: Any) -> Tensor:
+def sample(
+    state: SamplingState,
+    slots: list[int],
+    logits: Tensor,
+    positions: Tensor,
+    tree: Tree | None,
+    allowed: TokenMasks | None = None,
+) -> Tensor:
     """What one rank samples: ``Chooser.sample``."""
-    return Chooser(state).sample(*given)
+    return Chooser(state).sample(Scored(slots, logits, positions, tree), allowed)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

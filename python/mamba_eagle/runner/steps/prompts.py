@@ -19,7 +19,7 @@ from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.message import PrefillItem, PrefillResult, StateSave, TokenLogprob
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Marks
-from mamba_eagle.runner.sampler import TokenLogprobs
+from mamba_eagle.runner.sampler import Scored, TokenLogprobs
 from mamba_eagle.runner.steps.decode_step import DecodeStep
 from mamba_eagle.runner.steps.pooling import Pooling, as_bytes
 
@@ -314,7 +314,7 @@ class PromptRunner:
         last_features = features[last_tokens]
         logits = self.step.model.step_logits(last_features)
         chooser = self.step.chooser
-        sampled, marks = self.step.choice.choose(slots, logits[:, None], positions[:, None])
+        sampled, marks = self.step.choice.choose(Scored(slots, logits[:, None], positions[:, None]))
         sampled = sampled[:, 0]
         is_token = sampled != NO_TOKEN
         self.step.constraints.observe_first_tokens(slots, sampled, is_token.long())

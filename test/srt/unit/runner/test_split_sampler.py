@@ -19,7 +19,7 @@ from mamba_eagle.kernels.best_token.torch import NO_TOKEN
 from mamba_eagle.kernels.top_parts.torch import score_of
 from mamba_eagle.parallel.vocabulary import Columns
 from mamba_eagle.runner.chooser import Chooser, ShardedChooser
-from mamba_eagle.runner.sampler import TokenLogprobs
+from mamba_eagle.runner.sampler import Scored, TokenLogprobs
 from mamba_eagle.runner.sampling_state import SamplingState
 from mamba_eagle.tree.tree import Tree, ancestor_matrix
 
@@ -88,12 +88,13 @@ def test_shards_sample_what_one_rank_samples() -> None:
         state, logits = states(rng, vocab), random_logits(rng, generator, vocab)
         tree, slots = random_tree(rng, vocab), rng.sample(range(REQUESTS), REQUESTS)
         positions = 8 + tree.depths + rng.randrange(12)
-        expected = Chooser(state).sample(slots, logits.clone(), positions, tree)
+        expected = Chooser(state).sample(Scored(slots, logits.clone(), positions, tree))
 
         def work(group: ThreadGroup, args=(slots, logits, positions, tree), state=state) -> Tensor:
             chooser = ShardedChooser(state, group)
             slots, logits, positions, tree = args
-            return chooser.sample(slots, chooser.columns.of(logits).clone(), positions, tree)
+            own = chooser.columns.of(logits).clone()
+            return chooser.sample(Scored(slots, own, positions, tree))
 
         for got in ranks[size].run(work):
             assert torch.equal(got, expected), f"case {case}"
