@@ -7,16 +7,15 @@ leaves. Copies from slot to slot round nothing.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
 from mamba_eagle.kernels.state_rounding.torch import round_states, token_keys
 
 
-class StateRounding(ABC):
-    """One rule, asked for the *keys* of a write once and then for each layer.
+class StateRounding:
+    """To the nearest number; of two, the even one. It is asked for the *keys* of a write once and
+    then for each layer.
 
     Shapes: n states to write; [n] request slots, and positions: how many tokens each state has
     seen.
@@ -27,37 +26,20 @@ class StateRounding(ABC):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    @abstractmethod
     def keys(self, slots: Tensor, positions: Tensor) -> Tensor | None:
         """What the noise of these writes depends on, [n] int64; None without noise."""
+        return None
 
-    @abstractmethod
     def cache_key(self, position: int, device: torch.device) -> Tensor | None:
         """As ``keys``, [1], for a state that belongs to no request but to the cache."""
+        return None
 
-    @abstractmethod
     def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
         """states [n, H, P, N] float32 -> the same in the state slots' dtype."""
-
-    def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
-        """``round`` for one slot's states in layers ``first`` and after it, [layers, H, P, N]."""
-        layers = range(first, first + len(states))
-        return torch.cat([self.round(s[None], key, i) for s, i in zip(states, layers, strict=True)])
-
-
-class ToNearest(StateRounding):
-    """The nearest number; of two, the even one."""
-
-    def keys(self, slots: Tensor, positions: Tensor) -> None:
-        return None
-
-    def cache_key(self, position: int, device: torch.device) -> None:
-        return None
-
-    def round(self, states: Tensor, keys: Tensor | None, layer: int) -> Tensor:
         return states.to(self.dtype)
 
     def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
+        """``round`` for one slot's states in layers ``first`` and after it, [layers, H, P, N]."""
         return states.to(self.dtype)
 
 
@@ -83,11 +65,15 @@ class Stochastic(StateRounding):
         assert keys is not None
         return round_states(states, keys, layer, self.dtype)
 
+    def round_layers(self, states: Tensor, key: Tensor | None, first: int) -> Tensor:
+        rounded = [self.round(each[None], key, first + i) for i, each in enumerate(states)]
+        return torch.cat(rounded)
+
 
 def state_rounding(
     mode: str, dtype: torch.dtype, seeds: Tensor, stochastic: type[Stochastic] = Stochastic
 ) -> StateRounding:
     """mode: stochastic or nearest, as in --mamba-ssm-rounding; float32 needs no noise."""
     if mode == "nearest" or dtype == torch.float32:
-        return ToNearest(dtype)
+        return StateRounding(dtype)
     return stochastic(dtype, seeds)

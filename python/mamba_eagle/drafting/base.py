@@ -75,8 +75,9 @@ class StepPart(NamedTuple):
     longest: int = 0  # most entries that a request's drafter processes before drafting
 
 
-class Drafter(ABC):
-    """Proposes a tree for each request and follows the accepted tokens.
+class Drafter:
+    """Proposes a tree for each request and follows the accepted tokens. What a drafter has no use
+    for it leaves as it is here.
 
     Its caches mirror the target's: its pool stores a token's keys and values under the same KV slot
     number as the target's pool, and recurrent states under the same state slot numbers. So a prefix
@@ -105,7 +106,6 @@ class Drafter(ABC):
     # in the order of the plans
     learns_from_all = False
 
-    @abstractmethod
     def observe_prefill(
         self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
     ) -> None:
@@ -116,10 +116,8 @@ class Drafter(ABC):
         """
 
     def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy its keys and values from some KV slots to others: [n] int64 each."""
-        raise AssertionError("only for drafters that read more than nothing")
+        """Copy its keys and values, if it has any, from some KV slots to others: [n] int64 each."""
 
-    @abstractmethod
     def observe_first_tokens(self, slots: Sequence[int], tokens: Tensor, features: Tensor) -> None:
         """The prompts of ``slots`` are finished: tokens [n] were sampled from features [n, F]."""
 
@@ -127,7 +125,7 @@ class Drafter(ABC):
         """The host's part of a step that is about to be launched."""
         return StepPart(shape)
 
-    def draft_whole_trees(self) -> None:  # noqa: B027 others do so anyway
+    def draft_whole_trees(self) -> None:
         """From now on trees have as many nodes as were planned, however unlikely they are."""
 
     def catch_up(self, slots: Tensor) -> None:
@@ -135,18 +133,15 @@ class Drafter(ABC):
         for the host if the drafter is ``on_device``."""
         raise AssertionError("only for drafters that catch up")
 
-    @abstractmethod
     def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None:
         """A decode step, plain or with drafts, has ended; not called if the drafter was idle.
 
         features: [b, T, F], of all nodes.
         """
 
-    @abstractmethod
     def untrack(self, slots: Sequence[int]) -> None:
         """The requests in ``slots`` are untracked from now on, until they are released."""
 
-    @abstractmethod
     def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
         """A tree of ``part.shape``, with at least two nodes, for each request in ``slots`` [b],
         rooted at its last token.
@@ -154,16 +149,16 @@ class Drafter(ABC):
         The shape is not larger than the configured one, and may change from step to step. noise:
         None if all requests are greedy.
         """
+        raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")
 
-    @abstractmethod
     def release(self, slots: Sequence[int], positions: Sequence[int]) -> None:
         """The requests in ``slots`` leave. A position >= 0 is the number of first tokens that the
         prefix cache keeps, and the drafter must keep its own caches for them; -1: none."""
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of weights and caches."""
+        return 0
 
 
 class NoDrafter(Drafter):
@@ -173,29 +168,6 @@ class NoDrafter(Drafter):
 
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
         return StepPart(shape, idle=True)
-
-    def observe_prefill(
-        self, items: Sequence[PrefillItem], tokens: Tensor, features: Tensor, before: Tensor
-    ) -> None: ...
-
-    def observe_first_tokens(
-        self, slots: Sequence[int], tokens: Tensor, features: Tensor
-    ) -> None: ...
-
-    def copy_kv(self, sources: Tensor, targets: Tensor) -> None: ...
-
-    def observe_accepted(self, slots: Tensor, accepted: Truncated, features: Tensor) -> None: ...
-
-    def untrack(self, slots: Sequence[int]) -> None: ...
-
-    def propose(self, slots: Tensor, part: StepPart, noise: KeyedNoise | None) -> Tree:
-        raise AssertionError("a tree of several nodes, but --speculative-algorithm is NONE")
-
-    def release(self, slots: Sequence[int], positions: Sequence[int]) -> None: ...
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)

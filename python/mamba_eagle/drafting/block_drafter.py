@@ -86,10 +86,6 @@ class BlockDrafter(Drafter):
     def copy_kv(self, sources: Tensor, targets: Tensor) -> None:
         self.kv.copy(sources, targets)
 
-    def observe_first_tokens(
-        self, slots: Sequence[int], tokens: Tensor, features: Tensor
-    ) -> None: ...
-
     def prepare(self, slots: Sequence[int], shape: TreeShape) -> StepPart:
         return self.waiting.prepare(slots, shape, left=0)
 
