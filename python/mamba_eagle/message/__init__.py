@@ -104,8 +104,8 @@ class Profile(Message):
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
 
 
-class Ready(Message):
-    """The engine accepts requests; its limits and sizes."""
+class EngineSize(Message):
+    """What there is room for, and what is served."""
 
     max_kv_slots: int
     max_state_slots: int
@@ -113,9 +113,14 @@ class Ready(Message):
     context_length: int
     vocab_size: int
     eos_token_ids: list[int]
+    details: dict[str, str | int | float] = {}  # model facts and sizes, for /server_info
+
+
+class Ready(EngineSize, kw_only=True):
+    """The engine accepts requests."""
+
     scheduler_pid: int
     runner_pid: int
-    details: dict[str, str | int | float] = {}  # model facts and sizes, for /server_info
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -394,15 +399,9 @@ class CompileGrammar(Message):
 DrafterReads = Literal["nothing", "tokens", "features"]
 
 
-class RunnerReady(Message):
-    """The model is loaded; the runner's limits and sizes."""
+class RunnerReady(EngineSize, kw_only=True):
+    """The model is loaded."""
 
-    max_kv_slots: int
-    max_state_slots: int
-    max_running_requests: int
-    context_length: int
-    vocab_size: int
-    eos_token_ids: list[int]
     pid: int
     rank: int = 0
     chunked_prefill_size: int = 1024  # most prompt tokens per step, unless a flag sets it
@@ -411,7 +410,6 @@ class RunnerReady(Message):
     moves_anchors: bool = False  # whether an anchor can be brought forward by rows alone
     drafter_reads: DrafterReads = "nothing"
     cohorts: int = 1  # groups of requests whose decode steps it executes at the same time
-    details: dict[str, str | int | float] = {}
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):

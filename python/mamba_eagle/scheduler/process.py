@@ -18,6 +18,7 @@ from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
     CacheReply,
+    EngineSize,
     FlushCache,
     FlushReply,
     FromRunner,
@@ -90,19 +91,8 @@ class SchedulerProcess:
         events, slots = read_events_config(self.config.kv_events_config), self.scheduler.slots
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
-        self.outputs.send(
-            Ready(
-                max_kv_slots=ready.max_kv_slots,
-                max_state_slots=ready.max_state_slots,
-                max_running_requests=ready.max_running_requests,
-                context_length=ready.context_length,
-                vocab_size=ready.vocab_size,
-                eos_token_ids=ready.eos_token_ids,
-                scheduler_pid=os.getpid(),
-                runner_pid=ready.pid,
-                details=ready.details,
-            )
-        )
+        size = {name: getattr(ready, name) for name in EngineSize.__struct_fields__}
+        self.outputs.send(Ready(scheduler_pid=os.getpid(), runner_pid=ready.pid, **size))
 
     def turn(self) -> None:
         self.wait()
