@@ -251,7 +251,7 @@ class JournaledPrefill:
         return self.inner.positions
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return self.inner.run_keeping(layers, hidden, self, self._kept)
+        return self.inner.run(layers, hidden, self, self._kept)
 
     def _kept(self) -> KeptInputs:
         journals, parts = self.journals, self.inner.parts

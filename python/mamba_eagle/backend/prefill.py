@@ -101,17 +101,14 @@ class PrefillContext(ABC):
         """[n] int64: each token's position in its sequence."""
         return self.place.to_device(positions_of(self.parts))
 
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return None
-
-    def run_keeping(
+    def run(
         self,
         layers: Sequence[nn.Module],
         hidden: Tensor,
-        ctx: ForwardContext,
-        kept: Callable[[], KeptInputs],
+        ctx: ForwardContext | None = None,
+        kept: Callable[[], KeptInputs] | None = None,
     ) -> Tensor | None:
-        """``run`` for a context that wraps this one and keeps what is fed into Mamba2 layers."""
+        """ctx, kept: of a context that wraps this one and keeps what is fed into Mamba2 layers."""
         return None
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

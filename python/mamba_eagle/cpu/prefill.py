@@ -46,17 +46,15 @@ class CpuPrefillContext(PrefillContext):
             requests, segments = plan.requests.numpy(), plan.segments.numpy()
             self.tables = PromptTables(tokens_of(requests, segments), requests, segments)
 
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor) -> Tensor | None:
-        return self.programs.run(layers, hidden, self, self.pool, self.tables, None)
-
-    def run_keeping(
+    def run(
         self,
         layers: Sequence[nn.Module],
         hidden: Tensor,
-        ctx: ForwardContext,
-        kept: Callable[[], KeptInputs],
+        ctx: ForwardContext | None = None,
+        kept: Callable[[], KeptInputs] | None = None,
     ) -> Tensor | None:
-        return self.programs.run(layers, hidden, ctx, self.pool, self.tables, kept())
+        rows = kept() if kept is not None else None
+        return self.programs.run(layers, hidden, ctx or self, self.pool, self.tables, rows)
 
     def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         assert self.tables is not None
