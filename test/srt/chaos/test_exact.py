@@ -33,7 +33,7 @@ from mamba_eagle.bench.client import Client, Reply
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
 ROUNDS = max(1, SCALE // 4)  # each has a server per drafter, and requests of its own
-REQUESTS = 60 * min(SCALE, 4)  # per round, beside the crowd
+REQUESTS = 40 * min(SCALE, 6)  # per round, beside the crowd
 COMMON = ("--device", "cpu", "--dtype", "float32")
 
 
@@ -91,7 +91,8 @@ def test_no_setting_changes_a_reply(start: Start) -> None:
 
 
 @pytest.mark.timeout(900 * SCALE)
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+# with int4 lm_head has eight bits
+@pytest.mark.parametrize("quantization", ["int8", "int4"] if SCALE > 1 else ["int4"])
 def test_prompts_have_the_same_bits_in_any_batch_and_any_pieces(
     start: Start, quantization: str
 ) -> None:

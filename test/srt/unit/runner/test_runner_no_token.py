@@ -26,8 +26,9 @@ SETTINGS = {
     "tree-snapshot": TREE._replace(scheme="snapshot"),
     "tree-torch": TREE._replace(fused=False),
 }
-CASES = [(drafter, settings) for drafter in DRAFTERS for settings in ("tree", "chain")]
-CASES += [("eagle", "tree-snapshot"), ("eagle", "tree-torch")]
+CASES = [(drafter, "tree") for drafter in DRAFTERS]
+CASES += [("eagle", settings) for settings in SETTINGS if settings != "tree"]
+CASES += [("standalone", "chain"), ("dflash", "chain")]
 
 ALL_BANNED = {"min_new_tokens": 20, "stop_token_ids": [*range(VOCAB)]}
 CAUSES = {
