@@ -35,9 +35,9 @@ from mamba_eagle.kernels.best_token.torch import RowNoise
 from mamba_eagle.kernels.sampling.tables import SampledNodes, SamplingTables
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.model_config import Mamba2Config, MoEConfig
+from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.model_config import MoEConfig, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -122,14 +122,15 @@ class Backend(ABC):
     def state_scheme(
         self,
         mode: str,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         size: SchemeSize,
         table: RequestTable,
         pool: StatePool,
     ) -> StateScheme:
         """The scheme that keeps recurrent states through verification.
 
-        mode: deferred or snapshot, as in --mamba-verify-mode. config: None without Mamba2 layers.
+        mode: deferred or snapshot, as in --mamba-verify-mode. config: None without recurrent
+        layers.
 
         Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
@@ -142,7 +143,7 @@ class Backend(ABC):
         self,
         num_slots: int,
         size: int,
-        mixers: Sequence[Mamba2Mixer],
+        mixers: Sequence[Recurrent],
         pool: StatePool,
         table: RequestTable,
     ) -> SavedJournals:
@@ -161,7 +162,7 @@ class Backend(ABC):
         pool: StatePool,
         kv: KVPool,
         slot_table: Tensor,
-        mamba: Mamba2Config | None,
+        recurrence: RecurrenceConfig | None,
     ) -> PrefillContext:
         """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
         the flat input. slot_table: [R, positions] KV slots."""

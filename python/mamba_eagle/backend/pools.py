@@ -14,7 +14,7 @@ from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.float8.torch import E4M3, to_e4m3
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.model_config import AttentionConfig, Mamba2Config
+from mamba_eagle.model_config import AttentionConfig, RecurrenceConfig
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -89,19 +89,19 @@ class KVPool:
 
 
 class StatePool:
-    """State slots: recurrent states of all Mamba2 layers, each after some token of a sequence.
+    """State slots: recurrent states of all recurrent layers, each after some token of a sequence.
 
-    ssm: [layers, state slots, H, P, N]. conv: [layers, state slots, K-1, conv_dim], the raw
+    ssm: [layers, state slots, *state_shape]. conv: [layers, state slots, K-1, conv_dim], the raw
     convolution inputs of the last K-1 tokens, oldest first. feature: [state slots, feature_size],
-    the feature of the last token, from which a draft head continues. Without Mamba2 layers (config
-    None) only the feature is stored. rounding: how states become the dtype of ``ssm``.
+    the feature of the last token, from which a draft head continues. Without recurrent layers
+    (config None) only the feature is stored. rounding: how states become the dtype of ``ssm``.
     """
 
     def __init__(
         self,
         num_layers: int,
         num_slots: int,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         feature_size: int,
         rounding: StateRounding,
         dtype: torch.dtype,
@@ -109,7 +109,7 @@ class StatePool:
     ) -> None:
         state, history = (0, 0, 0), (0, 0)
         if config is not None:
-            state = (config.num_heads, config.head_dim, config.state_size)
+            state = config.state_shape
             history = (config.conv_kernel - 1, config.conv_dim)
         self.rounding = rounding
         self.ssm = zeros(num_layers, num_slots, *state, dtype=rounding.dtype, device=device)

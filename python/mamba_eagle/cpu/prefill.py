@@ -58,7 +58,7 @@ class CpuPrefillContext(PrefillContext):
     ) -> Tensor | None:
         return self.programs.run(layers, hidden, ctx, self.pool, self.tables, kept())
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         assert self.tables is not None
         n, c = xbc.shape[0], layer.config
         raw, weights = xbc.contiguous().numpy(), layer_weights(layer)

@@ -24,11 +24,14 @@ from mamba_eagle.parallel.shard import Shard
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint's tensor goes: into a parameter, or into one slice of a stacked one."""
+    """Where a checkpoint's tensor goes: into a parameter, into one slice of a stacked one, or into
+    half of such a slice."""
 
     name: str
     index: int | None = None
     scale: float | Tensor = 1.0  # factor, applied in float32
+    shift: float = 0.0  # added after that: norms are often stored as what they differ from 1 by
+    half: int | None = None  # of the slice's rows: 0 or 1
 
 
 class Elsewhere(Layer):

@@ -20,7 +20,7 @@ def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) 
         "hidden_size": values["hidden_size"],
         "blocks": blocks,
         "norm_eps": values.get("rms_norm_eps", 1e-5),
-        "mamba": None,
+        "recurrence": None,
         "attention": None,
         "intermediate_size": values.get("intermediate_size") or 0,
         "max_position_embeddings": longest_context(values),

@@ -30,6 +30,11 @@ MODELS = {
     "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     "FalconH1ForCausalLM": Family("falcon_h1", "FalconH1ForCausalLM"),
     "Zamba2ForCausalLM": Family("zamba2", "Zamba2ForCausalLM"),
+    "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
     "LlamaForCausalLM": Family("llama", "LlamaForCausalLM"),
     "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM"),
 }

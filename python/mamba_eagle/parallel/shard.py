@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from mamba_eagle.model_config import (
     AttentionConfig,
+    DeltaConfig,
     Mamba2Config,
     ModelConfig,
     MoEConfig,
     NormGroups,
+    RecurrenceConfig,
     Span,
 )
 
@@ -77,7 +79,7 @@ def split_heads(shard: Shard, heads: int, groups: int) -> Heads:
     return Heads(span, tuple(h // per_group for h in range(span.begin, span.end, served)), idle)
 
 
-def mamba_heads(shard: Shard, config: Mamba2Config) -> Heads:
+def recurrent_heads(shard: Shard, config: RecurrenceConfig) -> Heads:
     return split_heads(shard, config.num_heads, config.num_groups)
 
 
@@ -89,8 +91,8 @@ def problems(config: ModelConfig, size: int) -> list[str]:
     """Why a model cannot be split over ``size`` ranks; [] if it can."""
     wrong = []
     limits = {"tokens in the vocabulary": config.vocab_size}
-    if config.mamba is not None:
-        limits["heads in a Mamba2 layer"] = config.mamba.num_heads
+    if config.recurrence is not None:
+        limits[f"heads in a {config.recurrence.name} layer"] = config.recurrence.num_heads
     if config.moe is not None:
         limits["routed experts"] = config.moe.num_experts
     if config.intermediate_size:
@@ -111,7 +113,7 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
         return config
     return replace(
         config,
-        mamba=config.mamba and _local_mamba(config.mamba, shard),
+        recurrence=config.recurrence and _local_recurrence(config.recurrence, shard),
         attention=config.attention and _local_attention(config.attention, shard),
         moe=config.moe and _local_experts(config.moe, shard),
         intermediate_size=shard.width(config.intermediate_size).size,
@@ -119,8 +121,11 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
-def _local_mamba(config: Mamba2Config, shard: Shard) -> Mamba2Config:
-    own, per_group = mamba_heads(shard, config), config.num_heads // config.num_groups
+def _local_recurrence(config: RecurrenceConfig, shard: Shard) -> RecurrenceConfig:
+    own, per_group = recurrent_heads(shard, config), config.num_heads // config.num_groups
+    if isinstance(config, DeltaConfig):
+        return replace(config, num_heads=own.heads.size, num_groups=len(own.groups))
+    assert isinstance(config, Mamba2Config)
     norm = NormGroups(
         config.num_groups, per_group * config.head_dim, own.heads.begin * config.head_dim
     )

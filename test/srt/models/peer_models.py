@@ -92,6 +92,23 @@ ZAMBA = {
     "time_step_min": 1e-9,
 }
 LLAMA = {**BASE, **HEADS, "intermediate_size": 80, "num_hidden_layers": 2}
+QWEN_NEXT = {
+    **BASE,
+    **HEADS,
+    "head_dim": 20,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 40,
+    "partial_rotary_factor": 0.4,
+}
+QWEN_3_5 = {k: v for k, v in QWEN_NEXT.items() if "expert" not in k and "moe" not in k}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -195,6 +212,15 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
             "add_bias_linear": True,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**QWEN_NEXT, "mlp_only_layers": [1]}),
+    "qwen3.5": (
+        "Qwen3_5",
+        {**QWEN_3_5, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {k: v for k, v in QWEN_NEXT.items() if k != "intermediate_size"},
+    ),
     "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-linear": (
         "Llama",
@@ -237,7 +263,7 @@ KERNEL_SIZES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": {"mamba_d_state": 32, "intermediate_size": 32},
     "FalconH1": {"mamba_d_state": 32, "mamba_d_ssm": 128},
     "Zamba2": {"mamba_d_state": 32},
-    "Llama": {"head_dim": 128},
+    **dict.fromkeys(("Llama", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), {"head_dim": 128}),
     "Qwen3": {"head_dim": 128},
 }
 PEERS_FOR_KERNELS = {
@@ -253,7 +279,10 @@ def make_peer(name: str) -> nn.Module:
     """
     prefix, settings = {**PEERS, **PEERS_FOR_KERNELS}[name]
     # a copy: Bamba's config writes into the dict of RoPE parameters
-    config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy(settings))
+    kind = (
+        f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
+    )
+    config = getattr(transformers, kind)(**copy.deepcopy(settings))
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(len(name))
 
@@ -269,7 +298,9 @@ def make_peer(name: str) -> nn.Module:
             elif label.endswith("dt_bias"):
                 value = normal(parameter, 0.7, -1.5)
             elif label.endswith(".D") or "norm" in label:
-                value = normal(parameter, 0.2, 1.0)
+                # Qwen's from Next on are stored as what they differ from 1 by
+                centred = prefix.startswith(("Qwen3N", "Qwen3_")) and "linear_attn" not in label
+                value = normal(parameter, 0.2, 0.0 if centred else 1.0)
             elif label.endswith("bias"):
                 value = normal(parameter, 0.2)
             elif "embed" in label or "conv1d" in label:

@@ -40,7 +40,7 @@ from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
 from mamba_eagle.kernels.top_parts.torch import merged, packed
 from mamba_eagle.layers.ops import TORCH, LayerOps
-from mamba_eagle.model_config import Mamba2Config, MoEConfig
+from mamba_eagle.model_config import MoEConfig, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -93,7 +93,7 @@ class TorchBackend(Backend):
     def state_scheme(
         self,
         mode: str,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         size: SchemeSize,
         table: RequestTable,
         pool: StatePool,
@@ -114,7 +114,7 @@ class TorchBackend(Backend):
         pool: StatePool,
         kv: KVPool,
         slot_table: Tensor,
-        mamba: Mamba2Config | None,
+        recurrence: RecurrenceConfig | None,
     ) -> PrefillContext:
         return TorchPrefillContext(
             parts, pool, self.prompt_attention(kv, slot_table, parts), self.place

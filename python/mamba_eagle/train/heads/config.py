@@ -27,8 +27,8 @@ def head_attention(target: ModelConfig) -> AttentionConfig:
 def head_mamba(target: ModelConfig) -> Mamba2Config:
     """The target's Mamba2 sizes. For a target without Mamba2 layers: an inner width of twice the
     hidden size, in heads of 64 channels."""
-    if target.mamba is not None:
-        return target.mamba
+    if isinstance(target.recurrence, Mamba2Config):
+        return target.recurrence
     return Mamba2Config(
         num_heads=max(1, 2 * target.hidden_size // 64),
         head_dim=64,
