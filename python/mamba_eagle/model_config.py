@@ -222,6 +222,13 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
 
+class WholeNorm(NamedTuple):
+    """An RMS norm over the heads of all ranks, of which several may have the same one."""
+
+    heads: int  # different ones, of all ranks
+    copies: tuple[int, ...]  # how many ranks have each of this rank's
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     num_heads: int
@@ -231,6 +238,8 @@ class AttentionConfig:
     scale: float = 0.0  # factor of the scores; 0: head_dim ** -0.5
     rope: RopeConfig | None = None  # None: no position encoding
     head_norm: bool = False  # an RMS norm of each head's query and key (Qwen3)
+    # one over all heads' queries, one over all keys (Olmo)
+    whole_norms: tuple[WholeNorm, WholeNorm] | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.recurrent import (
     Conv1dWeight,
     Inputs,
+    JoinedConv,
     Journal,
     Recurrent,
     Scanned,
@@ -125,11 +126,14 @@ class GatedDeltaNet(DeltaRule):
     def __init__(self, config: DeltaConfig, index: int) -> None:
         super().__init__()
         self.config, self.index = config, index
-        self.conv1d = Conv1dWeight(config.conv_dim, config.conv_kernel, bias=False)
+        self.conv1d = self.make_conv()
         self._products: dict[str, Linear] = {}
         # a few numbers that affect every token: float32, whatever the model's dtype
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads, dtype=torch.float32))
         self.A_log = nn.Parameter(torch.empty(config.num_heads, dtype=torch.float32))
+
+    def make_conv(self) -> Conv1dWeight | JoinedConv:
+        return Conv1dWeight(self.config.conv_dim, self.config.conv_kernel, bias=False)
 
     @abstractmethod
     def projections(self) -> dict[str, list[Linear]]:

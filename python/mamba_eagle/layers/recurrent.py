@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
+from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.model_config import RecurrenceConfig
 
 
@@ -27,6 +28,29 @@ class Conv1dWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+
+class JoinedConv(Layer):
+    """Convolutions that are stored one by one and run as one. widths: channels of each, by name."""
+
+    bias = None
+
+    def __init__(self, widths: dict[str, int], width: int) -> None:
+        super().__init__()
+        self.names = list(widths)
+        for name, channels in widths.items():
+            self.add_module(name, Conv1dWeight(channels, width, bias=False))
+        self._joined: Tensor | None = None
+
+    def prepare(self, ops: LayerOps) -> None:
+        self._joined = self.weight.detach()
+
+    @property
+    def weight(self) -> Tensor:
+        """[C, 1, K]"""
+        if self._joined is not None:
+            return self._joined
+        return torch.cat([getattr(self, name).weight for name in self.names])
 
 
 class Inputs(NamedTuple):
@@ -77,7 +101,7 @@ class Recurrent(Layer):
 
     config: RecurrenceConfig
     index: int
-    conv1d: Conv1dWeight
+    conv1d: Conv1dWeight | JoinedConv
 
     @abstractmethod
     def gates(self, raw: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class CausalLM(Layer):
     names = Names()
     reads_embeddings: ClassVar[bool] = False  # whether layers after the first one do
 
-    def __init__(self, config: ModelConfig, layers: list[nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
         """layers: all of the model's, each with its place in this stage's pools."""
         super().__init__()
         self.config, self.held = config, config.held_layers

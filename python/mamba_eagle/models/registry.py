@@ -35,6 +35,7 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5", "Qwen35ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "OlmoHybridForCausalLM": Family("olmo_hybrid", "OlmoHybridForCausalLM"),
     "LlamaForCausalLM": Family("llama", "LlamaForCausalLM"),
     "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM"),
 }
@@ -84,6 +85,17 @@ def read_as(module: str, folder: str | Path) -> ModelConfig:
     values = read_values(folder)
     with naming(folder):
         return parse_as(module, values)
+
+
+def mtp_module(folder: str | Path) -> str:
+    """The file that reads the multi-token-prediction modules in a folder.
+
+    Raises: FileNotFoundError, UnsupportedModel
+    """
+    architecture = (read_values(folder).get("architectures") or ["?"])[0]
+    family = MODELS.get(architecture)
+    is_qwen = family is not None and family.module in ("qwen3_next", "qwen3_5")
+    return "qwen_mtp" if is_qwen else "mtp"
 
 
 def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:

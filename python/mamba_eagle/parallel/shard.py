@@ -19,6 +19,7 @@ from mamba_eagle.model_config import (
     NormGroups,
     RecurrenceConfig,
     Span,
+    WholeNorm,
 )
 
 ALIGNED = 16  # channels that an uneven split of a matrix keeps together, where there are enough
@@ -146,8 +147,22 @@ def _groups_are_whole(config: Mamba2Config, size: int) -> bool:
 
 def _local_attention(config: AttentionConfig, shard: Shard) -> AttentionConfig:
     own = attention_heads(shard, config)
-    scale = config.scale or config.head_dim**-0.5
-    return replace(config, num_heads=own.heads.size, num_kv_heads=len(own.groups), scale=scale)
+    norms = config.whole_norms
+    if norms is not None:
+        every = [attention_heads(Shard(rank, shard.size), config) for rank in range(shard.size)]
+        heads = [head for each in every for head in range(*each.heads)]
+        groups = [group for each in every for group in each.groups]
+        norms = (
+            WholeNorm(config.num_heads, tuple(map(heads.count, range(*own.heads)))),
+            WholeNorm(config.num_kv_heads, tuple(map(groups.count, own.groups))),
+        )
+    return replace(
+        config,
+        num_heads=own.heads.size,
+        num_kv_heads=len(own.groups),
+        scale=config.scale or config.head_dim**-0.5,
+        whole_norms=norms,
+    )
 
 
 def _local_experts(config: MoEConfig, shard: Shard) -> MoEConfig:

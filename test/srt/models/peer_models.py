@@ -109,6 +109,19 @@ QWEN_NEXT = {
     "partial_rotary_factor": 0.4,
 }
 QWEN_3_5 = {k: v for k, v in QWEN_NEXT.items() if "expert" not in k and "moe" not in k}
+OLMO = {
+    **BASE,
+    **HEADS,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    # equal: transformers saves a third of the convolution's channels for each of q, k and v
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 14,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -221,6 +234,15 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5Moe",
         {k: v for k, v in QWEN_NEXT.items() if k != "intermediate_size"},
     ),
+    "olmo-hybrid": ("OlmoHybrid", {**OLMO, "rope_parameters": None}),
+    "olmo-hybrid-rope": (
+        "OlmoHybrid",
+        {
+            **OLMO,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_allow_neg_eigval": False,
+        },
+    ),
     "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-linear": (
         "Llama",
@@ -263,6 +285,7 @@ KERNEL_SIZES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": {"mamba_d_state": 32, "intermediate_size": 32},
     "FalconH1": {"mamba_d_state": 32, "mamba_d_ssm": 128},
     "Zamba2": {"mamba_d_state": 32},
+    "OlmoHybrid": {},
     **dict.fromkeys(("Llama", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), {"head_dim": 128}),
     "Qwen3": {"head_dim": 128},
 }
@@ -272,19 +295,9 @@ PEERS_FOR_KERNELS = {
 }
 
 
-def make_peer(name: str) -> nn.Module:
-    """transformers' model with weights that matter everywhere: a layer left out, a bias forgotten
-    or a norm of another kind moves the logits, which are a few units wide. Larger weights would
-    make every rounding grow from layer to layer, in transformers too.
-    """
-    prefix, settings = {**PEERS, **PEERS_FOR_KERNELS}[name]
-    # a copy: Bamba's config writes into the dict of RoPE parameters
-    kind = (
-        f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
-    )
-    config = getattr(transformers, kind)(**copy.deepcopy(settings))
-    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(len(name))
+def fill(model: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
+    """Draw all weights; returns them by name."""
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: Tensor, scale: float, mean: float = 0.0) -> Tensor:
         return torch.randn(parameter.shape, generator=generator) * scale + mean
@@ -308,6 +321,23 @@ def make_peer(name: str) -> nn.Module:
             else:
                 value = normal(parameter, 0.9 / math.sqrt(parameter.shape[-1]))
             parameter.copy_(value)
+    return tensors
+
+
+def make_peer(name: str) -> nn.Module:
+    """transformers' model with weights that matter everywhere: a layer left out, a bias forgotten
+    or a norm of another kind moves the logits, which are a few units wide. Larger weights would
+    make every rounding grow from layer to layer, in transformers too.
+    """
+    prefix, settings = {**PEERS, **PEERS_FOR_KERNELS}[name]
+    # a copy: Bamba's config writes into the dict of RoPE parameters
+    kind = (
+        f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
+    )
+    config = getattr(transformers, kind)(**copy.deepcopy(settings))
+    model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    tensors = fill(model, prefix, len(name))
+    with torch.no_grad():
         if "lm_head.weight" in tensors:
             tensors["lm_head.weight"].mul_(3.5)
     return model.requires_grad_(False)
