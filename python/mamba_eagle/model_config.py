@@ -55,6 +55,7 @@ class RecurrenceConfig(ABC):
     """
 
     name: ClassVar[str]  # of the kind, for messages
+    conv_silu: ClassVar[bool] = True  # whether what the convolution makes passes a SiLU
     num_heads: int
     num_groups: int  # of heads that share what they read and write the state by
     conv_kernel: int
@@ -179,6 +180,48 @@ class DeltaConfig(RecurrenceConfig):
 
 
 @dataclass(frozen=True)
+class ShortConvConfig(RecurrenceConfig):
+    """A gated convolution over few tokens: rows are its inputs, and there is no state."""
+
+    name = "short-convolution"
+    conv_silu = False
+
+    channels: int
+    conv_kernel: int
+    bias: bool
+    chunk_size: int = 1  # of no effect
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        """Each channel is by itself."""
+        return self.channels
+
+    @property
+    def num_groups(self) -> int:  # type: ignore[override]
+        return self.channels
+
+    @property
+    def conv_dim(self) -> int:
+        return self.channels
+
+    @property
+    def gate_size(self) -> int:
+        return 0
+
+    @property
+    def inner_size(self) -> int:
+        return self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
 class LinearScaling:
     """All positions are divided by ``factor`` (arXiv 2306.15595)."""
 
@@ -229,8 +272,20 @@ class WholeNorm(NamedTuple):
     copies: tuple[int, ...]  # how many ranks have each of this rank's
 
 
+class LatentConfig(NamedTuple):
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    rank: int  # of what keys and values are made from
+    key_size: int  # of a head's keys, beside the rotated part that all heads share
+    value_size: int
+    gated: bool = False  # the sigmoid of one number per head multiplies what it gives
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
+    """With ``latent``, of what is stored and compared: one key head of ``rank`` channels and the
+    rotated part, which is also what values are made from."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -240,6 +295,12 @@ class AttentionConfig:
     head_norm: bool = False  # an RMS norm of each head's query and key (Qwen3)
     # one over all heads' queries, one over all keys (Olmo)
     whole_norms: tuple[WholeNorm, WholeNorm] | None = None
+    latent: LatentConfig | None = None
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in the KV slot of one layer."""
+        return (2 if self.latent is None else 1) * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,9 @@ class SavedJournals:
         out = weights.bias[layers].expand(-1, count, -1)
         for tap in range(width):
             out = torch.addcmul(out, raw[:, tap : tap + count].float(), taps[:, tap, None])
-        inputs = Inputs(F.silu(out).to(raw.dtype), self.gates[layers, slot][:, rows])
+        if self.mixers[0].config.conv_silu:
+            out = F.silu(out)
+        inputs = Inputs(out.to(raw.dtype), self.gates[layers, slot][:, rows])
         mixers = self.mixers[layers]
         folded = mixers[0].advance(mixers, inputs, pool.ssm[layers, state_slot])
         pool.ssm[layers, state_slot] = pool.rounding.round_layers(folded, key, layers.start)

@@ -82,7 +82,12 @@ class FullSequenceContext:
     def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         channels = channels.unflatten(0, (self.batch, self.length))
         gates = layer.gates(raw).unflatten(0, (self.batch, self.length))
-        convolved = causal_conv(channels, layer.conv1d.weight[:, 0], layer.conv1d.bias)
+        convolved = causal_conv(
+            channels,
+            layer.conv1d.weight[:, 0],
+            layer.conv1d.bias,
+            silu=layer.config.conv_silu,
+        )
         return layer.scan(Inputs(convolved, gates), None, layer.config.chunk_size).y.flatten(0, 1)
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -36,6 +36,10 @@ MODELS = {
     "Qwen3_5MoeForCausalLM": Family("qwen3_5", "Qwen35ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
     "OlmoHybridForCausalLM": Family("olmo_hybrid", "OlmoHybridForCausalLM"),
+    "KimiLinearForCausalLM": Family("kimi_linear", "KimiLinearForCausalLM"),
+    "BailingHybridForCausalLM": Family("bailing_hybrid", "BailingHybridForCausalLM"),
+    "Lfm2ForCausalLM": Family("lfm2", "Lfm2ForCausalLM"),
+    "Lfm2MoeForCausalLM": Family("lfm2", "Lfm2ForCausalLM"),
     "LlamaForCausalLM": Family("llama", "LlamaForCausalLM"),
     "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM"),
 }

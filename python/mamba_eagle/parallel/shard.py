@@ -18,6 +18,7 @@ from mamba_eagle.model_config import (
     MoEConfig,
     NormGroups,
     RecurrenceConfig,
+    ShortConvConfig,
     Span,
     WholeNorm,
 )
@@ -76,7 +77,8 @@ def split_heads(shard: Shard, heads: int, groups: int) -> Heads:
     if heads < shard.size:
         head = shard.rank % heads
         span, idle = Span(head, head + 1), shard.rank >= heads
-    served = gcd(span.begin, span.size, per_group)  # heads per local group
+    # heads per local group
+    served = span.size if groups == 1 else gcd(span.begin, span.size, per_group)
     return Heads(span, tuple(h // per_group for h in range(span.begin, span.end, served)), idle)
 
 
@@ -126,6 +128,8 @@ def _local_recurrence(config: RecurrenceConfig, shard: Shard) -> RecurrenceConfi
     own, per_group = recurrent_heads(shard, config), config.num_heads // config.num_groups
     if isinstance(config, DeltaConfig):
         return replace(config, num_heads=own.heads.size, num_groups=len(own.groups))
+    if isinstance(config, ShortConvConfig):
+        return replace(config, channels=own.heads.size)
     assert isinstance(config, Mamba2Config)
     norm = NormGroups(
         config.num_groups, per_group * config.head_dim, own.heads.begin * config.head_dim

@@ -179,7 +179,7 @@ def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
     a = model.attention
     if a is None:
         return 0
-    return 2 * model.num_attention_layers * a.num_kv_heads * a.head_dim * itemsize
+    return model.num_attention_layers * a.kv_size * itemsize
 
 
 def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:

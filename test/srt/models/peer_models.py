@@ -137,6 +137,28 @@ YARN_ROPE = {
     "original_max_position_embeddings": 128,
 }
 
+EXPERTS = {"moe_intermediate_size": 28, "num_experts": 8, "num_experts_per_tok": 3}
+LATENT = {
+    **BASE,
+    **EXPERTS,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LFM2 = {**BASE, **HEADS, "num_hidden_layers": 3, "intermediate_size": 80, "pad_token_id": None}
+
 # what is tested -> (prefix of transformers' classes, settings)
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-h": ("NemotronH", NEMOTRON),
@@ -243,6 +265,24 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_allow_neg_eigval": False,
         },
     ),
+    "kimi-linear": ("KimiLinear", {**LATENT, "linear_head_dim": 12, "linear_num_heads": 6}),
+    "ling-3": ("BailingHybrid", {**LATENT, "head_dim": 12, "n_group": 4, "topk_group": 2}),
+    "lfm2": (
+        "Lfm2",
+        {**LFM2, "full_attn_idxs": [1], "block_multiple_of": 12, "conv_bias": True},
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **LFM2,
+            **EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-linear": (
         "Llama",
@@ -288,6 +328,8 @@ KERNEL_SIZES: dict[str, dict[str, Any]] = {
     "OlmoHybrid": {},
     **dict.fromkeys(("Llama", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), {"head_dim": 128}),
     "Qwen3": {"head_dim": 128},
+    **dict.fromkeys(("KimiLinear", "BailingHybrid", "Lfm2Moe"), {"moe_intermediate_size": 32}),
+    "Lfm2": {},
 }
 PEERS_FOR_KERNELS = {
     f"{name}-kernels": (prefix, {**settings, **KERNEL_SIZES[prefix]})
@@ -304,7 +346,7 @@ def fill(model: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
 
     with torch.no_grad():
         tensors = dict(model.named_parameters())
-        tensors.update((n, b) for n, b in model.named_buffers() if "correction_bias" in n)
+        tensors.update((n, b) for n, b in model.named_buffers() if n.endswith("_bias"))
         for label, parameter in tensors.items():
             if label.endswith("A_log"):
                 value = normal(parameter, 0.7)

@@ -57,7 +57,11 @@ class TorchPrefillContext(PrefillContext):
         before = conv[item.state_slot]
         width = before.shape[0]
         convolved = causal_conv(
-            channels[None], layer.conv1d.weight[:, 0], layer.conv1d.bias, before[None]
+            channels[None],
+            layer.conv1d.weight[:, 0],
+            layer.conv1d.bias,
+            before[None],
+            layer.config.conv_silu,
         )
         raw = torch.cat([before.to(channels.dtype), channels])  # history first
         state = ssm[item.state_slot][None]

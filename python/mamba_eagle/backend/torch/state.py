@@ -61,7 +61,9 @@ class TorchScheme(StateScheme):
         conv_in, slots = self.rows.conv_in[layer.index], nodes.slots[:, None]
         conv_in[slots, nodes.rows + self.rows.history] = channels.view(*shape, -1)
         windows = conv_in[slots[..., None], layout.windows].flatten(0, 1)  # [b*T, K, conv_dim]
-        convolved = causal_conv_windows(windows, *self._weights(layer)).view(*shape, -1)
+        convolved = causal_conv_windows(windows, *self._weights(layer), self.config.conv_silu).view(
+            *shape, -1
+        )
         gates = layer.gates(raw).view(*shape, -1)
         y = self._recur(layer, layout, Inputs(convolved, gates))
         self.gates[layer.index, slots, nodes.rows] = gates
