@@ -3,10 +3,11 @@ reads it from a checkpoint's config.json."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-HYBRID = ("mamba", "attention")  # the mixers of a hybrid layer
+HYBRID = ("recurrent", "attention")  # the mixers of a hybrid layer
 
 
 class UnsupportedModel(ValueError):
@@ -39,8 +40,56 @@ class NormGroups(NamedTuple):
     first_channel: int  # of this rank
 
 
+class RowPart(NamedTuple):
+    """What a row holds of a token, beside its convolution's inputs and its gates."""
+
+    width: int
+    exact: bool  # in float32, whatever the model's dtype
+
+
+class RecurrenceConfig(ABC):
+    """The sizes of a recurrent layer, of any kind: what pools, rows and journals are made by.
+
+    A token feeds ``conv_dim`` channels into a causal depthwise convolution, and beside them its
+    *gates*, ``gate_size`` numbers in float32: dt of Mamba2, decay and beta of a delta rule.
+    """
+
+    name: ClassVar[str]  # of the kind, for messages
+    conv_silu: ClassVar[bool] = True  # whether what the convolution makes passes a SiLU
+    num_heads: int
+    num_groups: int  # of heads that share what they read and write the state by
+    conv_kernel: int
+    chunk_size: int  # of the scan over whole sequences
+
+    @property
+    @abstractmethod
+    def conv_dim(self) -> int:
+        """Channels of the convolution."""
+
+    @property
+    @abstractmethod
+    def gate_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def inner_size(self) -> int:
+        """Channels that a token reads from the state, of all heads."""
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, and what each head's state has; zeros for a layer that has rows alone."""
+
+    @property
+    @abstractmethod
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """What a fold needs of a token beside its gates."""
+
+
 @dataclass(frozen=True)
-class Mamba2Config:
+class Mamba2Config(RecurrenceConfig):
+    name = "Mamba2"
+
     num_heads: int
     head_dim: int
     state_size: int
@@ -63,6 +112,113 @@ class Mamba2Config:
     def conv_dim(self) -> int:
         """Channels of the causal convolution, which x, B and C share."""
         return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def gate_size(self) -> int:
+        return self.num_heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim, self.state_size
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """x and B after the convolution, and L, the sum of dt·A from the state to the row."""
+        xB = self.inner_size + self.num_groups * self.state_size
+        return RowPart(xB, False), RowPart(self.num_heads, True)
+
+
+@dataclass(frozen=True)
+class DeltaConfig(RecurrenceConfig):
+    """A gated delta rule: H heads with a state of P values by N keys each, G heads of queries and
+    keys, which neighbouring heads share."""
+
+    name = "delta-rule"
+
+    num_heads: int
+    head_dim: int  # P
+    state_size: int  # N
+    num_groups: int
+    conv_kernel: int
+    channel_decay: bool = False  # a decay for each of the N, not one per head
+    max_beta: float = 1.0  # beta is a sigmoid times this
+    chunk_size: int = 64
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.num_groups * self.state_size
+
+    @property
+    def conv_dim(self) -> int:
+        """Queries, keys and values."""
+        return 2 * self.key_size + self.inner_size
+
+    @property
+    def decay_size(self) -> int:
+        """Numbers of log decay, g."""
+        return self.num_heads * (self.state_size if self.channel_decay else 1)
+
+    @property
+    def gate_size(self) -> int:
+        """g, then beta."""
+        return self.decay_size + self.num_heads
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim, self.state_size
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        """Keys as they come out of the convolution, and u, what the token has written along them:
+        its error enters the state."""
+        return RowPart(self.key_size, False), RowPart(self.inner_size, True)
+
+
+@dataclass(frozen=True)
+class ShortConvConfig(RecurrenceConfig):
+    """A gated convolution over few tokens: rows are its inputs, and there is no state."""
+
+    name = "short-convolution"
+    conv_silu = False
+
+    channels: int
+    conv_kernel: int
+    bias: bool
+    chunk_size: int = 1  # of no effect
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        """Each channel is by itself."""
+        return self.channels
+
+    @property
+    def num_groups(self) -> int:  # type: ignore[override]
+        return self.channels
+
+    @property
+    def conv_dim(self) -> int:
+        return self.channels
+
+    @property
+    def gate_size(self) -> int:
+        return 0
+
+    @property
+    def inner_size(self) -> int:
+        return self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    @property
+    def row_parts(self) -> tuple[RowPart, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -109,8 +265,27 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
 
+class WholeNorm(NamedTuple):
+    """An RMS norm over the heads of all ranks, of which several may have the same one."""
+
+    heads: int  # different ones, of all ranks
+    copies: tuple[int, ...]  # how many ranks have each of this rank's
+
+
+class LatentConfig(NamedTuple):
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    rank: int  # of what keys and values are made from
+    key_size: int  # of a head's keys, beside the rotated part that all heads share
+    value_size: int
+    gated: bool = False  # the sigmoid of one number per head multiplies what it gives
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
+    """With ``latent``, of what is stored and compared: one key head of ``rank`` channels and the
+    rotated part, which is also what values are made from."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -118,6 +293,14 @@ class AttentionConfig:
     scale: float = 0.0  # factor of the scores; 0: head_dim ** -0.5
     rope: RopeConfig | None = None  # None: no position encoding
     head_norm: bool = False  # an RMS norm of each head's query and key (Qwen3)
+    # one over all heads' queries, one over all keys (Olmo)
+    whole_norms: tuple[WholeNorm, WholeNorm] | None = None
+    latent: LatentConfig | None = None
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in the KV slot of one layer."""
+        return (2 if self.latent is None else 1) * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -136,8 +319,8 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder model. ``blocks`` names the mixer of each layer: mamba, attention, mlp, moe, or
-    hybrid for both attention and Mamba2. What only one family has is read from ``raw``, the
+    """One decoder model. ``blocks`` names the mixer of each layer: recurrent, attention, mlp, moe,
+    or hybrid for attention beside a recurrence. What only one family has is read from ``raw``, the
     config.json itself."""
 
     architecture: str
@@ -146,7 +329,7 @@ class ModelConfig:
     hidden_size: int
     blocks: tuple[str, ...]
     norm_eps: float
-    mamba: Mamba2Config | None
+    recurrence: RecurrenceConfig | None
     attention: AttentionConfig | None
     intermediate_size: int
     max_position_embeddings: int
@@ -175,9 +358,9 @@ class ModelConfig:
         return self.held_layers.end == len(self.blocks)
 
     @property
-    def num_mamba_layers(self) -> int:
+    def num_recurrent_layers(self) -> int:
         """Of this stage, as all that pools are made for."""
-        return self.places_before(self.held_layers.end, "mamba")
+        return self.places_before(self.held_layers.end, "recurrent")
 
     @property
     def num_attention_layers(self) -> int:
@@ -185,6 +368,6 @@ class ModelConfig:
 
     def places_before(self, layer: int, kind: str) -> int:
         """How many of this stage's layers before ``layer`` have a mixer of this kind, which is
-        mamba, attention, mlp or moe: the place of that layer in the stage's pool."""
+        recurrent, attention, mlp or moe: the place of that layer in the stage's pool."""
         before = self.blocks[self.held_layers.begin : layer]
         return before.count(kind) + (before.count("hybrid") if kind in HYBRID else 0)

@@ -17,7 +17,7 @@ from mamba_eagle.train.unrolled_context import convolve
 class TrainingContext(FullSequenceContext):
     """Whole sequences, one pass."""
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         with torch.autocast(xbc.device.type, enabled=False):
             xbc = xbc.float().unflatten(0, (self.batch, self.length))
             dt = layer.step_size(dt).unflatten(0, (self.batch, self.length))

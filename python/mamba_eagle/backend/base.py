@@ -50,9 +50,9 @@ from mamba_eagle.kernels.token_mask.torch import mask_logits
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens, top_log_probs
 from mamba_eagle.kernels.top_noisy.torch import NoiseKeys, noisy_scores
 from mamba_eagle.kernels.top_parts.torch import merged, packed
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.ops import TORCH, LayerOps
-from mamba_eagle.model_config import Mamba2Config, MoEConfig
+from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.model_config import MoEConfig, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -138,14 +138,15 @@ class Backend:
     def state_scheme(
         self,
         mode: str,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         size: SchemeSize,
         table: RequestTable,
         pool: StatePool,
     ) -> StateScheme:
         """The scheme that keeps recurrent states through verification.
 
-        mode: deferred or snapshot, as in --mamba-verify-mode. config: None without Mamba2 layers.
+        mode: deferred or snapshot, as in --mamba-verify-mode. config: None without recurrent
+        layers.
 
         Raises: ValueError if ``size.rows`` has no room for the tokens that a step may accept.
         """
@@ -161,7 +162,7 @@ class Backend:
         self,
         num_slots: int,
         size: int,
-        mixers: Sequence[Mamba2Mixer],
+        mixers: Sequence[Recurrent],
         pool: StatePool,
         table: RequestTable,
     ) -> SavedJournals:
@@ -179,7 +180,7 @@ class Backend:
         pool: StatePool,
         kv: KVPool,
         slot_table: Tensor,
-        mamba: Mamba2Config | None,
+        recurrence: RecurrenceConfig | None,
     ) -> PrefillContext:
         """The context of a forward pass over the prompt chunks ``parts``, which are concatenated in
         the flat input. slot_table: [R, positions] KV slots."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from mamba_eagle.backend.attention import BlockRowAttention, NewTokenAttention
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.layers.block_attention import BlockAttention
-from mamba_eagle.layers.context import AttentionView, MambaView, Rotation
+from mamba_eagle.layers.context import AttentionView, Rotation
+from mamba_eagle.layers.recurrent import Recurrent
 
 
 class VerifyContext:
@@ -37,8 +38,8 @@ class VerifyContext:
         assert self.paged is not None
         return self.paged.attend(layer, q, k, v)
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        return self.scheme.verify(layer, self.layout, xbc, dt)
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        return self.scheme.verify(layer, self.layout, channels, raw)
 
 
 class BlockContext:
@@ -56,5 +57,5 @@ class BlockContext:
     def attention(self, layer: BlockAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.paged.attend(layer, q, k, v)
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
         raise AssertionError("block drafters consist of attention layers")

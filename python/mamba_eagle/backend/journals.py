@@ -9,8 +9,8 @@ position q is always in row ``q % C``:
                 state slot:    journal slot: the inputs of tokens [anchor, end), at most C
                 the state here
 
-A row holds a token's raw convolution input, ``dt`` after softplus, and its feature; x and B are
-computed again from the convolution inputs, which halves the memory. Here all tensor operations are
+A row holds a token's raw convolution input, its gates and its feature; what comes out of the
+convolution is computed again, which halves the memory. Here all tensor operations are
 torch's, on any device, and a replay takes all layers of a group at once; what a CPU does instead is
 in cpu/journals.py.
 """
@@ -29,11 +29,10 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.prefill import KeptInputs, PrefillContext, PrefillPart
 from mamba_eagle.backend.state import KeptRows
 from mamba_eagle.backend.zeros import zeros
-from mamba_eagle.kernels.tree_verify.torch import Rows, fold
-from mamba_eagle.layers.context import AttentionView, MambaView, Rotation
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.context import AttentionView, Rotation
+from mamba_eagle.layers.recurrent import Inputs, Recurrent
 from mamba_eagle.message import AnchorMove, JournalPart, PrefillItem
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import RecurrenceConfig
 
 MAX_REPLAY_ELEMENTS = 1 << 25  # of a group's float32 convolution inputs: 128 MiB
 
@@ -43,7 +42,6 @@ class Convolutions(NamedTuple):
 
     taps: Tensor  # [layers, K, conv_dim] float32
     bias: Tensor  # [layers, 1, conv_dim] float32
-    decay_rate: Tensor  # [layers, 1, H] float32: A
 
 
 class Run(NamedTuple):
@@ -65,7 +63,7 @@ class Places(NamedTuple):
 
 
 class SavedJournals:
-    """``num_slots`` journal slots of ``size`` rows for all Mamba2 layers of one model.
+    """``num_slots`` journal slots of ``size`` rows for all recurrent layers of one model.
 
     The scheduler assigns the slots. A request whose output is kept has one of its own, its
     *trail*, to which the rows of accepted tokens are copied after each step.
@@ -75,7 +73,7 @@ class SavedJournals:
         self,
         num_slots: int,
         size: int,
-        mixers: Sequence[Mamba2Mixer],
+        mixers: Sequence[Recurrent],
         pool: StatePool,
         table: RequestTable,
         place: Place,
@@ -85,10 +83,10 @@ class SavedJournals:
         self.mixers, self.place = list(mixers), place
         slots = num_slots + 1 if num_slots else 0  # the last one is for what is not kept
         layers, _, _, channels = pool.conv.shape if self.mixers else (0, 0, 0, 0)
-        heads = self.mixers[0].decay_rate().shape[0] if self.mixers else 0
+        gates = self.mixers[0].config.gate_size if self.mixers else 0
         device, dtype = pool.conv.device, pool.conv.dtype
         self.conv_in = zeros(layers, slots, size, channels, dtype=dtype, device=device)
-        self.dt = zeros(layers, slots, size, heads, dtype=torch.float32, device=device)
+        self.gates = zeros(layers, slots, size, gates, dtype=torch.float32, device=device)
         features = pool.feature.shape[1]
         self.feature = zeros(
             slots, size, features, dtype=pool.feature.dtype, device=pool.feature.device
@@ -97,7 +95,7 @@ class SavedJournals:
         self.trail = torch.full_like(table.processed, num_slots)  # [requests] journal slots
         self.has_trail = [False] * requests
         # where a state scheme writes the rows of output tokens
-        self.kept = KeptRows(self.conv_in, self.dt, self.feature, self.trail, table.processed)
+        self.kept = KeptRows(self.conv_in, self.gates, self.feature, self.trail, table.processed)
         self._weights: Convolutions | None = None
 
     # ── prompts ──
@@ -132,11 +130,11 @@ class SavedJournals:
         tokens, slots, rows = self.place.to_device(list(zip(*found)))
         return Places(tokens, slots, rows, runs)
 
-    def write(self, layer: MambaView, places: Places, xbc: Tensor, dt: Tensor) -> None:
-        """xbc [n, conv_dim] before the convolution and raw dt [n, H], of a pass."""
+    def write(self, layer: Recurrent, places: Places, channels: Tensor, raw: Tensor) -> None:
+        """channels [n, conv_dim] before the convolution and raw gates [n, ·], of a pass."""
         at = (layer.index, places.slots, places.rows)
-        self.conv_in[at] = xbc[places.tokens].to(self.conv_in.dtype)
-        self.dt[at] = layer.step_size(dt[places.tokens])
+        self.conv_in[at] = channels[places.tokens].to(self.conv_in.dtype)
+        self.gates[at] = layer.gates(raw[places.tokens])
 
     def write_features(self, places: Places, features: Tensor) -> None:
         """features [n, F], of the same pass."""
@@ -169,7 +167,7 @@ class SavedJournals:
 
     def _copy(self, source: int, target: int) -> None:
         """All rows of journal slot ``source`` to journal slot ``target``."""
-        for part in (self.conv_in, self.dt):
+        for part in (self.conv_in, self.gates):
             part[:, target].copy_(part[:, source])
         self.feature[target].copy_(self.feature[source])
 
@@ -209,12 +207,11 @@ class SavedJournals:
         out = weights.bias[layers].expand(-1, count, -1)
         for tap in range(width):
             out = torch.addcmul(out, raw[:, tap : tap + count].float(), taps[:, tap, None])
-        x, B, _ = self.mixers[0].split_xbc(F.silu(out).to(raw.dtype))
-        dt = self.dt[layers, slot][:, rows]
-        log_decay = (dt * weights.decay_rate[layers]).cumsum(1)
-        in_journal = torch.ones(dt.shape[:2], dtype=torch.bool, device=dt.device)
-        state = pool.ssm[layers, state_slot]
-        folded = fold(Rows(x, B, dt, log_decay), in_journal, log_decay[:, -1], state)
+        if self.mixers[0].config.conv_silu:
+            out = F.silu(out)
+        inputs = Inputs(out.to(raw.dtype), self.gates[layers, slot][:, rows])
+        mixers = self.mixers[layers]
+        folded = mixers[0].advance(mixers, inputs, pool.ssm[layers, state_slot])
         pool.ssm[layers, state_slot] = pool.rounding.round_layers(folded, key, layers.start)
         pool.conv[layers, state_slot] = raw[:, count:]
 
@@ -227,15 +224,12 @@ class SavedJournals:
                 else mixer.conv1d.bias.detach().float()
                 for mixer in self.mixers
             ]
-            decays = [mixer.decay_rate().detach() for mixer in self.mixers]
-            self._weights = Convolutions(
-                torch.stack(taps), torch.stack(bias)[:, None], torch.stack(decays)[:, None]
-            )
+            self._weights = Convolutions(torch.stack(taps), torch.stack(bias)[:, None])
         return self._weights
 
     @property
     def num_bytes(self) -> int:
-        return self.conv_in.nbytes + self.dt.nbytes + self.feature.nbytes
+        return self.conv_in.nbytes + self.gates.nbytes + self.feature.nbytes
 
 
 class JournaledPrefill:
@@ -257,19 +251,19 @@ class JournaledPrefill:
         journals, parts = self.journals, self.inner.parts
         rows = self.places.tokens.new_full((sum(part.length for part in parts),), -1)
         rows[self.places.tokens] = self.places.slots * journals.size + self.places.rows
-        return KeptInputs(rows, journals.conv_in, journals.dt)
+        return KeptInputs(rows, journals.conv_in, journals.gates)
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.inner.attention(layer, q, k, v)
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        self.journals.write(layer, self.places, xbc, dt)
-        return self.inner.mamba(layer, xbc, dt)
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        self.journals.write(layer, self.places, channels, raw)
+        return self.inner.recur(layer, channels, raw)
 
 
 def journal_bytes(
-    config: Mamba2Config | None, layers: int, rows: int, feature_size: int, itemsize: int
+    config: RecurrenceConfig | None, layers: int, rows: int, feature_size: int, itemsize: int
 ) -> int:
     """Bytes of a journal slot."""
-    per_layer = 0 if config is None else config.conv_dim * itemsize + config.num_heads * 4
+    per_layer = 0 if config is None else config.conv_dim * itemsize + config.gate_size * 4
     return rows * (layers * per_layer + feature_size * itemsize)

@@ -14,7 +14,7 @@ from mamba_eagle.backend.rounding import StateRounding
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.float8.torch import E4M3, to_e4m3
 from mamba_eagle.message import PrefillItem
-from mamba_eagle.model_config import AttentionConfig, Mamba2Config
+from mamba_eagle.model_config import AttentionConfig, RecurrenceConfig
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -25,9 +25,9 @@ def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 class KVPool:
     """Keys and values of all attention layers, with one KV slot per token (page size 1).
 
-    k, v: [layers, KV slots, kv_heads, D]. After the scheduler's KV slots follow ``num_spare`` slots
-    that the scheduler never assigns. The first of them is ``padding_slot``, where padding is
-    written and never read.
+    k, v: [layers, KV slots, kv_heads, D], one and the same tensor for latent attention. After the
+    scheduler's KV slots follow ``num_spare`` slots that the scheduler never assigns. The first of
+    them is ``padding_slot``, where padding is written and never read.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class KVPool:
         if config is not None and num_layers:
             shape = (num_layers, num_slots + num_spare, config.num_kv_heads, config.head_dim)
         self.k = zeros(*shape, dtype=stored_as or dtype, device=device)
-        self.v = zeros(*shape, dtype=stored_as or dtype, device=device)
+        shared = config is not None and config.latent is not None
+        self.v = self.k if shared else zeros(*shape, dtype=self.k.dtype, device=device)
         # the same bytes, in a dtype that can be indexed on every device
         bits = torch.uint8 if self.k.dtype == E4M3 else self.k.dtype
-        self._bits = (self.k.view(bits), self.v.view(bits))
+        self._bits = [part.view(bits) for part in ([self.k] if shared else [self.k, self.v])]
 
     @property
     def num_layers(self) -> int:
@@ -80,28 +81,29 @@ class KVPool:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values: slots [...] int64, KV slots -> k, v [..., kv_heads, D], ``dtype``."""
         flat, shape = slots.reshape(-1), (*slots.shape, *self.k.shape[2:])
-        k, v = (pool[layer].index_select(0, flat).view(shape) for pool in self._bits)
-        return k.view(self.k.dtype).to(self.dtype), v.view(self.v.dtype).to(self.dtype)
+        bits = (pool[layer].index_select(0, flat).view(shape) for pool in self._bits)
+        parts = [part.view(self.k.dtype).to(self.dtype) for part in bits]
+        return parts[0], parts[-1]
 
     @property
     def num_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(part.nbytes for part in self._bits)
 
 
 class StatePool:
-    """State slots: recurrent states of all Mamba2 layers, each after some token of a sequence.
+    """State slots: recurrent states of all recurrent layers, each after some token of a sequence.
 
-    ssm: [layers, state slots, H, P, N]. conv: [layers, state slots, K-1, conv_dim], the raw
+    ssm: [layers, state slots, *state_shape]. conv: [layers, state slots, K-1, conv_dim], the raw
     convolution inputs of the last K-1 tokens, oldest first. feature: [state slots, feature_size],
-    the feature of the last token, from which a draft head continues. Without Mamba2 layers (config
-    None) only the feature is stored. rounding: how states become the dtype of ``ssm``.
+    the feature of the last token, from which a draft head continues. Without recurrent layers
+    (config None) only the feature is stored. rounding: how states become the dtype of ``ssm``.
     """
 
     def __init__(
         self,
         num_layers: int,
         num_slots: int,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         feature_size: int,
         rounding: StateRounding,
         dtype: torch.dtype,
@@ -109,7 +111,7 @@ class StatePool:
     ) -> None:
         state, history = (0, 0, 0), (0, 0)
         if config is not None:
-            state = (config.num_heads, config.head_dim, config.state_size)
+            state = config.state_shape
             history = (config.conv_kernel - 1, config.conv_dim)
         self.rounding = rounding
         self.ssm = zeros(num_layers, num_slots, *state, dtype=rounding.dtype, device=device)

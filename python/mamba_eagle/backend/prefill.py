@@ -16,7 +16,8 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import RequestTable
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.prefill_plan import Prompt
-from mamba_eagle.layers.context import AttentionView, ForwardContext, MambaView, Rotation
+from mamba_eagle.layers.context import AttentionView, ForwardContext, Rotation
+from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.message import PrefillItem, Release
 
 
@@ -78,14 +79,14 @@ class KeptInputs(NamedTuple):
 
     rows: Tensor  # [n] int64: slot · size + row, or -1 for tokens that are not kept
     inputs: Tensor  # [layers, slots, size, conv_dim], before the convolution
-    steps: Tensor  # [layers, slots, size, H]: dt after softplus
+    gates: Tensor  # [layers, slots, size, gate_size]
 
 
 class PrefillContext(ABC):
     """The context of a forward pass over prompt chunks, which are concatenated in the flat input.
 
-    Mamba2 layers read each request's state from its own state slot, write the state after the chunk
-    back to it, and save states at the positions that the plan requests.
+    Recurrent layers read each request's state from its own state slot, write the state after the
+    chunk back to it, and save states at the positions that the plan requests.
     """
 
     rotation: Rotation | None = None
@@ -108,7 +109,8 @@ class PrefillContext(ABC):
         ctx: ForwardContext | None = None,
         kept: Callable[[], KeptInputs] | None = None,
     ) -> Tensor | None:
-        """ctx, kept: of a context that wraps this one and keeps what is fed into Mamba2 layers."""
+        """ctx, kept: of a context that wraps this one and keeps what is fed into recurrent
+        layers."""
         return None
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -116,6 +118,5 @@ class PrefillContext(ABC):
         return self.paged.attend(layer, q, k, v)
 
     @abstractmethod
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        """xbc [n, conv_dim] before the convolution, raw dt [n, H] -> y [n, H*P], including the D
-        skip."""
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        """channels [n, conv_dim] before the convolution, raw gates [n, ·] -> y [n, inner_size]."""

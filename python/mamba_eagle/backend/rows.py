@@ -2,10 +2,12 @@
 
 See kernels/tree_verify/layout.py for places and paths. Verification writes the recurrent inputs of
 a tree's nodes to free rows; ``accept`` adds the rows of accepted nodes to the journal, which only
-changes indices. Every scheme for Mamba2 layers owns a ``RequestRows``.
+changes indices. Every scheme for recurrent layers owns a ``RequestRows``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,14 +16,14 @@ from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import SchemeSize
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
 
 
 class RequestRows:
     """For each of R request slots: W rows in all layers, and the path to the last token."""
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         self.size, self.table, self.pool = size, table, pool
         self.history = config.conv_kernel - 1
@@ -52,20 +54,22 @@ class RequestRows:
         """Positions of the states, where the journals start: request slots [n] -> [n] int64."""
         return self.table.processed[slots] - self.journal_len[slots]
 
-    def newest(self, slots: Tensor, count: Tensor, width: int, dt: Tensor) -> tuple[Tensor, Tensor]:
+    def newest(
+        self, slots: Tensor, count: Tensor, width: int, gates: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The last ``count`` [b] tokens of the journals, in sequence order: their convolution
-        inputs [layers, b, width, conv_dim], and their rows of ``dt``, which is [layers, R, W, H].
-        Arbitrary past ``count``."""
+        inputs [layers, b, width, conv_dim], and their rows of ``gates``, which is
+        [layers, R, W, gate_size]. Arbitrary past ``count``."""
         first = self.history + self.journal_len[slots] - count
         columns = first[:, None] + torch.arange(width, device=slots.device)
         places = self.path[slots[:, None], columns]
         rows = (places - self.history).clamp_(min=0)
-        return self.conv_in[:, slots[:, None], places], dt[:, slots[:, None], rows]
+        return self.conv_in[:, slots[:, None], places], gates[:, slots[:, None], rows]
 
-    def of_nodes(self, slots: Tensor, nodes: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+    def of_nodes(self, slots: Tensor, nodes: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """The same of nodes [b, D], if node i is in row i."""
         at = slots[:, None]
-        return self.conv_in[:, at, nodes + self.history], dt[:, at, nodes]
+        return self.conv_in[:, at, nodes + self.history], gates[:, at, nodes]
 
     def move_history(self, slots: Tensor, keep: Tensor) -> None:
         """Replace the history by that of the token ``keep`` tokens along the journal. slots, keep:
@@ -80,24 +84,33 @@ class RequestRows:
         return self.conv_in.nbytes + self.feature.nbytes
 
 
-def step_sizes(config: Mamba2Config, size: SchemeSize, like: Tensor) -> Tensor:
-    """A buffer for dt of all rows, [layers, R, W, H] float32. like: [layers, R, …]."""
-    shape = (*like.shape[:2], size.rows, config.num_heads)
+def gate_rows(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> Tensor:
+    """A buffer for the gates of all rows, [layers, R, W, gate_size] float32. like: [layers, R, …],
+    of the model's dtype."""
+    shape = (*like.shape[:2], size.rows, config.gate_size)
     return zeros(*shape, dtype=torch.float32, device=like.device)
 
 
+def row_parts(config: RecurrenceConfig, size: SchemeSize, like: Tensor) -> tuple[Tensor, ...]:
+    """The same for what else a row holds, [layers, R, W, width] each."""
+    return tuple(
+        zeros(
+            *(*like.shape[:2], size.rows, part.width),
+            dtype=torch.float32 if part.exact else like.dtype,
+            device=like.device,
+        )
+        for part in config.row_parts
+    )
+
+
 def recurrence_rows(config: Mamba2Config, size: SchemeSize, like: Tensor) -> RowBuffers:
-    """Buffers for the recurrent inputs of all rows, [layers, R, W, width] each: xB in the dtype of
-    ``like``, whose first dimensions are [layers, R]; dt and log_decay in float32."""
-
-    def buffer(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return zeros(*like.shape[:2], size.rows, width, dtype=dtype, device=like.device)
-
-    xB = buffer(config.inner_size + config.num_groups * config.state_size, like.dtype)
-    return RowBuffers(xB, buffer(config.num_heads), buffer(config.num_heads))
+    """Both, as the kernels for Mamba2 take them."""
+    dt = gate_rows(config, size, like)
+    xB, log_decay = row_parts(config, size, like)
+    return RowBuffers(xB, dt, log_decay)
 
 
-def clear_rows(rows: RowBuffers, slots: Tensor) -> None:
+def clear_rows(rows: Iterable[Tensor], slots: Tensor) -> None:
     """Zero the rows of the request slots [n] in all layers.
 
     For schemes that multiply rows outside the mask by zero: a NaN that a previous request left

@@ -1,9 +1,9 @@
 """How recurrent state survives speculation: the interface of all state schemes.
 
-A step calls ``begin`` once, ``verify`` in each Mamba2 layer, and ``accept`` once. ``begin`` returns
-a layout that is passed to the other two, so a step is a value and two steps may be in flight.
-``start`` and ``finish`` bracket the decoding of a request: prefill leaves the state after the
-prompt in the request's state slot, and ``finish`` brings it to a position chosen by the caller.
+A step calls ``begin`` once, ``verify`` in each recurrent layer, and ``accept`` once. ``begin``
+returns a layout that is passed to the other two, so a step is a value and two of them may be in
+flight. ``start`` and ``finish`` bracket the decoding of a request: prefill leaves the state after
+the prompt in the request's state slot, and ``finish`` brings it to a position of the caller's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.context import MambaView
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -25,20 +24,20 @@ class KeptRows(NamedTuple):
     """The tensors of saved journals (journals.py), the last journal slot being for padding."""
 
     conv_in: Tensor  # [layers, journal slots, C rows, conv_dim]
-    dt: Tensor  # [layers, journal slots, C, H] float32
+    gates: Tensor  # [layers, journal slots, C, gate_size] float32
     feature: Tensor  # [journal slots, C, F]
     trail: Tensor  # [requests] int64: the journal slot of each request's output
     processed: Tensor  # [requests] int64, as in the request table
 
 
 class StateScheme(ABC):
-    """Recurrent state of running requests, in all Mamba2 layers.
+    """Recurrent state of running requests, in all recurrent layers.
 
     ``begin`` and ``lane_layout`` return a *layout*, which only the same scheme reads; attention
     gets its ancestors from ``ancestor_bits``.
 
-    Shapes: b or n requests, T tree nodes, F feature size, H heads of P channels. Slots and counts
-    are int64; ``slots`` are request slots.
+    Shapes: b or n requests, T tree nodes, F feature size. Slots and counts are int64;
+    ``slots`` are request slots.
     """
 
     on_device = False  # whether no method waits for the host, so that graphs can repeat a step
@@ -59,9 +58,9 @@ class StateScheme(ABC):
         """Prepare to verify one tree per request in ``slots`` [b]. Returns the layout."""
 
     @abstractmethod
-    def verify(self, layer: MambaView, layout: Any, xbc: Tensor, dt: Tensor) -> Tensor:
-        """Convolution and recurrence of all nodes in one layer: xbc [b*T, conv_dim] before the
-        convolution, raw dt [b*T, H] -> y [b*T, H*P], including the D skip."""
+    def verify(self, layer: Any, layout: Any, channels: Tensor, raw: Tensor) -> Tensor:
+        """Convolution and recurrence of all nodes in one layer, a Recurrent: channels
+        [b*T, conv_dim] before the convolution, raw gates [b*T, ·] -> y [b*T, inner_size]."""
 
     @abstractmethod
     def accept(self, layout: Any, accepted: Truncated, features: Tensor) -> None:
@@ -90,9 +89,9 @@ class StateScheme(ABC):
 
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
         """What the D tokens accepted last fed into the recurrence: slots [b] -> raw convolution
-        inputs [layers, b, D, conv_dim] and dt [layers, b, D, H], arbitrary past ``count``. Only
-        with Mamba2 layers."""
-        raise AssertionError("the scheme has no Mamba2 layers")
+        inputs [layers, b, D, conv_dim] and gates [layers, b, D, gate_size], arbitrary past
+        ``count``. Only with recurrent layers."""
+        raise AssertionError("the scheme has no recurrent layers")
 
     def keep_rows(
         self, slots: Tensor, accepted: Truncated, features: Tensor, kept: KeptRows
@@ -107,9 +106,9 @@ class StateScheme(ABC):
         )
         rows = positions % kept.feature.shape[1]
         if kept.conv_in.shape[0]:
-            conv_in, dt = self.accepted_inputs(slots, accepted)
+            conv_in, gates = self.accepted_inputs(slots, accepted)
             kept.conv_in[:, journals, rows] = conv_in
-            kept.dt[:, journals, rows] = dt
+            kept.gates[:, journals, rows] = gates
         at = nodes[..., None].expand(-1, -1, features.shape[2])
         kept.feature[journals, rows] = features.gather(1, at).to(kept.feature.dtype)
 
@@ -133,7 +132,7 @@ class StateScheme(ABC):
 class SchemeSize(NamedTuple):
     """Sizes of a scheme's buffers."""
 
-    layers: int  # Mamba2 layers
+    layers: int  # recurrent layers
     features: int  # elements per token's feature
     rows: int  # W: per request
     nodes: int  # most nodes per step

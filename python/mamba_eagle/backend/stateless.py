@@ -1,15 +1,15 @@
-"""The state scheme of models without Mamba2 layers, which have no recurrent state."""
+"""The state scheme of models without recurrent layers, which have no recurrent state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, where
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.layers.context import MambaView
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
@@ -41,8 +41,8 @@ class StatelessScheme(StateScheme):
             tail=None,
         )
 
-    def verify(self, layer: MambaView, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
-        raise AssertionError("the model has no Mamba2 layer")
+    def verify(self, layer: Any, layout: TreeLayout, channels: Tensor, raw: Tensor) -> Tensor:
+        raise AssertionError("the model has no recurrent layer")
 
     def accept(self, layout: TreeLayout, accepted: Truncated, features: Tensor) -> None:
         if not features.shape[2]:

@@ -48,9 +48,9 @@ from mamba_eagle.cpu.spans.steps import BEST_OF, ENTER_ROOTS
 from mamba_eagle.cpu.state import CPU_SCHEMES, CpuDeferred, CpuStateless
 from mamba_eagle.cpu.threads import num_threads, parallel_forms
 from mamba_eagle.kernels.top_log_probs.torch import TopTokens
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.products import PackedProduct
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.layers.recurrent import Recurrent
+from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -59,8 +59,8 @@ SCORES_PER_NS = 8  # that are looked at for the largest
 
 
 class CpuBackend(Backend):
-    """torch processes the recurrence if states are not float32, and attention if the KV cache is
-    not."""
+    """torch processes a recurrence that is not Mamba2 or whose states are not float32, and
+    attention if the KV cache is not."""
 
     name = "cpu"
 
@@ -101,14 +101,14 @@ class CpuBackend(Backend):
     def state_scheme(
         self,
         mode: str,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         size: SchemeSize,
         table: RequestTable,
         pool: StatePool,
     ) -> StateScheme:
         if config is None:
             return CpuStateless(table, pool)
-        if pool.ssm.dtype != torch.float32:
+        if not _has_kernels(config, pool):
             return super().state_scheme(mode, config, size, table, pool)
         return CPU_SCHEMES[mode](config, size, table, pool)
 
@@ -119,11 +119,12 @@ class CpuBackend(Backend):
         self,
         num_slots: int,
         size: int,
-        mixers: Sequence[Mamba2Mixer],
+        mixers: Sequence[Recurrent],
         pool: StatePool,
         table: RequestTable,
     ) -> SavedJournals:
-        kind = CpuJournals if mixers and pool.ssm.dtype == torch.float32 else SavedJournals
+        ours = mixers and _has_kernels(mixers[0].config, pool)
+        kind = CpuJournals if ours else SavedJournals
         return kind(num_slots, size, mixers, pool, table, self.place)
 
     def prefill_context(
@@ -132,10 +133,10 @@ class CpuBackend(Backend):
         pool: StatePool,
         kv: KVPool,
         slot_table: Tensor,
-        mamba: Mamba2Config | None,
+        recurrence: RecurrenceConfig | None,
     ) -> PrefillContext:
-        if pool.ssm.dtype != torch.float32:
-            return super().prefill_context(parts, pool, kv, slot_table, mamba)
+        if not _has_kernels(recurrence, pool):
+            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
         attention = self.prompt_attention(kv, slot_table, parts)
         return CpuPrefillContext(parts, pool, attention, self.place, self.prompts)
 
@@ -207,6 +208,10 @@ class CpuBackend(Backend):
 
     def pending_entries(self, table: RequestTable, size: PendingSize) -> PendingEntries:
         return CpuPendingEntries(table, size)
+
+
+def _has_kernels(config: RecurrenceConfig | None, pool: StatePool) -> bool:
+    return isinstance(config, Mamba2Config | None) and pool.ssm.dtype == torch.float32
 
 
 def _top(kernel: Callable[..., None], rows: Tensor, k: int) -> TopTokens:

@@ -24,13 +24,13 @@ class CpuJournals(SavedJournals):
         for token, slot, row, count in places.runs:
             self.conv_in[layer.index, slot, row : row + count] = xbc[token : token + count]
         steps, _ = step_sizes_of(layer, dt[places.tokens])
-        self.dt[layer.index, places.slots, places.rows] = torch.from_numpy(steps)
+        self.gates[layer.index, places.slots, places.rows] = torch.from_numpy(steps)
 
     def _replay_rows(self, part: JournalPart, state_slot: int) -> None:
         count = part.end - part.start
         for layer, mixer in enumerate(self.mixers):
             state = self.pool.ssm[layer, state_slot]
-            journal = (self.conv_in[layer, part.slot], self.dt[layer, part.slot])
+            journal = (self.conv_in[layer, part.slot], self.gates[layer, part.slot])
             cpu.replay(
                 count * state.numel(),
                 part.start % self.size,

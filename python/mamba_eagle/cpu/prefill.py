@@ -56,7 +56,7 @@ class CpuPrefillContext(PrefillContext):
         rows = kept() if kept is not None else None
         return self.programs.run(layers, hidden, ctx or self, self.pool, self.tables, rows)
 
-    def mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         assert self.tables is not None
         n, c = xbc.shape[0], layer.config
         raw, weights = xbc.contiguous().numpy(), layer_weights(layer)

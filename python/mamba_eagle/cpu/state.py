@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, layer_rows, recurrence_rows
-from mamba_eagle.backend.rows import step_sizes as step_size_rows
+from mamba_eagle.backend.rows import RequestRows, gate_rows, layer_rows, recurrence_rows
 from mamba_eagle.backend.state import KeptRows, SchemeSize, StateScheme
 from mamba_eagle.backend.stateless import StatelessScheme
 from mamba_eagle.backend.torch.state import make_node_states
@@ -249,7 +248,7 @@ class CpuSnapshot(CpuScheme):
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)
-        self.dt = step_size_rows(config, size, self.rows.conv_in)
+        self.dt = gate_rows(config, size, self.rows.conv_in)
         self._accepted = np.zeros_like(
             self._journal_len
         )  # by request slot: tokens of its last step

@@ -82,7 +82,7 @@ class ModelDrafter(Drafter):
         # Chains may end early only on one rank without graphs: others need not know the node count.
         ends_early = backend.place.on_host and config.num_ranks == 1
         self.min_probability = np.array([config.speculative_draft_p_min if ends_early else 0.0])
-        room = max_without_rows if net.mamba is None else max_pending
+        room = max_without_rows if net.recurrence is None else max_pending
         self.max_pending = room(config)
         requests = parts.table.processed.shape[0]
         self.kv = KVPool(
@@ -95,9 +95,9 @@ class ModelDrafter(Drafter):
             stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
         )
         self.pool = StatePool(
-            net.num_mamba_layers,
+            net.num_recurrent_layers,
             parts.state_slots,
-            net.mamba,
+            net.recurrence,
             network.carry_size,
             backend.state_rounding(
                 config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), parts.table
@@ -106,14 +106,14 @@ class ModelDrafter(Drafter):
             backend.device,
         )
         size = SchemeSize(
-            layers=net.num_mamba_layers,
+            layers=net.num_recurrent_layers,
             features=network.carry_size,
             rows=draft_rows(config),
             nodes=self.max_pending,
             accepts=self.max_pending,
             spare=self.max_lanes,
         )
-        self.scheme = backend.state_scheme("deferred", net.mamba, size, parts.table, self.pool)
+        self.scheme = backend.state_scheme("deferred", net.recurrence, size, parts.table, self.pool)
 
         # a step also writes entries past ``count``; hence the room past ``max_pending``
         self.max_accepted = config.tree_shape.depth + 1
@@ -126,7 +126,7 @@ class ModelDrafter(Drafter):
         self.longest_chain = chain_tree(parts.table.processed.new_zeros(1, self.max_pending))
         attends = not net.num_attention_layers or backend.attention_on_device
         on_device = self.scheme.on_device and attends
-        self.recurrent = net.mamba is not None or network.carry_size > 0
+        self.recurrent = net.recurrence is not None or network.carry_size > 0
         self.reads = "features" if network.feature_size else "tokens"
         self.on_device = on_device and backend.experts_on_device(net.moe)
         self.greedy = self._greedy_drafting(config.tree_shape)
@@ -141,13 +141,13 @@ class ModelDrafter(Drafter):
         previous = features.roll(1, dims=0)
         previous[firsts] = before.to(previous.dtype)
         entries = self.network.entry_features(previous)
-        mamba, kv_slots = self.network.config.mamba, self.table.kv_slots
+        recurrence, kv_slots = self.network.config.recurrence, self.table.kv_slots
         # chunks whose entries need a carry are processed one by one
         for group in [parts] if not self.network.carry_size else [[part] for part in parts]:
             span = slice(group[0].first, group[-1].first + group[-1].length)
             # the context's tokens begin at 0, whatever the group's place in the batch
             own = prefill_parts([part.item for part in group])
-            ctx = self.backend.prefill_context(own, self.pool, self.kv, kv_slots, mamba)
+            ctx = self.backend.prefill_context(own, self.pool, self.kv, kv_slots, recurrence)
             carry = self.pool.feature[group[0].item.state_slot][None]
             inputs = (tokens[None, span], entries[None, span], carry)
             outputs = self.network.run_entries(*inputs, ctx)[0]

@@ -19,7 +19,8 @@ from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import CheckpointError, stored_tensors
 from mamba_eagle.models.mtp import MtpHead, num_modules, stored_modules
-from mamba_eagle.models.registry import read_as
+from mamba_eagle.models.qwen_mtp import QwenMtpHead
+from mamba_eagle.models.registry import mtp_module, read_as
 
 
 class MtpNetwork(DraftNetwork):
@@ -37,7 +38,7 @@ class MtpNetwork(DraftNetwork):
     A single module drafts at all depths, because it reads its own output.
     """
 
-    def __init__(self, head: MtpHead, target: CausalLM) -> None:
+    def __init__(self, head: MtpHead | QwenMtpHead, target: CausalLM) -> None:
         self.head, self.target, self.config = head, target, head.config
         size, modules = head.config.hidden_size, head.num_modules
         self.size = self.feature_size = size
@@ -92,14 +93,16 @@ class MtpSource(FolderSource):
         super().__init__(replace(config, speculative_draft_model_path=folder), target)
 
     def read(self) -> ModelConfig:
-        own = read_as("mtp", self.path)
+        self.family = mtp_module(self.path)
+        own = read_as(self.family, self.path)
         if self.has_files:
             with contextlib.suppress(CheckpointError):  # reported by ``problems``
                 return stored_modules(own, stored_tensors(Path(self.path)))
         return own
 
-    def module(self, config: ModelConfig | None = None) -> MtpHead:
-        return MtpHead(config or self.own)
+    def module(self, config: ModelConfig | None = None) -> MtpHead | QwenMtpHead:
+        kind = QwenMtpHead if self.family == "qwen_mtp" else MtpHead
+        return kind(config or self.own)
 
     def problems(self) -> list[str]:
         wrong = super().problems()
@@ -112,5 +115,5 @@ class MtpSource(FolderSource):
 
     def make(self, parts: DraftParts) -> Drafter:
         head = self.load(parts)
-        assert isinstance(head, MtpHead)
+        assert isinstance(head, MtpHead | QwenMtpHead)
         return ModelDrafter(MtpNetwork(head, parts.target), self.columns(parts), parts)

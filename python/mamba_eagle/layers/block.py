@@ -16,19 +16,19 @@ from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.ops import LayerOps
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 
 class Block(Layer):
-    """``hidden + mixer(norm(hidden))``; ``kind`` is mamba, attention, mlp or moe."""
+    """``hidden + mixer(norm(hidden))``; ``kind`` is recurrent, attention, mlp or moe."""
 
     def __init__(self, kind: str, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer: nn.Module
-        if kind == "mamba":
-            assert config.mamba is not None
-            self.mixer = Mamba2Mixer(config.mamba, config.hidden_size, config.norm_eps, index)
+        if kind == "recurrent":
+            assert isinstance(config.recurrence, Mamba2Config)
+            self.mixer = Mamba2Mixer(config.recurrence, config.hidden_size, config.norm_eps, index)
         elif kind == "attention":
             assert config.attention is not None
             self.mixer = Attention(config.attention, config.hidden_size, index)

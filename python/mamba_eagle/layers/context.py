@@ -2,7 +2,8 @@
 
 A model is the same code for training, prefill and verification. What differs is where the earlier
 tokens are: in the same batch, in a KV pool, or in a state slot and rows. A ForwardContext hides
-that difference: Mamba2 and attention layers pass it their projected inputs and get their outputs.
+that difference: recurrent and attention layers pass it their projected inputs and get what they
+read.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.causal_conv.torch import causal_conv
-from mamba_eagle.kernels.ssd.torch import ssd_chunked
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.layers.recurrent import Inputs, Recurrent
 
 
 class Rotation(NamedTuple):
@@ -38,35 +38,6 @@ class AttentionView(Protocol):
         """Factor by which attention scores are multiplied."""
 
 
-class ConvView(Protocol):
-    """A depthwise convolution: weight [C, 1, K], bias [C] or None."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-
-class MambaView(Protocol):
-    """The properties of a Mamba2 layer that a context uses."""
-
-    config: Mamba2Config
-    index: int  # among the Mamba2 layers, and so in the state pool
-    dt_bias: nn.Parameter  # [H] float32
-    D: nn.Parameter  # [H] float32
-
-    @property
-    def conv1d(self) -> ConvView:
-        """The convolution of x, B and C."""
-
-    def decay_rate(self) -> Tensor:
-        """A: [H] float32, negative."""
-
-    def step_size(self, dt: Tensor) -> Tensor:
-        """Raw dt [..., H] -> step sizes [..., H] float32, positive."""
-
-    def split_xbc(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., conv_dim] -> x [..., H, P], B [..., G, N], C [..., G, N]."""
-
-
 class ForwardContext(Protocol):
     """How a forward pass over n tokens, flattened over sequences, accesses their sequences."""
 
@@ -80,9 +51,9 @@ class ForwardContext(Protocol):
     def positions(self) -> Tensor:
         """[n] int64: each token's position in its sequence."""
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        """Convolution and recurrence: xbc [n, conv_dim] before the convolution, raw dt [n, H]
-        -> y [n, H*P], including the D skip."""
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        """Convolution and recurrence: channels [n, conv_dim] before the convolution, and what
+        ``layer.gates`` reads, [n, ·] -> y [n, inner_size]."""
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention: q [n, heads, D], k and v [n, kv_heads, D] -> [n, heads, D]."""
@@ -108,13 +79,16 @@ class FullSequenceContext:
     def positions(self) -> Tensor:
         return torch.arange(self.length, device=self.device).repeat(self.batch)
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        xbc = xbc.unflatten(0, (self.batch, self.length))
-        dt = layer.step_size(dt).unflatten(0, (self.batch, self.length))
-        convolved = causal_conv(xbc, layer.conv1d.weight[:, 0], layer.conv1d.bias)
-        x, B, C = layer.split_xbc(convolved)
-        y = ssd_chunked(x, dt, layer.decay_rate(), B, C, layer.D, layer.config.chunk_size).y
-        return y.flatten(2).flatten(0, 1)
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        channels = channels.unflatten(0, (self.batch, self.length))
+        gates = layer.gates(raw).unflatten(0, (self.batch, self.length))
+        convolved = causal_conv(
+            channels,
+            layer.conv1d.weight[:, 0],
+            layer.conv1d.bias,
+            silu=layer.config.conv_silu,
+        )
+        return layer.scan(Inputs(convolved, gates), None, layer.config.chunk_size).y.flatten(0, 1)
 
     def attention(self, layer: AttentionView, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.unflatten(0, (self.batch, self.length)).transpose(1, 2) for t in (q, k, v))

@@ -27,6 +27,21 @@ class NormThenGate(RMSNorm):
         return (self.weight.float() * normed * F.silu(gate.float())).to(gate.dtype)
 
 
+class HeadNormThenGate(Layer):
+    """``weight * rmsnorm(y) * silu(gate)`` of each head, all with the same weight [P], as in gated
+    DeltaNet. y, gate [n, heads * P]."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps = eps
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        heads = y.float().unflatten(-1, (-1, len(self.weight)))
+        normed = F.rms_norm(heads, self.weight.shape, self.weight.float(), self.eps).flatten(-2)
+        return (normed * F.silu(gate.float())).to(gate.dtype)
+
+
 class SharedGroupsNorm(Layer):
     """Either of the two norms above where some of its groups lie on several ranks: these add up
     their sums of squares. y, gate [n, size], of a rank's channels."""

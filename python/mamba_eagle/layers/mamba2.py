@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.ssd.torch import ssd_chunked
+from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
 from mamba_eagle.layers.context import ForwardContext
 from mamba_eagle.layers.gated_norm import make_gated_norm
-from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.norm import GatedGroupRMSNorm
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.recurrent import (
+    Conv1dWeight,
+    Inputs,
+    Journal,
+    Recurrent,
+    Scanned,
+    Snapshots,
+    TreeMask,
+    Verified,
+)
 from mamba_eagle.model_config import Mamba2Config, Span
 from mamba_eagle.parallel.cut import Cut, columns, once, rows
-from mamba_eagle.parallel.shard import Shard, mamba_heads
+from mamba_eagle.parallel.shard import Shard, recurrent_heads
 
 
-class Conv1dWeight(nn.Module):
-    """Depthwise convolution weights under their published names: weight [C, 1, K], bias [C]."""
-
-    def __init__(self, channels: int, width: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-
-
-class Mamba2Mixer(Layer):
+class Mamba2Mixer(Recurrent):
     """Dao and Gu 2024 (arXiv 2405.21060): hidden [n, hidden_size] -> [n, hidden_size], of a rank's
     heads a part of the sum.
 
-    ``index`` is the layer's index among the Mamba2 layers. H heads of P channels, G groups, state
-    size N.
+    H heads of P channels, G groups, state size N. The recurrence is that of kernels/ssd and
+    kernels/tree_verify; it has one gate per head, dt.
     """
+
+    config: Mamba2Config
 
     def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int) -> None:
         super().__init__()
@@ -52,7 +58,7 @@ class Mamba2Mixer(Layer):
         self._dt_bias: Tensor | None = None
 
     def cuts(self, shard: Shard) -> dict[str, Cut]:
-        c, own = self.config, mamba_heads(shard, self.config)
+        c, own = self.config, recurrent_heads(shard, self.config)
         inner, state = c.inner_size, c.num_groups * c.state_size
         x, heads = own.channels(c.head_dim), own.heads
         xbc = (x, *own.group_channels(c.state_size, inner))
@@ -110,8 +116,70 @@ class Mamba2Mixer(Layer):
             C.unflatten(-1, (c.num_groups, c.state_size)),
         )
 
+    # ── the recurrence ──
+
+    def gates(self, raw: Tensor) -> Tensor:
+        return self.step_size(raw)
+
+    def scan(self, inputs: Inputs, state: Tensor | None, chunk: int) -> Scanned:
+        x, B, C = self.split_xbc(inputs.convolved)
+        found = ssd_chunked(x, inputs.gates, self.decay_rate(), B, C, self.D, chunk, state)
+        return Scanned(found.y.flatten(2), found.final_state)
+
+    def verify(self, nodes: Inputs, journal: Journal, mask: TreeMask, state: Tensor) -> Verified:
+        c, dt = self.config, nodes.gates
+        x, B, C = self.split_xbc(nodes.convolved)
+        decays = dt * self.decay_rate()
+        L = _last(journal)[:, None]
+        L = L + decays if dt.shape[1] == 1 else torch.baddbmm(L, mask.ancestors, decays)
+        xB = nodes.convolved[..., : c.inner_size + c.num_groups * c.state_size]
+        new = (dt, xB, L)
+        old = (journal.gates, *journal.parts)
+        rows = self._rows(*(torch.cat(both, dim=1) for both in zip(old, new)))
+        y = tree_verify(rows, C, L, state, mask.bias)
+        y = torch.addcmul(y, self.D.detach().float()[:, None], x)
+        return Verified(y.flatten(2), (xB, L))
+
+    def fold(self, journal: Journal, state: Tensor) -> Tensor:
+        rows = self._rows(journal.gates, *journal.parts)
+        return fold(rows, journal.valid, _last(journal), state)
+
+    def snapshots(self, nodes: Inputs, state: Tensor, parents: Tensor) -> Snapshots:
+        x, B, C = self.split_xbc(nodes.convolved)
+        y, states = snapshot_verify(x, nodes.gates, self.decay_rate(), B, C, state, parents)
+        y = torch.addcmul(y, self.D.detach().float()[:, None], x)
+        return Snapshots(y.flatten(2), states)
+
+    @staticmethod
+    def advance(mixers: Sequence[Mamba2Mixer], inputs: Inputs, state: Tensor) -> Tensor:  # type: ignore[override]
+        x, B, _ = mixers[0].split_xbc(inputs.convolved)
+        dt = inputs.gates
+        decay_rate = torch.stack([mixer.decay_rate().detach() for mixer in mixers])
+        log_decay = (dt * decay_rate[:, None]).cumsum(1)
+        in_journal = torch.ones(dt.shape[:2], dtype=torch.bool, device=dt.device)
+        return fold(Rows(x, B, dt, log_decay), in_journal, log_decay[:, -1], state)
+
+    def _rows(self, dt: Tensor, xB: Tensor, log_decay: Tensor) -> Rows:
+        c = self.config
+        x, B = xB[..., : c.inner_size], xB[..., c.inner_size :]
+        return Rows(
+            x.unflatten(-1, (c.num_heads, c.head_dim)),
+            B.unflatten(-1, (c.num_groups, c.state_size)),
+            dt,
+            log_decay,
+        )
+
     def forward(self, hidden: Tensor | Rounded, ctx: ForwardContext) -> Tensor:
         c = self.config
         gate, xbc, dt = self.in_proj(hidden).split([c.inner_size, c.conv_dim, c.num_heads], dim=-1)
-        y = ctx.mamba(self, xbc, dt)
+        y = ctx.recur(self, xbc, dt)
         return self.out_proj(self.norm(y, gate))
+
+
+def _last(journal: Journal) -> Tensor:
+    """L of each journal's last row, 0 for an empty journal. [b, H] float32"""
+    log_decay, length = journal.parts[1], journal.length
+    if not log_decay.shape[1]:
+        return log_decay.new_zeros(len(length), log_decay.shape[2])
+    rows = torch.arange(len(length), device=length.device)
+    return (length > 0).float()[:, None] * log_decay[rows, (length - 1).clamp(min=0)]

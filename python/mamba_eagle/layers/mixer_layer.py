@@ -9,7 +9,7 @@ from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
 
 
 class MixerLayer(Layer):
@@ -21,10 +21,10 @@ class MixerLayer(Layer):
         kind = config.blocks[layer]
         index = config.places_before(layer, kind)
         self.input_layernorm = RMSNorm(size, eps)
-        self.is_mamba = kind == "mamba"
+        self.is_mamba = kind == "recurrent"
         if self.is_mamba:
-            assert config.mamba is not None
-            self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
+            assert isinstance(config.recurrence, Mamba2Config)
+            self.mamba = Mamba2Mixer(config.recurrence, size, eps, index)
         else:
             assert config.attention is not None
             self.self_attn = make_attention(config.attention, size, index, eps)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.kernels.experts.torch import Choice, Routes, choose
 from mamba_eagle.layers.context import ForwardContext
-from mamba_eagle.layers.gated_mlp import activation, gated
+from mamba_eagle.layers.gated_mlp import GatedMLP, activation, gated
 from mamba_eagle.layers.layer import Layer
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mlp import ReluSquaredMLP
@@ -265,6 +265,33 @@ class LatentMoE(Layer):
         else:
             routed = self.experts(hidden, routes)
         return routed + self.shared_experts(hidden, ctx)
+
+
+class GatedSharedMoE(Layer):
+    """Qwen's layer: gated experts with softmax weights, and one for all tokens, which passes a
+    sigmoid gate of its own.
+
+    hidden [n, hidden_size] -> [n, hidden_size], of a rank's experts and of its part of the shared
+    one a part of the sum.
+    """
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.gate = SoftmaxRouter(config, hidden_size)
+        self.experts = Experts(
+            config.num_experts, hidden_size, width, 2 * width, silu_gate, config.held
+        )
+        self.shared_expert = GatedMLP(hidden_size, config.shared_intermediate_size)
+        self.shared_expert_gate = Linear(hidden_size, 1)
+
+    def rehearse(self) -> None:
+        for hidden in rehearsed(self.experts, self.gate):
+            self.forward(hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shared = self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)
+        return self.experts(hidden, self.gate(hidden)) + shared
 
 
 class GatedMoE(Layer):

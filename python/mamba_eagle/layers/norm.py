@@ -43,6 +43,14 @@ class RMSNorm(_Norm):
         return self._ops.rounded_rms_norm(x, self.weight, self.eps, self.rounding)
 
 
+def keep_exact(model: nn.Module) -> None:
+    """Hold the weights of all plain norms in float32, whatever the model's dtype: for families that
+    store their difference from 1, in which they have more digits."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight = nn.Parameter(module.weight.detach().float())
+
+
 class GatedGroupRMSNorm(_Norm):
     """``weight * rmsnorm_group(y * silu(gate))``: gate first, then a norm over each group.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mamba_eagle.layers.layer import Layer
+from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.matrix import Matrix
 
 META = torch.device("meta")
@@ -61,18 +62,37 @@ class MatrixLayer(Layer):
         super().__init__()
         self.matrices: dict[str, Matrix] = {}  # by parameter
         self._stacks: dict[str, dict[int, Matrix]] = {}  # of experts, until ``assemble``
+        # of experts, until the other one comes
+        self._halves: dict[tuple[str, int], dict[int, Matrix]] = {}
 
     def allocate(self, name: str, device: torch.device) -> None:
         """Give the parameter its memory, if it has none."""
         empty: nn.Parameter = getattr(self, name)
         if empty.device == META:
             self._replace(name, torch.empty(empty.shape, dtype=empty.dtype, device=device))
+            weight = getattr(self, name).detach()
             for index, matrix in self._stacks.pop(name, {}).items():
-                getattr(self, name).detach()[index].copy_(matrix.dequantize())
+                weight[index].copy_(matrix.dequantize())
+            for stack, index in [key for key in self._halves if key[0] == name]:
+                for half, matrix in self._halves.pop((stack, index)).items():
+                    weight[index].chunk(2)[half].copy_(matrix.dequantize())
 
-    def hold(self, name: str, matrix: Matrix, index: int | None = None) -> None:
-        """Use ``matrix`` in place of the parameter, or of its slice ``index``."""
+    def hold(
+        self, name: str, matrix: Matrix, index: int | None = None, half: int | None = None
+    ) -> None:
+        """Use ``matrix`` in place of the parameter, of its slice ``index``, or of the first or
+        second half of that slice's rows, where it waits for the other half."""
         weight: nn.Parameter = getattr(self, name)
+        if half is not None:
+            assert index is not None
+            if weight.device != META:
+                weight.detach()[index].chunk(2)[half].copy_(matrix.dequantize())
+                return
+            halves = self._halves.setdefault((name, index), {})
+            halves[half] = matrix
+            if len(halves) < 2:
+                return
+            matrix = joined_halves(self._halves.pop((name, index)))
         if index is None:
             self._replace(name, without_memory(weight.shape, weight.dtype))
             self.matrices[name] = matrix
@@ -101,6 +121,13 @@ class MatrixLayer(Layer):
 
     def _replace(self, name: str, weight: Tensor) -> None:
         setattr(self, name, nn.Parameter(weight, requires_grad=False))
+
+
+def joined_halves(halves: dict[int, Matrix]) -> Matrix:
+    """Both as one matrix, in their own form if that is the same."""
+    parts = [halves[0], halves[1]]
+    joined = type(parts[0]).join(parts) if type(parts[0]) is type(parts[1]) else None
+    return joined or DenseMatrix(torch.cat([part.dequantize() for part in parts]))
 
 
 def matrix_layers(model: nn.Module) -> Iterator[tuple[str, MatrixLayer]]:

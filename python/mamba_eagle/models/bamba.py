@@ -42,12 +42,14 @@ class BambaForCausalLM(CausalLM):
 def parse_config(values: dict[str, Any]) -> ModelConfig:
     only(values, hidden_act="silu")
     attends = set(values.get("attn_layer_indices") or ())
-    blocks = ("attention" if i in attends else "mamba" for i in range(values["num_hidden_layers"]))
+    blocks = (
+        "attention" if i in attends else "recurrent" for i in range(values["num_hidden_layers"])
+    )
     attention = attention_config(values)
     rope = rope_config(values, attention.head_dim, part=0.5)
     return model_config(
         values,
         tuple(blocks),
-        mamba=mamba_config(values),
+        recurrence=mamba_config(values),
         attention=attention_config(values, rope=rope) if attends else None,
     )

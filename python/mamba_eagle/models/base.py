@@ -24,11 +24,14 @@ from mamba_eagle.parallel.shard import Shard
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint's tensor goes: into a parameter, or into one slice of a stacked one."""
+    """Where a checkpoint's tensor goes: into a parameter, into one slice of a stacked one, or into
+    half of such a slice."""
 
     name: str
     index: int | None = None
     scale: float | Tensor = 1.0  # factor, applied in float32
+    shift: float = 0.0  # added after that: norms are often stored as what they differ from 1 by
+    half: int | None = None  # of the slice's rows: 0 or 1
 
 
 class Elsewhere(Layer):
@@ -80,7 +83,7 @@ class CausalLM(Layer):
     names = Names()
     reads_embeddings: ClassVar[bool] = False  # whether layers after the first one do
 
-    def __init__(self, config: ModelConfig, layers: list[nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]) -> None:
         """layers: all of the model's, each with its place in this stage's pools."""
         super().__init__()
         self.config, self.held = config, config.held_layers

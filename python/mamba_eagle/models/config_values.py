@@ -46,7 +46,9 @@ KINDS = (
         mamba_expand mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel chunk_size
         num_heads state_size n_mamba_heads mamba_ngroups num_mem_blocks d_model n_layer headdim
         expand d_state ngroups d_conv pad_vocab_size_multiple draft_vocab_size target_hidden_size
-        original_max_position_embeddings""",
+        original_max_position_embeddings kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim
+        linear_head_dim linear_num_heads linear_conv_kernel_dim short_conv_kernel_size
+        layer_group_size conv_L_cache block_ff_dim block_multiple_of""",
     ),
     Kind(
         f"a whole number from 0 to {MAX_SIZE}",
@@ -54,6 +56,8 @@ KINDS = (
         """head_dim attention_head_dim intermediate_size shared_intermediate_size
         max_position_embeddings num_local_experts n_routed_experts num_experts_per_tok
         moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size n_group topk_group
+        num_experts num_experts_per_token num_expert_group num_shared_experts n_shared_experts
+        first_k_dense_replace num_dense_layers model_max_length
         num_nextn_predict_layers adapter_rank max_window_layers dspark_draft_topk""",
     ),
     Kind(
@@ -64,13 +68,13 @@ KINDS = (
     Kind(
         "a number from 0 to 1",
         lambda value: _is_number(value) and 0 <= value <= 1,
-        "rms_norm_eps layer_norm_epsilon norm_epsilon partial_rotary_factor",
+        "rms_norm_eps layer_norm_epsilon norm_epsilon norm_eps partial_rotary_factor",
     ),
     Kind(
         "a positive number",
         lambda value: _is_number(value) and value > 0,
         """rope_theta factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow
-        logits_scaling""",
+        logits_scaling block_ffn_dim_multiplier""",
     ),
     Kind(
         "a number",
@@ -78,7 +82,7 @@ KINDS = (
         """mscale mscale_all_dim attention_multiplier embedding_multiplier residual_multiplier
         key_multiplier lm_head_multiplier attention_in_multiplier attention_out_multiplier
         ssm_in_multiplier ssm_out_multiplier routed_scaling_factor input_embedding_scale
-        logit_scale""",
+        logit_scale kda_lower_bound""",
     ),
     Kind(
         "true or false",
@@ -86,7 +90,8 @@ KINDS = (
         """tie_word_embeddings tie_embeddings attention_bias mlp_bias use_bias use_conv_bias
         mamba_conv_bias mamba_proj_bias projectors_bias add_bias_linear conv_bias mamba_rms_norm
         mamba_norm_before_gate norm_topk_prob use_mem_rope use_long_context truncate
-        mtp_use_repeated_layer use_sliding_window use_swa""",
+        mtp_use_repeated_layer moe_renormalize use_expert_bias tie_embedding
+        block_auto_adjust_ff_dim kda_safe_gate use_sliding_window use_swa""",
     ),
     Kind(
         "a list of numbers",
@@ -101,12 +106,12 @@ KINDS = (
     Kind(
         "a list of layer numbers",
         lambda value: _all(value, lambda one: _is_whole(one, 0)),
-        "attn_layer_indices",
+        "attn_layer_indices full_attn_idxs full_attn_layers kda_layers",
     ),
     Kind(
         "a list of texts",
         lambda value: _all(value, lambda one: isinstance(one, str)),
-        "architectures layers_block_type layer_types mtp_layers_block_type",
+        "architectures layers_block_type layer_types mtp_layers_block_type mlp_layer_types",
     ),
     Kind(
         "a text",
@@ -118,6 +123,7 @@ KINDS = (
         "an object",
         lambda value: isinstance(value, dict),
         """rope_parameters rope_scaling ssm_cfg eagle_config dflash_config transformer_layer_config
+        linear_attn_config
         quantization_config compression_config""",
     ),
 )

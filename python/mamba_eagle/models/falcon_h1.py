@@ -18,7 +18,7 @@ from mamba_eagle.layers.layer import Layer, Total
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.norm import RMSNorm
 from mamba_eagle.layers.rotary import make_attention
-from mamba_eagle.model_config import ModelConfig
+from mamba_eagle.model_config import Mamba2Config, ModelConfig
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, mamba_config, model_config, only
 from mamba_eagle.models.rope import rope_config
@@ -27,11 +27,11 @@ from mamba_eagle.models.rope import rope_config
 class FalconH1Layer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        index = config.places_before(layer, "mamba")  # among the attention layers too
+        index = config.places_before(layer, "recurrent")  # among the attention layers too
         size, eps = config.hidden_size, config.norm_eps
-        assert config.mamba is not None and config.attention is not None
+        assert isinstance(config.recurrence, Mamba2Config) and config.attention is not None
         self.input_layernorm = RMSNorm(size, eps)
-        self.mamba = Mamba2Mixer(config.mamba, size, eps, index)
+        self.mamba = Mamba2Mixer(config.recurrence, size, eps, index)
         self.self_attn = make_attention(config.attention, size, index, eps)
         self.pre_ff_layernorm = RMSNorm(size, eps)
         self.feed_forward = GatedMLP(size, config.intermediate_size, config.mlp_bias)
@@ -63,8 +63,8 @@ class FalconH1ForCausalLM(CausalLM):
 def multipliers(config: ModelConfig) -> dict[str, float | Tensor]:
     """Suffix of a tensor's name -> its factor: float32 on the CPU, where files are read, whatever
     the model's dtype and device."""
-    raw, mamba = config.raw, config.mamba
-    assert mamba is not None
+    raw, mamba = config.raw, config.recurrence
+    assert isinstance(mamba, Mamba2Config)
     gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
     attention_in = raw.get("attention_in_multiplier", 1.0)
     attention_out = raw.get("attention_out_multiplier", 1.0)
@@ -102,9 +102,10 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         scale=attention.head_dim**-0.5 * float(values.get("key_multiplier", 1.0)),
         rope=rope_config(values, attention.head_dim),
     )
+    mamba = mamba_config(values, norm=norm, out_bias=bool(values.get("projectors_bias", False)))
     return model_config(
         values,
         ("hybrid",) * values["num_hidden_layers"],
-        mamba=mamba_config(values, norm=norm, out_bias=bool(values.get("projectors_bias", False))),
+        recurrence=mamba,
         attention=attention,
     )

@@ -78,7 +78,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     only(values, hidden_act="silu")
     kinds = values.get("layer_types") or values.get("layers_block_type")
     kinds = kinds or ["mamba"] * values["num_hidden_layers"]
-    blocks = tuple("mamba" if kind in MAMBA_NAMES else "attention" for kind in kinds)
+    blocks = tuple("recurrent" if kind in MAMBA_NAMES else "attention" for kind in kinds)
     attention = None
     if "attention" in blocks:
         attention = attention_config(values, scale=float(values.get("attention_multiplier", 1.0)))
@@ -92,12 +92,12 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
             top_k=values["num_experts_per_tok"],
             intermediate_size=values["intermediate_size"],
         )
-    mamba = mamba_config(values) if "mamba" in blocks else None
+    mamba = mamba_config(values) if "recurrent" in blocks else None
     return model_config(
         values,
         blocks,
         norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        mamba=mamba,
+        recurrence=mamba,
         attention=attention,
         moe=moe,
         intermediate_size=values.get("shared_intermediate_size", 1024),

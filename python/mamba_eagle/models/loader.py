@@ -33,6 +33,7 @@ log = logging.getLogger("mamba_eagle.models")
 
 PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints load too fast for a progress bar
 MAX_SHOWN = 40  # names in a message
+Slice = tuple[int | None, int | None]  # which one of a stack, and which half of it; None: all
 MAPPED_BYTES = 256 << 20  # how much of an open file may stay in memory
 
 
@@ -175,7 +176,7 @@ def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
     """Every name that is missing, unexpected, or of the wrong shape or dtype. The model may be on
     the meta device."""
     rooms = tensors_of(model)
-    seen: dict[str, set[int | None]] = {}
+    seen: dict[str, set[Slice]] = {}
     wrong: list[str] = []
     for name, found in stored.items():
         target = place_of(model, name)
@@ -184,7 +185,7 @@ def misfits(model: nn.Module, stored: dict[str, Stored]) -> list[str]:
         if target.name not in rooms:
             wrong.append(f"unexpected: {name}")
             continue
-        seen.setdefault(target.name, set()).add(target.index)
+        seen.setdefault(target.name, set()).add((target.index, target.half))
         if problem := misfit(rooms[target.name], target, found):
             wrong.append(f"{problem.what} of {name}: {problem.why}")
     for name, room in rooms.items():
@@ -220,18 +221,21 @@ def misfit(room: Tensor, target: Target, found: Stored) -> Misfit | None:
         if target.index >= shape[0]:
             return Misfit("shape", f"index {target.index}, but only {shape[0]} by config.json")
         shape = shape[1:]
+        if target.half is not None:
+            shape = (shape[0] // 2, *shape[1:])
     if found.shape != shape:
         return Misfit("shape", f"{list(found.shape)} in the file, {list(shape)} by config.json")
     return None
 
 
-def gaps(name: str, room: Tensor, seen: set[int | None]) -> list[str]:
+def gaps(name: str, room: Tensor, seen: set[Slice]) -> list[str]:
     """The names that were not in the checkpoint; for a stacked parameter, its slices."""
     if not seen:
         return [name]
-    if None in seen:
+    if (None, None) in seen:
         return []
-    return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in seen]
+    there = {i for i, half in seen if half is None or {(i, 0), (i, 1)} <= seen}
+    return [f"{name}[{i}]" for i in range(room.shape[0]) if i not in there]
 
 
 class Part(NamedTuple):

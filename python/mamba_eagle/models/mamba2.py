@@ -41,10 +41,10 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     )
     return model_config(
         values,
-        ("mamba",) * values["num_hidden_layers"],
+        ("recurrent",) * values["num_hidden_layers"],
         architecture="Mamba2ForCausalLM",
         norm_eps=float(values.get("layer_norm_epsilon", 1e-5)),
-        mamba=mamba,
+        recurrence=mamba,
     )
 
 

@@ -123,16 +123,15 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         )
     if values.get("mtp_use_repeated_layer"):
         count = 1
-    names = [nemotron_h.BLOCK_OF_NAME.get(n, n) for n in values.get("mtp_layers_block_type") or ()]
+    names = list(values.get("mtp_layers_block_type") or DEFAULT_BLOCKS)
     pattern = values.get("mtp_hybrid_override_pattern")
-    if pattern and (not names or names == list(DEFAULT_BLOCKS)):
-        names = [nemotron_h.BLOCK_OF_LETTER.get(letter, letter) for letter in pattern]
-    names = names or list(DEFAULT_BLOCKS)
+    default = [nemotron_h.BLOCK_OF_NAME.get(n, n) for n in names] == list(DEFAULT_BLOCKS)
     return nemotron_h.parse_config(
         {
             **values,
-            "layers_block_type": names * count,
-            "hybrid_override_pattern": None,
+            "layers_block_type": None if pattern and default else names * count,
+            "layer_types": None,
+            "hybrid_override_pattern": pattern and pattern * count,
             "num_nextn_predict_layers": count,
         }
     )

@@ -19,10 +19,10 @@ from mamba_eagle.model_config import Mamba2Config, ModelConfig, MoEConfig, Unsup
 from mamba_eagle.models.base import CausalLM, Names, Target
 from mamba_eagle.models.parse import attention_config, model_config, only, time_step_limit
 
-BLOCK_OF_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+BLOCK_OF_LETTER = {"M": "recurrent", "*": "attention", "-": "mlp", "E": "moe"}
 BLOCK_OF_NAME = {
-    "mamba": "mamba",
-    "linear_attention": "mamba",
+    "mamba": "recurrent",
+    "linear_attention": "recurrent",
     "attention": "attention",
     "full_attention": "attention",
     "mlp": "mlp",
@@ -87,7 +87,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     if "moe" in blocks:
         only(values, n_shared_experts=1)
     mamba = attention = moe = None
-    if "mamba" in blocks:
+    if "recurrent" in blocks:
         mamba = Mamba2Config(
             num_heads=values["mamba_num_heads"],
             head_dim=values["mamba_head_dim"],
@@ -119,7 +119,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
         values,
         blocks,
         norm_eps=float(values.get("layer_norm_epsilon", 1e-5)),
-        mamba=mamba,
+        recurrence=mamba,
         attention=attention,
         moe=moe,
         max_position_embeddings=int(values.get("max_position_embeddings", 4096)),

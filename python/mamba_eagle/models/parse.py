@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from mamba_eagle.model_config import AttentionConfig, Mamba2Config, ModelConfig, UnsupportedModel
@@ -20,7 +21,7 @@ def model_config(values: dict[str, Any], blocks: tuple[str, ...], **known: Any) 
         "hidden_size": values["hidden_size"],
         "blocks": blocks,
         "norm_eps": values.get("rms_norm_eps", 1e-5),
-        "mamba": None,
+        "recurrence": None,
         "attention": None,
         "intermediate_size": values.get("intermediate_size") or 0,
         "max_position_embeddings": longest_context(values),
@@ -70,6 +71,22 @@ def attention_config(values: dict[str, Any], **others: Any) -> AttentionConfig:
         "bias": bool(values.get("attention_bias", False)),
     }
     return AttentionConfig(**{**known, **others})
+
+
+def blocks_of(
+    values: dict[str, Any], kinds: Sequence[str], known: dict[str, str]
+) -> tuple[str, ...]:
+    """The mixer of each layer, from the names in config.json, of which ``known`` has all.
+
+    Raises: UnsupportedModel for others, or if their number is not that of the layers.
+    """
+    count, unknown = values["num_hidden_layers"], sorted(set(kinds) - set(known))
+    if unknown or len(kinds) != count:
+        raise UnsupportedModel(
+            f"layer_types has {len(kinds)} entries, {unknown or 'none'} of them unknown; give "
+            f"num_hidden_layers {count} of them, known: {sorted(known)}"
+        )
+    return tuple(known[kind] for kind in kinds)
 
 
 def only(values: dict[str, Any], **wanted: Any) -> None:

@@ -30,6 +30,16 @@ MODELS = {
     "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
     "FalconH1ForCausalLM": Family("falcon_h1", "FalconH1ForCausalLM"),
     "Zamba2ForCausalLM": Family("zamba2", "Zamba2ForCausalLM"),
+    "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": Family("qwen3_5", "Qwen35ForCausalLM"),
+    "OlmoHybridForCausalLM": Family("olmo_hybrid", "OlmoHybridForCausalLM"),
+    "KimiLinearForCausalLM": Family("kimi_linear", "KimiLinearForCausalLM"),
+    "BailingHybridForCausalLM": Family("bailing_hybrid", "BailingHybridForCausalLM"),
+    "Lfm2ForCausalLM": Family("lfm2", "Lfm2ForCausalLM"),
+    "Lfm2MoeForCausalLM": Family("lfm2", "Lfm2ForCausalLM"),
     "LlamaForCausalLM": Family("llama", "LlamaForCausalLM"),
     "Qwen3ForCausalLM": Family("llama", "LlamaForCausalLM"),
 }
@@ -79,6 +89,17 @@ def read_as(module: str, folder: str | Path) -> ModelConfig:
     values = read_values(folder)
     with naming(folder):
         return parse_as(module, values)
+
+
+def mtp_module(folder: str | Path) -> str:
+    """The file that reads the multi-token-prediction modules in a folder.
+
+    Raises: FileNotFoundError, UnsupportedModel
+    """
+    architecture = (read_values(folder).get("architectures") or ["?"])[0]
+    family = MODELS.get(architecture)
+    is_qwen = family is not None and family.module in ("qwen3_next", "qwen3_5")
+    return "qwen_mtp" if is_qwen else "mtp"
 
 
 def parse_as(module: str, values: dict[str, Any]) -> ModelConfig:

@@ -47,6 +47,8 @@ class Rooms:
         room = room.detach()
         if target.index is not None:
             room = room[target.index]
+        if target.half is not None:
+            room = room.chunk(2)[target.half]
         room.copy_(scaled(value, target))
 
     def of_few_bits(self) -> None:
@@ -108,7 +110,7 @@ class FewBitRooms(Rooms):
             super().put(target, value)
             return
         layer, leaf = self.layers[target.name]
-        layer.hold(leaf, held, target.index)
+        layer.hold(leaf, held, target.index, target.half)
 
     def _matrix(self, target: Target, value: Tensor | Matrix) -> Matrix | None:
         """What the layer holds instead of a parameter."""
@@ -162,7 +164,8 @@ class FewBitRooms(Rooms):
 
 
 def scaled(value: Tensor, target: Target) -> Tensor:
-    return value if is_one(target.scale) else value.float() * target.scale
+    value = value if is_one(target.scale) else value.float() * target.scale
+    return value.float() + target.shift if target.shift else value
 
 
 def is_one(scale: float | Tensor) -> bool:

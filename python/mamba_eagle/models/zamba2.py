@@ -151,9 +151,9 @@ class SharedTransformer(Layer):
 class MambaLayer(Layer):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        assert config.mamba is not None
-        index = config.places_before(layer, "mamba")
-        self.mamba = Mamba2Mixer(config.mamba, config.hidden_size, MIXER_EPS, index)
+        assert isinstance(config.recurrence, Mamba2Config)
+        index = config.places_before(layer, "recurrent")
+        self.mamba = Mamba2Mixer(config.recurrence, config.hidden_size, MIXER_EPS, index)
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.total = Total()
 
@@ -243,8 +243,8 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     rope = rope_config(values, head_dim) if values.get("use_mem_rope") else None
     return model_config(
         values,
-        tuple("mamba" if kind in MAMBA_NAMES else "hybrid" for kind in kinds),
-        mamba=mamba,
+        tuple("recurrent" if kind in MAMBA_NAMES else "hybrid" for kind in kinds),
+        recurrence=mamba,
         attention=attention_config(
             values, head_dim=head_dim, scale=(head_dim / 2) ** -0.5, rope=rope, bias=False
         ),

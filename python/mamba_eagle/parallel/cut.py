@@ -15,7 +15,7 @@ log = logging.getLogger("mamba_eagle.parallel")
 
 
 class Cut(NamedTuple):
-    """The entries of some spans of axis 0 or 1, one span after the other."""
+    """The entries of some spans of an axis, one span after the other."""
 
     axis: int
     spans: tuple[Span, ...]
@@ -27,7 +27,8 @@ class Cut(NamedTuple):
         if isinstance(whole, Matrix):
             part = None if self.zero else self._of_matrix(whole)
             return self.of(whole.dequantize()) if part is None else part
-        parts = [whole[a:b] if self.axis == 0 else whole[:, a:b] for a, b in self.spans]
+        before = (slice(None),) * self.axis
+        parts = [whole[before + (slice(a, b),)] for a, b in self.spans]
         value = parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
         return torch.zeros_like(value) if self.zero else value
 

@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 from mamba_eagle.model_config import (
     AttentionConfig,
+    DeltaConfig,
     Mamba2Config,
     ModelConfig,
     MoEConfig,
     NormGroups,
+    RecurrenceConfig,
+    ShortConvConfig,
     Span,
+    WholeNorm,
 )
 
 ALIGNED = 16  # channels that an uneven split of a matrix keeps together, where there are enough
@@ -73,11 +77,12 @@ def split_heads(shard: Shard, heads: int, groups: int) -> Heads:
     if heads < shard.size:
         head = shard.rank % heads
         span, idle = Span(head, head + 1), shard.rank >= heads
-    served = gcd(span.begin, span.size, per_group)  # heads per local group
+    # heads per local group
+    served = span.size if groups == 1 else gcd(span.begin, span.size, per_group)
     return Heads(span, tuple(h // per_group for h in range(span.begin, span.end, served)), idle)
 
 
-def mamba_heads(shard: Shard, config: Mamba2Config) -> Heads:
+def recurrent_heads(shard: Shard, config: RecurrenceConfig) -> Heads:
     return split_heads(shard, config.num_heads, config.num_groups)
 
 
@@ -89,8 +94,8 @@ def problems(config: ModelConfig, size: int) -> list[str]:
     """Why a model cannot be split over ``size`` ranks; [] if it can."""
     wrong = []
     limits = {"tokens in the vocabulary": config.vocab_size}
-    if config.mamba is not None:
-        limits["heads in a Mamba2 layer"] = config.mamba.num_heads
+    if config.recurrence is not None:
+        limits[f"heads in a {config.recurrence.name} layer"] = config.recurrence.num_heads
     if config.moe is not None:
         limits["routed experts"] = config.moe.num_experts
     if config.intermediate_size:
@@ -111,7 +116,7 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
         return config
     return replace(
         config,
-        mamba=config.mamba and _local_mamba(config.mamba, shard),
+        recurrence=config.recurrence and _local_recurrence(config.recurrence, shard),
         attention=config.attention and _local_attention(config.attention, shard),
         moe=config.moe and _local_experts(config.moe, shard),
         intermediate_size=shard.width(config.intermediate_size).size,
@@ -119,8 +124,13 @@ def local(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
-def _local_mamba(config: Mamba2Config, shard: Shard) -> Mamba2Config:
-    own, per_group = mamba_heads(shard, config), config.num_heads // config.num_groups
+def _local_recurrence(config: RecurrenceConfig, shard: Shard) -> RecurrenceConfig:
+    own, per_group = recurrent_heads(shard, config), config.num_heads // config.num_groups
+    if isinstance(config, DeltaConfig):
+        return replace(config, num_heads=own.heads.size, num_groups=len(own.groups))
+    if isinstance(config, ShortConvConfig):
+        return replace(config, channels=own.heads.size)
+    assert isinstance(config, Mamba2Config)
     norm = NormGroups(
         config.num_groups, per_group * config.head_dim, own.heads.begin * config.head_dim
     )
@@ -141,8 +151,22 @@ def _groups_are_whole(config: Mamba2Config, size: int) -> bool:
 
 def _local_attention(config: AttentionConfig, shard: Shard) -> AttentionConfig:
     own = attention_heads(shard, config)
-    scale = config.scale or config.head_dim**-0.5
-    return replace(config, num_heads=own.heads.size, num_kv_heads=len(own.groups), scale=scale)
+    norms = config.whole_norms
+    if norms is not None:
+        every = [attention_heads(Shard(rank, shard.size), config) for rank in range(shard.size)]
+        heads = [head for each in every for head in range(*each.heads)]
+        groups = [group for each in every for group in each.groups]
+        norms = (
+            WholeNorm(config.num_heads, tuple(map(heads.count, range(*own.heads)))),
+            WholeNorm(config.num_kv_heads, tuple(map(groups.count, own.groups))),
+        )
+    return replace(
+        config,
+        num_heads=own.heads.size,
+        num_kv_heads=len(own.groups),
+        scale=config.scale or config.head_dim**-0.5,
+        whole_norms=norms,
+    )
 
 
 def _local_experts(config: MoEConfig, shard: Shard) -> MoEConfig:

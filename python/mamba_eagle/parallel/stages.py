@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mamba_eagle.model_config import ModelConfig, Span, StagePart
 
-RECURRENT = ("mamba", "hybrid")
+RECURRENT = ("recurrent", "hybrid")
 
 
 class Weights(NamedTuple):
@@ -33,7 +33,7 @@ def given_problems(config: ModelConfig, counts: Sequence[int]) -> list[str]:
             "give numbers that add up to these"
         ]
     return [
-        f"--pp-layers {shown}: stage {number} would have no Mamba2 layer, and each stage needs one"
+        f"--pp-layers {shown}: stage {number} would have no recurrent layer, and each needs one"
         for number, span in enumerate(spans_of(counts))
         if not _is_whole(config.blocks, span)
     ]
@@ -44,7 +44,8 @@ def size_problems(config: ModelConfig, stages: int) -> list[str]:
     most = sum(kind in RECURRENT for kind in config.blocks) or len(config.blocks)
     if stages <= most:
         return []
-    kind = "Mamba2 layers" if most < len(config.blocks) or config.mamba else "layers"
+    is_hybrid = most < len(config.blocks) or config.recurrence
+    kind = "recurrent layers" if is_hybrid else "layers"
     return [f"--pp-size {stages}: the model has {most} {kind}; set it to {most}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.journals import journal_bytes
 from mamba_eagle.backend.pools import kv_dtype
 from mamba_eagle.config import ConfigError, DraftSettings, EngineConfig
-from mamba_eagle.model_config import Mamba2Config, ModelConfig
+from mamba_eagle.model_config import ModelConfig, RecurrenceConfig
 
 MIN_GRAPH_BYTES = 250_000_000
 # Rows beyond the tree's own. Longer journals make each step slower but folds rarer. On a GPU, 3 of
@@ -124,7 +125,7 @@ def _sizes(
         if backend.samples_in_kernels and config.num_ranks == 1:
             graphs += sampling_bytes(config.max_running_requests + 1, model)
     own_journal = journal_bytes(
-        model.mamba, model.num_mamba_layers, config.journal_rows, feature_size, size
+        model.recurrence, model.num_recurrent_layers, config.journal_rows, feature_size, size
     )
     return MemoryPlan(
         kv_slots=0,
@@ -178,27 +179,25 @@ def kv_slot_bytes(model: ModelConfig, itemsize: int) -> int:
     a = model.attention
     if a is None:
         return 0
-    return 2 * model.num_attention_layers * a.num_kv_heads * a.head_dim * itemsize
+    return model.num_attention_layers * a.kv_size * itemsize
 
 
 def state_bytes(model: ModelConfig, ssm_itemsize: int, itemsize: int) -> int:
     """Bytes of the recurrent state after a token, with the convolution history, in all layers."""
-    m = model.mamba
+    m = model.recurrence
     if m is None:
         return 0
     history = (m.conv_kernel - 1) * m.conv_dim * itemsize
-    return model.num_mamba_layers * (
-        m.num_heads * m.head_dim * m.state_size * ssm_itemsize + history
-    )
+    return model.num_recurrent_layers * (prod(m.state_shape) * ssm_itemsize + history)
 
 
 def row_bytes(model: ModelConfig, mode: str, rows: int, feature_size: int, itemsize: int) -> int:
     """Bytes of a running request's rows or node states, convolution history and features."""
-    m = model.mamba
+    m = model.recurrence
     if m is None:
         return 0
     history = (m.conv_kernel - 1) * m.conv_dim * itemsize
-    places = model.num_mamba_layers * (history + rows * node_bytes(m, mode, itemsize))
+    places = model.num_recurrent_layers * (history + rows * node_bytes(m, mode, itemsize))
     return places + rows * feature_size * itemsize
 
 
@@ -213,14 +212,12 @@ def default_rows(config: EngineConfig, backend: Backend) -> int:
     return max(config.tree_shape.nodes + JOURNAL_ROWS, min_rows(config, backend))
 
 
-def node_bytes(mamba: Mamba2Config, verify_mode: str, itemsize: int) -> int:
+def node_bytes(config: RecurrenceConfig, verify_mode: str, itemsize: int) -> int:
     """Bytes of one row, or of one node's state, in one layer."""
-    inputs = mamba.conv_dim * itemsize
+    inputs = config.conv_dim * itemsize + config.gate_size * 4
     if verify_mode == "snapshot":
-        state = mamba.num_heads * mamba.head_dim * mamba.state_size
-        return inputs + (state + mamba.num_heads) * 4  # and dt
-    xB = (mamba.inner_size + mamba.num_groups * mamba.state_size) * itemsize
-    return inputs + xB + 2 * mamba.num_heads * 4  # dt and the summed log decay, float32
+        return inputs + prod(config.state_shape) * 4
+    return inputs + sum(part.width * (4 if part.exact else itemsize) for part in config.row_parts)
 
 
 def available_memory(config: EngineConfig, backend: Backend) -> Available:

@@ -11,7 +11,7 @@ from mamba_eagle.backend.journals import SavedJournals
 from mamba_eagle.backend.pools import KVPool, RequestTable, StatePool, kv_dtype
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.config import ConfigError, EngineConfig, ModelSettings
-from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.recurrent import Recurrent
 from mamba_eagle.limits import MAX_STOP_TOKEN_IDS
 from mamba_eagle.model_config import ModelConfig
 from mamba_eagle.models.base import CausalLM
@@ -61,9 +61,9 @@ def make_pools(
         stored_as=kv_dtype(config.kv_cache_dtype, backend.dtype),
     )
     states = StatePool(
-        sizes.num_mamba_layers,
+        sizes.num_recurrent_layers,
         memory.state_slots + place.padding_slots,
-        sizes.mamba,
+        sizes.recurrence,
         model.feature_size,
         backend.state_rounding(
             config.mamba_ssm_rounding, getattr(torch, config.mamba_ssm_dtype), table
@@ -72,14 +72,14 @@ def make_pools(
         backend.device,
     )
     size = SchemeSize(
-        layers=sizes.num_mamba_layers,
+        layers=sizes.num_recurrent_layers,
         features=model.feature_size,
         rows=memory.rows,
         nodes=config.tree_shape.nodes,
         accepts=config.tree_shape.depth + 1,
     )
-    scheme = backend.state_scheme(config.mamba_verify_mode, sizes.mamba, size, table, states)
-    mixers = [part for part in model.modules() if isinstance(part, Mamba2Mixer)]
+    scheme = backend.state_scheme(config.mamba_verify_mode, sizes.recurrence, size, table, states)
+    mixers = [part for part in model.modules() if isinstance(part, Recurrent)]
     journals = backend.saved_journals(
         memory.journals,
         config.journal_rows,

@@ -30,7 +30,7 @@ from mamba_eagle.models.base import CausalLM
 from mamba_eagle.models.loader import created_as
 from mamba_eagle.models.split import Split
 from mamba_eagle.parallel.groups import Channel, Group
-from mamba_eagle.parallel.stages import Weights, balanced, given_problems, spans_of
+from mamba_eagle.parallel.stages import RECURRENT, Weights, balanced, given_problems, spans_of
 from mamba_eagle.runner.chooser import Chooser
 from mamba_eagle.runner.constraints import Constraints, TokenMasks
 from mamba_eagle.runner.memory import state_bytes
@@ -161,10 +161,10 @@ def stage_weights(
     assert isinstance(whole, CausalLM)
     itemsize = backend.dtype.itemsize
     states = state_bytes(model, getattr(torch, config.mamba_ssm_dtype).itemsize, itemsize)
-    state = states // (model.num_mamba_layers or 1) * config.max_running_requests
+    state = states // (model.num_recurrent_layers or 1) * config.max_running_requests
     seen: set[int] = set()
     layers = [
-        parameter_bytes(layer, seen) + (state if kind in ("mamba", "hybrid") else 0)
+        parameter_bytes(layer, seen) + (state if kind in RECURRENT else 0)
         for layer, kind in zip(whole.parts.layers, model.blocks)
     ]
     embedding = parameter_bytes(whole.parts.embedding)

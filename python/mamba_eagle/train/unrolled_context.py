@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_eagle.kernels.ssd.torch import ssd_chunked
-from mamba_eagle.layers.context import AttentionView, FullSequenceContext, MambaView
+from mamba_eagle.layers.context import AttentionView, FullSequenceContext
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.recurrent import Recurrent
 
 
 def shift(x: Tensor, by: int) -> Tensor:
@@ -25,7 +27,7 @@ def shift(x: Tensor, by: int) -> Tensor:
     return F.pad(x[:, : max(length - by, 0)], [*pad, min(by, length), 0])
 
 
-def convolve(layer: MambaView, inputs: list[Tensor]) -> Tensor:
+def convolve(layer: Mamba2Mixer, inputs: list[Tensor]) -> Tensor:
     """Causal convolution and SiLU at the last depth of ``inputs``, in float32.
 
     The predecessor k positions before an input at depth j is at depth max(j - k, 0). The
@@ -91,11 +93,12 @@ class UnrolledContext(FullSequenceContext):
         own = [distance == depth - i for i in range(1, depth + 1)]
         return torch.cat([distance >= depth, *own], dim=1)
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        with torch.autocast(xbc.device.type, enabled=False):
-            return self._mamba(layer, xbc.float(), dt.float())
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        assert isinstance(layer, Mamba2Mixer), "heads have no other recurrence"
+        with torch.autocast(channels.device.type, enabled=False):
+            return self._mamba(layer, channels.float(), raw.float())
 
-    def _mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _mamba(self, layer: Mamba2Mixer, xbc: Tensor, dt: Tensor) -> Tensor:
         """Depth j continues from the true state after p - j, which is never built: what C reads
         from it is a scan over the true entries with C moved j positions earlier. The j drafted
         entries are then added one by one, each decayed to p."""

@@ -101,7 +101,7 @@ def test_a_replay_gives_the_bits_of_decode_steps(
     assert 5 < rows <= rig.kept.feature.shape[1]
     rig.finish(slot)
     for i, layer in enumerate(rig.layers):
-        journal = (rig.kept.conv_in[i, slot], rig.kept.dt[i, slot], histories[i], states[i])
+        journal = (rig.kept.conv_in[i, slot], rig.kept.gates[i, slot], histories[i], states[i])
         first = start % rig.kept.feature.shape[1]
         cpu.replay(0, first, rows, layer_weights(layer), *(part.numpy() for part in journal))
     assert torch.equal(states, rig.pool.ssm[:, state_slot])

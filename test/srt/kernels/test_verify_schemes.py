@@ -40,7 +40,7 @@ def test_the_rigs_plain_run_is_a_full_forward_pass() -> None:
     rig = Rig("snapshot", rows=1)
     layer, length = rig.layers[0], 40
     xbc, dt = rig.normal(length, rig.config.conv_dim), rig.normal(length, rig.config.num_heads)
-    expected = FullSequenceContext(1, length).mamba(layer, xbc, dt)
+    expected = FullSequenceContext(1, length).recur(layer, xbc, dt)
     rig.pool.ssm.zero_()
     sequence = rig.stored(0).layers[0]
     for t in range(length):

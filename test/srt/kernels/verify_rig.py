@@ -295,7 +295,7 @@ class Rig:
                     xbc, dt = inputs.xbc[i][row, node], inputs.dt[i][row, node]
                     wanted = step_sizes(dt[None], layer.dt_bias, config.time_step_limit)[0]
                     assert torch.equal(kept.conv_in[i][at], xbc)
-                    assert relative_error(kept.dt[i][at], wanted) < 1e-5
+                    assert relative_error(kept.gates[i][at], wanted) < 1e-5
 
     def random_step(self, slots: list[int], nodes: int, ended: tuple[int, ...] = ()) -> float:
         """A random tree, and for each request a random walk in it that may be cut short."""

@@ -92,6 +92,36 @@ ZAMBA = {
     "time_step_min": 1e-9,
 }
 LLAMA = {**BASE, **HEADS, "intermediate_size": 80, "num_hidden_layers": 2}
+QWEN_NEXT = {
+    **BASE,
+    **HEADS,
+    "head_dim": 20,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 40,
+    "partial_rotary_factor": 0.4,
+}
+QWEN_3_5 = {k: v for k, v in QWEN_NEXT.items() if "expert" not in k and "moe" not in k}
+OLMO = {
+    **BASE,
+    **HEADS,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    # equal: transformers saves a third of the convolution's channels for each of q, k and v
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 14,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -106,6 +136,28 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+
+EXPERTS = {"moe_intermediate_size": 28, "num_experts": 8, "num_experts_per_tok": 3}
+LATENT = {
+    **BASE,
+    **EXPERTS,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LFM2 = {**BASE, **HEADS, "num_hidden_layers": 3, "intermediate_size": 80, "pad_token_id": None}
 
 # what is tested -> (prefix of transformers' classes, settings)
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -195,6 +247,42 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
             "add_bias_linear": True,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**QWEN_NEXT, "mlp_only_layers": [1]}),
+    "qwen3.5": (
+        "Qwen3_5",
+        {**QWEN_3_5, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {k: v for k, v in QWEN_NEXT.items() if k != "intermediate_size"},
+    ),
+    "olmo-hybrid": ("OlmoHybrid", {**OLMO, "rope_parameters": None}),
+    "olmo-hybrid-rope": (
+        "OlmoHybrid",
+        {
+            **OLMO,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "linear_allow_neg_eigval": False,
+        },
+    ),
+    "kimi-linear": ("KimiLinear", {**LATENT, "linear_head_dim": 12, "linear_num_heads": 6}),
+    "ling-3": ("BailingHybrid", {**LATENT, "head_dim": 12, "n_group": 4, "topk_group": 2}),
+    "lfm2": (
+        "Lfm2",
+        {**LFM2, "full_attn_idxs": [1], "block_multiple_of": 12, "conv_bias": True},
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **LFM2,
+            **EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 4,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama": ("Llama", {**LLAMA, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-linear": (
         "Llama",
@@ -237,13 +325,45 @@ KERNEL_SIZES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": {"mamba_d_state": 32, "intermediate_size": 32},
     "FalconH1": {"mamba_d_state": 32, "mamba_d_ssm": 128},
     "Zamba2": {"mamba_d_state": 32},
-    "Llama": {"head_dim": 128},
+    "OlmoHybrid": {},
+    **dict.fromkeys(("Llama", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"), {"head_dim": 128}),
     "Qwen3": {"head_dim": 128},
+    **dict.fromkeys(("KimiLinear", "BailingHybrid", "Lfm2Moe"), {"moe_intermediate_size": 32}),
+    "Lfm2": {},
 }
 PEERS_FOR_KERNELS = {
     f"{name}-kernels": (prefix, {**settings, **KERNEL_SIZES[prefix]})
     for name, (prefix, settings) in PEERS.items()
 }
+
+
+def fill(model: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
+    """Draw all weights; returns them by name."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(parameter: Tensor, scale: float, mean: float = 0.0) -> Tensor:
+        return torch.randn(parameter.shape, generator=generator) * scale + mean
+
+    with torch.no_grad():
+        tensors = dict(model.named_parameters())
+        tensors.update((n, b) for n, b in model.named_buffers() if n.endswith("_bias"))
+        for label, parameter in tensors.items():
+            if label.endswith("A_log"):
+                value = normal(parameter, 0.7)
+            elif label.endswith("dt_bias"):
+                value = normal(parameter, 0.7, -1.5)
+            elif label.endswith(".D") or "norm" in label:
+                # Qwen's from Next on are stored as what they differ from 1 by
+                centred = prefix.startswith(("Qwen3N", "Qwen3_")) and "linear_attn" not in label
+                value = normal(parameter, 0.2, 0.0 if centred else 1.0)
+            elif label.endswith("bias"):
+                value = normal(parameter, 0.2)
+            elif "embed" in label or "conv1d" in label:
+                value = normal(parameter, 0.5)
+            else:
+                value = normal(parameter, 0.9 / math.sqrt(parameter.shape[-1]))
+            parameter.copy_(value)
+    return tensors
 
 
 def make_peer(name: str) -> nn.Module:
@@ -253,30 +373,13 @@ def make_peer(name: str) -> nn.Module:
     """
     prefix, settings = {**PEERS, **PEERS_FOR_KERNELS}[name]
     # a copy: Bamba's config writes into the dict of RoPE parameters
-    config = getattr(transformers, f"{prefix}Config")(**copy.deepcopy(settings))
+    kind = (
+        f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
+    )
+    config = getattr(transformers, kind)(**copy.deepcopy(settings))
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(len(name))
-
-    def normal(parameter: Tensor, scale: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(parameter.shape, generator=generator) * scale + mean
-
+    tensors = fill(model, prefix, len(name))
     with torch.no_grad():
-        tensors = dict(model.named_parameters())
-        tensors.update((n, b) for n, b in model.named_buffers() if "correction_bias" in n)
-        for label, parameter in tensors.items():
-            if label.endswith("A_log"):
-                value = normal(parameter, 0.7)
-            elif label.endswith("dt_bias"):
-                value = normal(parameter, 0.7, -1.5)
-            elif label.endswith(".D") or "norm" in label:
-                value = normal(parameter, 0.2, 1.0)
-            elif label.endswith("bias"):
-                value = normal(parameter, 0.2)
-            elif "embed" in label or "conv1d" in label:
-                value = normal(parameter, 0.5)
-            else:
-                value = normal(parameter, 0.9 / math.sqrt(parameter.shape[-1]))
-            parameter.copy_(value)
         if "lm_head.weight" in tensors:
             tensors["lm_head.weight"].mul_(3.5)
     return model.requires_grad_(False)

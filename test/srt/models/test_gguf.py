@@ -97,9 +97,9 @@ def test_a_file_has_the_checkpoints_config_and_logits(name: str, made) -> None:
             mine = replace(mine, scale=theirs.scale)
         assert mine == theirs, field
     assert config.norm_eps == pytest.approx(expected.norm_eps)
-    assert (config.mamba.num_heads, config.mamba.norm) == (
-        expected.mamba.num_heads,
-        expected.mamba.norm,
+    assert (config.recurrence.num_heads, config.mamba.norm) == (
+        expected.recurrence.num_heads,
+        expected.recurrence.norm,
     )
     difference = float((logits(load_model(file)) - logits(load_model(folder))).abs().max())
     assert difference <= 5e-5
@@ -301,7 +301,7 @@ def test_layers_for_drafting_are_left_out(made, tmp_path: Path) -> None:
     """They are counted with the others, and come last."""
     changes = {"mamba2__block_count": 3, "mamba2__nextn_predict_layers": 1}
     file = edited(made("mamba2")[1], tmp_path / "draft.gguf", **changes)
-    assert load_model(file).config.blocks == ("mamba",) * 2
+    assert load_model(file).config.blocks == ("recurrent",) * 2
 
 
 def test_broken_files_are_named(made, tmp_path: Path) -> None:

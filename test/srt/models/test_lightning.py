@@ -75,12 +75,12 @@ PUBLISHED: dict[str, Any] = {
 
 def test_the_published_config_is_read() -> None:
     config = parse_config(PUBLISHED)
-    kinds = [config.blocks.count(kind) for kind in ("mamba", "moe", "attention")]
+    kinds = [config.blocks.count(kind) for kind in ("recurrent", "moe", "attention")]
     assert kinds == [23, 23, 6]
     places = [i for i, kind in enumerate(config.blocks) if kind == "attention"]
     assert places == [5, 12, 19, 26, 33, 42]
-    assert config.mamba is not None and config.moe is not None and config.attention is not None
-    assert (config.mamba.inner_size, config.mamba.conv_dim) == (4096, 6144)
+    assert config.recurrence is not None and config.moe is not None and config.attention is not None
+    assert (config.recurrence.inner_size, config.recurrence.conv_dim) == (4096, 6144)
     assert (config.moe.num_experts, config.moe.top_k, config.moe.scaling) == (128, 6, 2.5)
     assert config.moe.latent_size == 0 and config.attention.rope is None
     assert config.dtype == "bfloat16"
@@ -99,7 +99,7 @@ def test_the_modules_of_multi_token_prediction_are_read() -> None:
 def test_older_names_win() -> None:
     older = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_chunk_size": 64,
              "mamba_conv_bias": False, "mamba_dt_limit": [0.1, 2.0]}  # fmt: skip
-    mamba = nemotron_h.parse_config({**PUBLISHED, **older}).mamba
+    mamba = nemotron_h.parse_config({**PUBLISHED, **older}).recurrence
     assert mamba is not None
     assert (mamba.num_groups, mamba.conv_kernel, mamba.chunk_size) == (4, 3, 64)
     assert (mamba.conv_bias, mamba.time_step_limit) == (False, (0.1, 2.0))

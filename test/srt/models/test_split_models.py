@@ -139,7 +139,7 @@ def test_stages_have_the_features_of_the_whole_model_bit_for_bit(name: str, fold
 
 def test_stages_hold_equal_bytes_and_a_mamba_layer_each() -> None:
     config = ModelConfig(
-        "", "", 8, 8, ("mamba", "mlp", "attention", "mamba") * 4, 1e-5, None, None, 8, 8, ()
+        "", "", 8, 8, ("recurrent", "mlp", "attention", "recurrent") * 4, 1e-5, None, None, 8, 8, ()
     )
     even = Weights([10] * 16)
     assert balanced(config, even, 2) == [Span(0, 8), Span(8, 16)]
@@ -148,12 +148,14 @@ def test_stages_hold_equal_bytes_and_a_mamba_layer_each() -> None:
     for stages in (3, 4, 8):
         spans = balanced(config, Weights([1, 50, 1, 1] * 4), stages)
         assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
-        assert all("mamba" in config.blocks[b:e] for b, e in spans) and spans[-1].end == 16
+        assert all("recurrent" in config.blocks[b:e] for b, e in spans) and spans[-1].end == 16
     assert size_problems(config, 8) == []
-    assert size_problems(config, 9) == ["--pp-size 9: the model has 8 Mamba2 layers; set it to 8"]
+    assert size_problems(config, 9) == [
+        "--pp-size 9: the model has 8 recurrent layers; set it to 8"
+    ]
     assert given_problems(config, [8, 8]) == []
     assert "15 layers, the model has 16" in given_problems(config, [8, 7])[0]
-    assert "stage 1 would have no Mamba2 layer" in given_problems(config, [5, 2, 9])[0]
+    assert "stage 1 would have no recurrent layer" in given_problems(config, [5, 2, 9])[0]
 
 
 def test_a_rank_reads_no_more_than_its_part(folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +262,8 @@ def test_heads_and_groups_split_in_any_way(
 
     def config() -> ModelConfig:
         found = read_model_config(tmp_path)
-        assert found.mamba is not None
-        return replace(found, mamba=replace(found.mamba, norm=norm))
+        assert found.recurrence is not None
+        return replace(found, recurrence=replace(found.recurrence, norm=norm))
 
     make = model_class(config())
     model = make(config())
@@ -290,13 +292,13 @@ def test_heads_and_groups_split_in_any_way(
 def test_a_collective_is_only_needed_where_groups_lie_on_several_ranks() -> None:
     config = read_model_config_of(heads=128, groups=8)
     assert all(
-        local(config, Shard(rank, size)).mamba.norm_groups is None  # type: ignore[union-attr]
+        local(config, Shard(rank, size)).recurrence.norm_groups is None  # type: ignore[union-attr]
         for size in (2, 4, 8)
         for rank in range(size)
     )
     # groups 1 and 2 of three lie on ranks 0 and 1, and on 1 and 2: all ranks take part
     config = read_model_config_of(heads=12, groups=3)
-    locals_ = [local(config, Shard(rank, 4)).mamba for rank in range(4)]
+    locals_ = [local(config, Shard(rank, 4)).recurrence for rank in range(4)]
     assert all(mamba is not None and mamba.norm_groups is not None for mamba in locals_)
 
 
@@ -306,9 +308,9 @@ def read_model_config_of(heads: int, groups: int) -> ModelConfig:
         model_type="mamba2",
         vocab_size=VOCAB,
         hidden_size=24,
-        blocks=("mamba",),
+        blocks=("recurrent",),
         norm_eps=1e-5,
-        mamba=Mamba2Config(heads, 4, 8, groups, 4, True, (0.0, float("inf")), 16),
+        recurrence=Mamba2Config(heads, 4, 8, groups, 4, True, (0.0, float("inf")), 16),
         attention=None,
         intermediate_size=0,
         max_position_embeddings=64,

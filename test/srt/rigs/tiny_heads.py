@@ -196,9 +196,9 @@ class GrowingSequence:
         whole = self._grown(("attention", layer.index), q, k, v)
         return FullSequenceContext(1, len(whole[0])).attention(layer, *whole)[-len(q) :]
 
-    def mamba(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         whole = self._grown(("mamba", layer.index), xbc, dt)
-        return FullSequenceContext(1, len(whole[0])).mamba(layer, *whole)[-len(dt) :]
+        return FullSequenceContext(1, len(whole[0])).recur(layer, *whole)[-len(dt) :]
 
     def _grown(self, key: tuple[str, int], *parts: Tensor) -> tuple[Tensor, ...]:
         before = self._seen.get(key, tuple(part[:0] for part in parts))

@@ -60,10 +60,12 @@ HEAD_CONFIG = {
 }
 
 
-def write_model(folder: Path, seed: int = 0, finer: bool = False, **changes: object) -> Path:
+def write_model(
+    folder: Path, seed: int = 0, finer: bool = False, scaled: bool = False, **changes: object
+) -> Path:
     """A target whose text depends on all of its history, with logits about 4 wide: the best two
     are far apart beside any rounding, and sampling at temperature 1 still chooses. Weights are
-    bfloat16 numbers, as published ones are, unless ``finer``."""
+    bfloat16 numbers, as published ones are, unless ``finer``. scaled: norms and D are not ones."""
     config = {**MODEL_CONFIG, **changes}
     model = NemotronHForCausalLM(parse_config(config))
     random_weights(model, seed)
@@ -75,6 +77,8 @@ def write_model(folder: Path, seed: int = 0, finer: bool = False, **changes: obj
                 parameter.mul_(3.0)
             if name.endswith("dt_bias"):
                 parameter.add_(2.0)  # steps of 0.02 to 0.7: heads forget in 2 to 100 tokens
+            if scaled and ("norm" in name or name.endswith("D")):
+                parameter.mul_(1 + torch.rand_like(parameter) / 2)
     if not finer:
         round_to_bfloat16(model)
     return write_folder(folder, config, model)

@@ -10,8 +10,8 @@ from mamba_eagle.backend.place import Place
 from mamba_eagle.backend.pools import StatePool
 from mamba_eagle.backend.prefill import PrefillContext, PrefillPart
 from mamba_eagle.kernels.causal_conv.torch import causal_conv
-from mamba_eagle.kernels.ssd.torch import even_chunk, ssd_chunked
-from mamba_eagle.layers.context import MambaView
+from mamba_eagle.kernels.ssd.torch import even_chunk
+from mamba_eagle.layers.recurrent import Inputs, Recurrent
 
 
 class TorchPrefillContext(PrefillContext):
@@ -42,23 +42,28 @@ class TorchPrefillContext(PrefillContext):
         assert keys is not None
         return list(keys.split(1))
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
-        dt = layer.step_size(dt)
+    def recur(self, layer: Recurrent, channels: Tensor, raw: Tensor) -> Tensor:
+        gates = layer.gates(raw)
         outputs = []
         for part in self.parts:
             span = slice(part.first, part.first + part.length)
-            outputs.append(self._mamba_one(part, layer, xbc[span], dt[span]))
+            outputs.append(self._recur_one(part, layer, channels[span], gates[span]))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _mamba_one(self, part: PrefillPart, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
+    def _recur_one(
+        self, part: PrefillPart, layer: Recurrent, channels: Tensor, gates: Tensor
+    ) -> Tensor:
         item, ssm, conv = part.item, self.pool.ssm[layer.index], self.pool.conv[layer.index]
         before = conv[item.state_slot]
         width = before.shape[0]
         convolved = causal_conv(
-            xbc[None], layer.conv1d.weight[:, 0], layer.conv1d.bias, before[None]
+            channels[None],
+            layer.conv1d.weight[:, 0],
+            layer.conv1d.bias,
+            before[None],
+            layer.config.conv_silu,
         )
-        x, B, C = layer.split_xbc(convolved)
-        inputs = torch.cat([before.to(xbc.dtype), xbc])  # raw convolution inputs, history first
+        raw = torch.cat([before.to(channels.dtype), channels])  # history first
         state = ssm[item.state_slot][None]
         outputs = []
         rounding, keys = self.pool.rounding, iter(self.keys[item.slot])
@@ -67,18 +72,10 @@ class TorchPrefillContext(PrefillContext):
         for end, state_slot in (*ends, (part.length, item.state_slot)):
             if begin < end:
                 span = slice(begin, end)
-                scan = ssd_chunked(
-                    x[:, span],
-                    dt[None, span],
-                    layer.decay_rate(),
-                    B[:, span],
-                    C[:, span],
-                    layer.D,
-                    even_chunk(end - begin),
-                    state,
-                )
-                outputs.append(scan.y)
-                state, begin = scan.final_state, end
+                inputs = Inputs(convolved[:, span], gates[None, span])
+                y, state = layer.scan(inputs, state, even_chunk(end - begin))
+                outputs.append(y)
+                begin = end
             ssm[state_slot] = rounding.round(state, next(keys), layer.index)[0]
-            conv[state_slot] = inputs[end : end + width]
-        return torch.cat(outputs, dim=1)[0].flatten(1)
+            conv[state_slot] = raw[end : end + width]
+        return torch.cat(outputs, dim=1)[0]

@@ -9,39 +9,22 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import (
-    RequestRows,
-    clear_rows,
-    layer_rows,
-    recurrence_rows,
-    step_sizes,
-)
+from mamba_eagle.backend.rows import RequestRows, clear_rows, gate_rows, row_parts
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.zeros import zeros
 from mamba_eagle.kernels.causal_conv.torch import causal_conv_windows
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
-from mamba_eagle.kernels.tree_verify.torch import Rows, fold, snapshot_verify, tree_verify
-from mamba_eagle.layers.context import MambaView
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.layers.recurrent import Inputs, Journal, Recurrent, TreeMask
+from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
 
 
-class LayerConstants(NamedTuple):
-    """A layer's weights in the form that each step needs."""
+class ConvWeights(NamedTuple):
+    """Those of a layer, in the form that each step needs."""
 
-    conv_weight: Tensor  # [K, conv_dim]
-    conv_bias: Tensor | None  # [conv_dim]
-    skip: Tensor  # [H, 1] float32: D
-
-
-class Inputs(NamedTuple):
-    """A layer's inputs to the recurrence, for all nodes."""
-
-    x: Tensor  # [b, T, H, P]
-    B: Tensor  # [b, T, G, N]
-    C: Tensor  # [b, T, G, N]
-    dt: Tensor  # [b, T, H] float32, after softplus
+    weight: Tensor  # [K, conv_dim]
+    bias: Tensor | None  # [conv_dim]
 
 
 class TorchLayout(NamedTuple):
@@ -49,9 +32,7 @@ class TorchLayout(NamedTuple):
 
     nodes: TreeLayout
     windows: Tensor  # [b, T, K] places of each node's K-1 nearest ancestors and its own
-    packed: Tensor | None = None  # [b, R + T] rows: the journal's, R at most, then the nodes'
-    mask_bias: Tensor | None = None  # [b, T, R + T] float32: 0 where a node sees a row, else -inf
-    ancestors: Tensor | None = None  # [b, T, T] float32
+    mask: TreeMask | None = None  # None for snapshots
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,29 +44,34 @@ class TorchScheme(StateScheme):
     """The common part of both schemes: convolution inputs, paths and rows."""
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         self.config, self.size, self.table, self.pool = config, size, table, pool
         self.rows = RequestRows(config, size, table, pool)
-        self.constants: dict[int, LayerConstants] = {}
+        self.gates = gate_rows(config, size, self.rows.conv_in)
+        self.layers: dict[int, tuple[Recurrent, ConvWeights]] = {}  # as they come by
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         self.rows.start(slots, state_slots)
 
-    def verify(self, layer: MambaView, layout: TorchLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(
+        self, layer: Recurrent, layout: TorchLayout, channels: Tensor, raw: Tensor
+    ) -> Tensor:
         nodes, shape = layout.nodes, layout.shape
-        weight, bias, skip = self._constants(layer)
         conv_in, slots = self.rows.conv_in[layer.index], nodes.slots[:, None]
-        conv_in[slots, nodes.rows + self.rows.history] = xbc.view(*shape, -1)
+        conv_in[slots, nodes.rows + self.rows.history] = channels.view(*shape, -1)
         windows = conv_in[slots[..., None], layout.windows].flatten(0, 1)  # [b*T, K, conv_dim]
-        convolved = causal_conv_windows(windows, weight, bias).view(*shape, -1)
-        x, B, C = layer.split_xbc(convolved)
-        y = self._recur(layer, layout, Inputs(x, B, C, layer.step_size(dt).view(*shape, -1)))
-        return torch.addcmul(y, skip, x).to(xbc.dtype).reshape(xbc.shape[0], -1)
+        convolved = causal_conv_windows(windows, *self._weights(layer), self.config.conv_silu).view(
+            *shape, -1
+        )
+        gates = layer.gates(raw).view(*shape, -1)
+        y = self._recur(layer, layout, Inputs(convolved, gates))
+        self.gates[layer.index, slots, nodes.rows] = gates
+        return y.to(channels.dtype).flatten(0, 1)
 
     @abstractmethod
-    def _recur(self, layer: MambaView, layout: TorchLayout, inputs: Inputs) -> Tensor:
-        """The recurrence -> y [b, T, H, P] float32, without the D skip."""
+    def _recur(self, layer: Recurrent, layout: TorchLayout, inputs: Inputs) -> Tensor:
+        """The recurrence -> y [b, T, inner_size] float32."""
 
     def _nodes(self, slots: Tensor, rows: Tensor, parents: Tensor) -> TreeLayout:
         """The layout of nodes with these rows [b, T] and parents [b, T]; slots [b]."""
@@ -122,19 +108,16 @@ class TorchScheme(StateScheme):
         own.path[nodes.slots[:, None], columns] = rows + own.history
         own.journal_len[nodes.slots] += accepted.count
 
-    def _constants(self, layer: MambaView) -> LayerConstants:
-        constants = self.constants.get(layer.index)
-        if constants is None:
-            constants = self.constants[layer.index] = layer_constants(layer)
-        return constants
-
-
-def layer_constants(layer: MambaView) -> LayerConstants:
-    return LayerConstants(
-        layer.conv1d.weight.detach()[:, 0].t().contiguous(),
-        None if layer.conv1d.bias is None else layer.conv1d.bias.detach(),
-        layer.D.detach().float()[:, None],
-    )
+    def _weights(self, layer: Recurrent) -> ConvWeights:
+        found = self.layers.get(layer.index)
+        if found is None:
+            bias = layer.conv1d.bias
+            weights = ConvWeights(
+                layer.conv1d.weight.detach()[:, 0].t().contiguous(),
+                None if bias is None else bias.detach(),
+            )
+            found = self.layers[layer.index] = (layer, weights)
+        return found[1]
 
 
 class TorchDeferred(TorchScheme):
@@ -143,14 +126,14 @@ class TorchDeferred(TorchScheme):
     has_journal = True
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
-        self.recurrence = recurrence_rows(config, size, self.rows.conv_in)
+        self.parts = row_parts(config, size, self.rows.conv_in)
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
         super().start(slots, state_slots)
-        clear_rows(self.recurrence, slots)
+        clear_rows((self.gates, *self.parts), slots)
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         moved = keep > 0
@@ -177,7 +160,7 @@ class TorchDeferred(TorchScheme):
 
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
         width = accepted.nodes.shape[1]
-        return self.rows.newest(slots, accepted.count, width, self.recurrence.dt)
+        return self.rows.newest(slots, accepted.count, width, self.gates)
 
     def stem(self, slots: Tensor, lanes: int) -> TreeLayout:
         return self._nodes(slots, self._free_rows(slots, lanes), slots)
@@ -192,13 +175,8 @@ class TorchDeferred(TorchScheme):
         above = in_journal[:, None].expand(-1, nodes.rows.shape[1], -1)
         visible = torch.cat([above, ancestors], dim=2)
         mask_bias = torch.zeros(visible.shape, device=device)
-        return TorchLayout(
-            nodes,
-            self._windows(nodes),
-            torch.cat([nodes.journal, nodes.rows], dim=1),
-            mask_bias.masked_fill_(~visible, float("-inf")),
-            ancestors.float(),
-        )
+        mask = TreeMask(mask_bias.masked_fill_(~visible, float("-inf")), ancestors.float())
+        return TorchLayout(nodes, self._windows(nodes), mask)
 
     def _free_rows(self, slots: Tensor, count: int) -> Tensor:
         """The ``count`` lowest rows outside each request's journal. [b, count] int64"""
@@ -217,42 +195,20 @@ class TorchDeferred(TorchScheme):
         if bool(crowded.any()):
             self._fold(slots[crowded])
 
-    def _recur(self, layer: MambaView, layout: TorchLayout, inputs: Inputs) -> Tensor:
+    def _recur(self, layer: Recurrent, layout: TorchLayout, inputs: Inputs) -> Tensor:
         i, nodes = layer.index, layout.nodes
-        slots = nodes.slots[:, None]
-        xB, dt, log_decay = layer_rows(self.recurrence, i)
-        decays = inputs.dt * layer.decay_rate()
-        L = self._journal_decay(log_decay, nodes)[:, None]
-        if layout.shape[1] == 1:
-            L = L + decays
-        else:
-            assert layout.ancestors is not None
-            L = torch.baddbmm(L, layout.ancestors, decays)
-        node_xB = torch.cat([inputs.x.flatten(2), inputs.B.flatten(2)], dim=2)
-        xB[slots, nodes.rows], dt[slots, nodes.rows] = node_xB, inputs.dt
-        log_decay[slots, nodes.rows] = L
-        assert layout.mask_bias is not None
-        at = (slots, layout.packed)
-        rows = self._as_rows(xB[at], dt[at], log_decay[at])
+        journal = self._journal(i, nodes.slots, nodes.journal, nodes.journal_len)
+        assert layout.mask is not None
         state = self.pool.ssm[i][nodes.state_slots]
-        return tree_verify(rows, inputs.C, L, state, layout.mask_bias)
+        found = layer.verify(inputs, journal, layout.mask, state)
+        for part, own in zip(self.parts, found.parts):
+            part[i, nodes.slots[:, None], nodes.rows] = own
+        return found.y
 
-    def _journal_decay(self, log_decay: Tensor, nodes: TreeLayout) -> Tensor:
-        """log_decay of each journal's last row, 0 for an empty journal. [b, H] float32"""
-        if not nodes.journal.shape[1]:
-            return log_decay.new_zeros(len(nodes.slots), log_decay.shape[2])
-        last = nodes.journal.gather(1, (nodes.journal_len - 1).clamp(min=0)[:, None])[:, 0]
-        return (nodes.journal_len > 0).float()[:, None] * log_decay[nodes.slots, last]
-
-    def _as_rows(self, xB: Tensor, dt: Tensor, log_decay: Tensor) -> Rows:
-        c = self.config
-        x, B = xB[..., : c.inner_size], xB[..., c.inner_size :]
-        return Rows(
-            x.unflatten(-1, (c.num_heads, c.head_dim)),
-            B.unflatten(-1, (c.num_groups, c.state_size)),
-            dt,
-            log_decay,
-        )
+    def _journal(self, layer: int, slots: Tensor, rows: Tensor, length: Tensor) -> Journal:
+        """rows: [b, M], of which the first ``length`` [b] are the journals'."""
+        at = (layer, slots[:, None], rows)
+        return Journal(self.gates[at], tuple(part[at] for part in self.parts), length)
 
     def _fold(self, slots: Tensor, keep: Tensor | None = None) -> None:
         """Write the states after the journals, or after their first ``keep`` [f] tokens, to the
@@ -261,24 +217,22 @@ class TorchDeferred(TorchScheme):
         length = own.journal_len[slots] if keep is None else keep
         longest = int(length.max())
         journal = (own.path[slots, h : h + longest] - h).clamp_(0, self.size.rows - 1)  # [f, R]
-        valid = torch.arange(longest, device=slots.device) < length[:, None]
         last = own.path[slots, h + length - 1] - h
-        state_slots, at = self.table.state_slot[slots], (slots[:, None], journal)
+        state_slots = self.table.state_slot[slots]
         rounding = self.pool.rounding
         keys = rounding.keys(slots, own.folded(slots) + length)
-        for layer in range(self.size.layers):
-            xB, dt, log_decay = layer_rows(self.recurrence, layer)
-            rows = self._as_rows(xB[at], dt[at], log_decay[at])
-            ssm = self.pool.ssm[layer]
-            folded = fold(rows, valid, log_decay[slots, last], ssm[state_slots])
-            ssm.index_copy_(0, state_slots, rounding.round(folded, keys, layer))
+        for i, (layer, _) in self.layers.items():  # a journal has passed all of them
+            ssm = self.pool.ssm[i]
+            folded = layer.fold(self._journal(i, slots, journal, length), ssm[state_slots])
+            ssm.index_copy_(0, state_slots, rounding.round(folded, keys, i))
         self.pool.feature[state_slots] = own.feature[slots, last]
         own.move_history(slots, length)
         own.journal_len.index_fill_(0, slots, 0)
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.num_bytes + sum(part.nbytes for part in self.recurrence)
+        parts = sum(part.nbytes for part in self.parts)
+        return self.rows.num_bytes + self.gates.nbytes + parts
 
 
 class TorchSnapshot(TorchScheme):
@@ -289,11 +243,10 @@ class TorchSnapshot(TorchScheme):
     """
 
     def __init__(
-        self, config: Mamba2Config, size: SchemeSize, table: RequestTable, pool: StatePool
+        self, config: RecurrenceConfig, size: SchemeSize, table: RequestTable, pool: StatePool
     ) -> None:
         super().__init__(config, size, table, pool)
         self.node_states = make_node_states(self.rows, pool)
-        self.dt = step_sizes(config, size, self.rows.conv_in)  # for those who keep rows
 
     def finish(self, slots: Tensor, state_slots: Tensor, keep: Tensor) -> None:
         """``keep`` is always 0: the states already include all accepted tokens."""
@@ -324,23 +277,22 @@ class TorchSnapshot(TorchScheme):
         return self.table.processed[slots]
 
     def accepted_inputs(self, slots: Tensor, accepted: Truncated) -> tuple[Tensor, Tensor]:
-        return self.rows.of_nodes(slots, accepted.nodes, self.dt)
+        return self.rows.of_nodes(slots, accepted.nodes, self.gates)
 
-    def _recur(self, layer: MambaView, layout: TorchLayout, inputs: Inputs) -> Tensor:
-        nodes, (x, B, C, dt) = layout.nodes, inputs
-        self.dt[layer.index, nodes.slots, : layout.shape[1]] = dt
+    def _recur(self, layer: Recurrent, layout: TorchLayout, inputs: Inputs) -> Tensor:
+        nodes = layout.nodes
         state = self.pool.ssm[layer.index][nodes.state_slots]
-        y, states = snapshot_verify(x, dt, layer.decay_rate(), B, C, state, nodes.parents)
+        y, states = layer.snapshots(inputs, state, nodes.parents)
         self.node_states[layer.index, nodes.slots, : layout.shape[1]] = states
         return y
 
     @property
     def num_bytes(self) -> int:
-        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.dt.nbytes
+        return self.rows.conv_in.nbytes + self.node_states.nbytes + self.gates.nbytes
 
 
 def make_node_states(rows: RequestRows, pool: StatePool) -> Tensor:
-    """A buffer for the states of all nodes: [layers, R, W, H, P, N] float32."""
+    """A buffer for the states of all nodes: [layers, R, W, *state_shape] float32."""
     layers, requests = rows.conv_in.shape[:2]
     shape = (layers, requests, rows.size.rows, *pool.ssm.shape[2:])
     return zeros(*shape, dtype=torch.float32, device=rows.path.device)

@@ -48,7 +48,7 @@ from mamba_eagle.kernels.top_noisy.torch import NoiseKeys
 from mamba_eagle.kernels.top_noisy.triton import best_of_blocks, top_noisy
 from mamba_eagle.kernels.top_parts import triton as parts
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.model_config import RecurrenceConfig
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.candidates import Candidates
 from mamba_eagle.tree.tree import Tree
@@ -108,7 +108,7 @@ class TritonBackend(Backend):
     def state_scheme(
         self,
         mode: str,
-        config: Mamba2Config | None,
+        config: RecurrenceConfig | None,
         size: SchemeSize,
         table: RequestTable,
         pool: StatePool,
@@ -133,10 +133,10 @@ class TritonBackend(Backend):
         pool: StatePool,
         kv: KVPool,
         slot_table: Tensor,
-        mamba: Mamba2Config | None,
+        recurrence: RecurrenceConfig | None,
     ) -> PrefillContext:
-        if mamba is None or not sizes_supported(mamba):
-            return super().prefill_context(parts, pool, kv, slot_table, mamba)
+        if recurrence is None or not sizes_supported(recurrence):
+            return super().prefill_context(parts, pool, kv, slot_table, recurrence)
         paged = self.prompt_attention(kv, slot_table, parts)
         return TritonPrefillContext(parts, pool, paged, self.place)
 

@@ -21,7 +21,7 @@ from mamba_eagle.kernels.tree_verify.layout import Paths, Room, TreeLayout
 from mamba_eagle.kernels.tree_verify.torch_rows import free_rows
 from mamba_eagle.kernels.tree_verify.triton_fold import fold_journals
 from mamba_eagle.kernels.tree_verify.triton_rows import accept_rows, begin_rows
-from mamba_eagle.layers.context import MambaView
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
@@ -76,7 +76,7 @@ class TritonDeferred(StateScheme):
         ends = self.table.processed[slots]  # where the journals end
         return layout._replace(round_keys=self.pool.rounding.keys(slots, ends))
 
-    def verify(self, layer: MambaView, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         i, rows = layer.index, layer_rows(self.recurrence, layer.index)
         conv_in, state = self.rows.conv_in[i], self.pool.ssm[i]
         C = tree_conv(xbc, dt, conv_weights(layer), conv_in, rows, layout, self.sizes)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from mamba_eagle.kernels.causal_conv.triton import ConvWeights
 from mamba_eagle.kernels.tree_verify.layout import Sizes
-from mamba_eagle.layers.context import MambaView
-from mamba_eagle.model_config import Mamba2Config
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.model_config import Mamba2Config, RecurrenceConfig
 
-_weights: WeakKeyDictionary[MambaView, ConvWeights] = WeakKeyDictionary()
-_skips: WeakKeyDictionary[MambaView, Tensor] = WeakKeyDictionary()
+_weights: WeakKeyDictionary[Mamba2Mixer, ConvWeights] = WeakKeyDictionary()
+_skips: WeakKeyDictionary[Mamba2Mixer, Tensor] = WeakKeyDictionary()
 
 
-def sizes_supported(config: Mamba2Config) -> bool:
-    """Whether the kernels support these sizes, as they do those of all published models."""
+def sizes_supported(config: RecurrenceConfig) -> TypeGuard[Mamba2Config]:
+    """Whether the kernels support this recurrence, as they do Mamba2's of all published models."""
+    if not isinstance(config, Mamba2Config):
+        return False
     channels = config.num_heads // config.num_groups * config.head_dim
     power = config.state_size & (config.state_size - 1) == 0
     return config.head_dim >= 16 and channels % 16 == 0 and power and config.state_size >= 16
@@ -26,7 +29,7 @@ def sizes_of(config: Mamba2Config) -> Sizes:
     return Sizes(config.num_heads, config.head_dim, config.num_groups, config.state_size)
 
 
-def conv_weights(layer: MambaView) -> ConvWeights:
+def conv_weights(layer: Mamba2Mixer) -> ConvWeights:
     """Weights that are used before the recurrence, cached per layer."""
     weights = _weights.get(layer)
     if weights is None:
@@ -41,7 +44,7 @@ def conv_weights(layer: MambaView) -> ConvWeights:
     return weights
 
 
-def skip_weights(layer: MambaView) -> Tensor:
+def skip_weights(layer: Mamba2Mixer) -> Tensor:
     """D [H] float32, cached per layer."""
     skip = _skips.get(layer)
     if skip is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mamba_eagle.backend.attention import NewTokenAttention
@@ -12,7 +14,6 @@ from mamba_eagle.backend.triton.layer import conv_weights, sizes_of
 from mamba_eagle.kernels.causal_conv.triton_prefill import prefill_conv
 from mamba_eagle.kernels.prefill_plan import prefill_plan
 from mamba_eagle.kernels.ssd.triton import scan
-from mamba_eagle.layers.context import MambaView
 
 
 class TritonPrefillContext(PrefillContext):
@@ -38,7 +39,7 @@ class TritonPrefillContext(PrefillContext):
             saved = [(item.slot, item.start + tokens) for item, tokens in ends]
             self.round_keys = pool.rounding.keys(*place.to_device(list(zip(*saved))))
 
-    def mamba(self, layer: MambaView, xbc: Tensor, dt: Tensor) -> Tensor:
+    def recur(self, layer: Any, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, sizes = layer.index, conv_weights(layer), sizes_of(layer.config)
         x, dt, B, C = prefill_conv(xbc, dt, weights, self.pool.conv[i], self.plan, sizes)
         state, keys = self.pool.ssm[i], self.round_keys

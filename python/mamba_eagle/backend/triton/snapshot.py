@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.pools import RequestTable, StatePool
-from mamba_eagle.backend.rows import RequestRows, step_sizes
+from mamba_eagle.backend.rows import RequestRows, gate_rows
 from mamba_eagle.backend.state import SchemeSize, StateScheme
 from mamba_eagle.backend.torch.state import make_node_states
 from mamba_eagle.backend.triton.layer import conv_weights, sizes_of, skip_weights
@@ -14,7 +14,7 @@ from mamba_eagle.kernels.causal_conv.triton import move_history, tree_conv
 from mamba_eagle.kernels.tree_attention.triton_masks import pack_paths
 from mamba_eagle.kernels.tree_verify.layout import RowBuffers, TreeLayout
 from mamba_eagle.kernels.tree_verify.triton_snapshot import commit_snapshots, snapshot_verify
-from mamba_eagle.layers.context import MambaView
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.model_config import Mamba2Config
 from mamba_eagle.tree.accept import Truncated
 from mamba_eagle.tree.tree import Tree
@@ -41,7 +41,7 @@ class TritonSnapshot(StateScheme):
         # xB and L are shared by all layers, which run one after the other; the keeper of rows reads
         # dt afterwards
         xB, log_decay = inputs(width, like.dtype), inputs(config.num_heads)
-        self.dt = step_sizes(config, size, self.rows.conv_in)
+        self.dt = gate_rows(config, size, self.rows.conv_in)
         self.inputs = [RowBuffers(xB, dt, log_decay) for dt in self.dt]
 
     def start(self, slots: Tensor, state_slots: Tensor) -> None:
@@ -64,7 +64,7 @@ class TritonSnapshot(StateScheme):
             tail=self.rows.offsets.expand(b, -1).contiguous(),
         )
 
-    def verify(self, layer: MambaView, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
+    def verify(self, layer: Mamba2Mixer, layout: TreeLayout, xbc: Tensor, dt: Tensor) -> Tensor:
         i, weights, conv_in = layer.index, conv_weights(layer), self.rows.conv_in[layer.index]
         C = tree_conv(xbc, dt, weights, conv_in, self.inputs[i], layout, self.sizes)
         state, skip, node_states = self.pool.ssm[i], skip_weights(layer), self.node_states[i]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mamba_eagle.cpu.ops.rms_norm import inverse_rms
-from mamba_eagle.cpu.vector_math import ZERO, silu
-from mamba_eagle.machine_code import kernel
+from mamba_eagle.cpu.vector_math import silu
+from mamba_eagle.machine_code import exactly
 
 
-@kernel
+@exactly
 def gated_group_rms_norm(y, gate, weight, group_size, eps, out):
     """As torch.py's gated_group_rms_norm; y, gate, out [n, size], weight [size]."""
     n, size = y.shape
@@ -15,11 +15,9 @@ def gated_group_rms_norm(y, gate, weight, group_size, eps, out):
         for first in range(0, size, group_size):
             last = first + group_size
             part, gates, normed = y[r, first:last], gate[r, first:last], out[r, first:last]
-            scales, squares = weight[first:last], ZERO
+            scales = weight[first:last]
             for c in range(group_size):
-                gated = part[c] * silu(gates[c])
-                normed[c] = gated
-                squares += gated * gated
-            scale = inverse_rms(squares, group_size, eps)
+                normed[c] = part[c] * silu(gates[c])
+            scale = inverse_rms(normed, eps)
             for c in range(group_size):
-                normed[c] *= scale * scales[c]
+                normed[c] = normed[c] * scale * scales[c]

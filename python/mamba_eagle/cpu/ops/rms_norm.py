@@ -6,25 +6,24 @@ from math import sqrt
 
 import numpy as np
 
-from mamba_eagle.cpu.vector_math import ONE, ZERO
-from mamba_eagle.machine_code import kernel
+from mamba_eagle.cpu.vector_math import ONE
+from mamba_eagle.cpu.vectors.squares import sum_of_squares
+from mamba_eagle.machine_code import exactly
 
 
-@kernel
-def inverse_rms(squares, size, eps):
-    """1 / rms from the sum of squares."""
-    return ONE / np.float32(sqrt(squares / np.float32(size) + np.float32(eps)))
+@exactly
+def inverse_rms(row, eps):
+    """1 / rms."""
+    mean = sum_of_squares(row) / np.float32(row.shape[0])
+    return ONE / np.float32(sqrt(mean + np.float32(eps)))
 
 
-@kernel
+@exactly
 def rms_norm(x, weight, eps, out):
     """As torch.py's rms_norm; x, out [n, size], weight [size]."""
     n, size = x.shape
     for r in range(n):
         row, normed = x[r], out[r]
-        squares = ZERO
-        for c in range(size):
-            squares += row[c] * row[c]
-        scale = inverse_rms(squares, size, eps)
+        scale = inverse_rms(row, eps)
         for c in range(size):
             normed[c] = row[c] * scale * weight[c]

@@ -182,6 +182,6 @@ class PromptPrograms:
         frame.num_requests, frame.num_segments, frame.kept = b, len(tables.segments), 0
         if kept is not None:
             assert kept.inputs.dtype == torch.float32
-            frame.point(kept=kept.rows, kept_inputs=kept.inputs, kept_steps=kept.steps)
+            frame.point(kept=kept.rows, kept_inputs=kept.inputs, kept_steps=kept.gates)
             frame.kept_rows = kept.inputs.shape[1] * kept.inputs.shape[2]
         return b

@@ -16,7 +16,11 @@ from mamba_eagle.kernels.prefill_plan import Prompt
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None = None,
+    silu: bool = True,
 ) -> Tensor:
     """``silu(bias + Σ_k weight[:, k] · x[t - (K-1) + k])`` with zeros, or history, before t = 0.
 
@@ -24,6 +28,7 @@ def causal_conv(
         x: [batch, length, channels].
         weight: [channels, K]; the last column weighs the token itself.
         history: [batch, K-1, channels], the raw inputs before x, oldest first.
+        silu: False: without that.
     Returns: [batch, length, channels].
     """
     width = weight.shape[1]
@@ -32,10 +37,12 @@ def causal_conv(
     padded = torch.cat([history.float(), x.float()], dim=1).transpose(1, 2)
     bias = None if bias is None else bias.float()
     out = F.conv1d(padded, weight[:, None].float(), bias, groups=weight.shape[0])
-    return F.silu(out).transpose(1, 2).to(x.dtype)
+    return (F.silu(out) if silu else out).transpose(1, 2).to(x.dtype)
 
 
-def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def causal_conv_windows(
+    windows: Tensor, weight: Tensor, bias: Tensor | None, silu: bool = True
+) -> Tensor:
     """The same for tokens whose predecessors were gathered, such as the nodes of a tree.
 
     Args:
@@ -44,7 +51,8 @@ def causal_conv_windows(windows: Tensor, weight: Tensor, bias: Tensor | None) ->
     Returns: [n, channels].
     """
     out = (windows.float() * weight.float()).sum(1)
-    return F.silu(out if bias is None else out + bias.float()).to(windows.dtype)
+    out = out if bias is None else out + bias.float()
+    return (F.silu(out) if silu else out).to(windows.dtype)
 
 
 def conv_prompts(

@@ -170,7 +170,7 @@ class PromptRunner:
         parts = prefill_parts(items)
         tokens = self._indices([token for item in items for token in item.token_ids])
         inner = self.step.backend.prefill_context(
-            parts, self.pool, self.step.kv, table.kv_slots, model.config.mamba
+            parts, self.pool, self.step.kv, table.kv_slots, model.config.recurrence
         )
         places = self.journals.places(parts)
         ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)

@@ -16,7 +16,7 @@ from mamba_eagle.models.dflash_config import block_config, parse_config
 from mamba_eagle.train.batches import Answer, PaddedAnswers
 from mamba_eagle.train.block_context import BlockTrainingContext
 from mamba_eagle.train.heads.base import TrainableHead
-from mamba_eagle.train.heads.config import block_draft_config
+from mamba_eagle.train.heads.config import block_draft_config, head_attention
 from mamba_eagle.train.initial_weights import initialize
 from mamba_eagle.train.settings import TrainSettings
 from mamba_eagle.train.target import TargetOutputs
@@ -69,7 +69,7 @@ class TrainableBlockDrafter(TrainableHead):
 
     @classmethod
     def problems(cls, settings: TrainSettings, target: ModelConfig) -> list[str]:
-        head_dim = target.attention.head_dim if target.attention is not None else 2
+        head_dim = head_attention(target).head_dim
         if head_dim % 2:
             return [f"--algorithm {settings.algorithm}: heads of {head_dim} channels do not rotate"]
         return []

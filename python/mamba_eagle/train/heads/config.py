@@ -14,10 +14,11 @@ DEFAULT_POSITIONS = 32768  # where the target gives no limit
 
 
 def head_attention(target: ModelConfig) -> AttentionConfig:
-    """The target's attention sizes, without position encoding. For a target without attention:
-    query heads of 64 or 128 channels, in groups of four per KV head where their number allows."""
-    if target.attention is not None:
-        a = target.attention
+    """The target's attention sizes, without position encoding. For a target without attention, or
+    with latent attention: query heads of 64 or 128 channels, in groups of four per KV head where
+    their number allows."""
+    a = target.attention
+    if a is not None and a.latent is None:
         return AttentionConfig(a.num_heads, a.num_kv_heads, a.head_dim)
     head_dim = 128 if target.hidden_size >= 2048 else 64
     heads = max(1, target.hidden_size // head_dim)
@@ -27,8 +28,8 @@ def head_attention(target: ModelConfig) -> AttentionConfig:
 def head_mamba(target: ModelConfig) -> Mamba2Config:
     """The target's Mamba2 sizes. For a target without Mamba2 layers: an inner width of twice the
     hidden size, in heads of 64 channels."""
-    if target.mamba is not None:
-        return target.mamba
+    if isinstance(target.recurrence, Mamba2Config):
+        return target.recurrence
     return Mamba2Config(
         num_heads=max(1, 2 * target.hidden_size // 64),
         head_dim=64,

@@ -114,7 +114,7 @@ def test_programs_compute_what_the_layers_do(
     assert programs.scratch.rows >= 168 > layers.scratch.rows
     assert len(found) == len(wanted)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted))
-    assert engines[0].runner.journals.dt[:, 3].any()
+    assert engines[0].runner.journals.gates[:, 3].any()
 
 
 @pytest.mark.parametrize("length, is_program", [(MOST_TOKENS, True), (MOST_TOKENS + 1, False)])

@@ -29,7 +29,7 @@ LENGTHS, NEW_TOKENS = (5, 37), 36
 @pytest.fixture(scope="module", params=SIZES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    return write_model(folder, intermediate_size=96, **SIZES[request.param])
+    return write_model(folder, scaled=True, intermediate_size=96, **SIZES[request.param])
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])

@@ -216,13 +216,13 @@ def test_both_forms_of_the_layer_order_mean_the_same() -> None:
         for field in ("layers_block_type", "layer_types"):
             listed = config_with(hybrid_override_pattern=None, **{field: blocks})
             assert listed == expected
-    assert expected.blocks == ("mamba", "attention", "mlp", "mamba")
-    assert (expected.num_mamba_layers, expected.num_attention_layers) == (2, 1)
+    assert expected.blocks == ("recurrent", "attention", "mlp", "recurrent")
+    assert (expected.num_recurrent_layers, expected.num_attention_layers) == (2, 1)
 
 
 def test_time_step_limits_are_read_and_kept_to() -> None:
     infinite = config_with(time_step_limit=[0.0, {"__float__": "Infinity"}])
-    assert infinite.mamba is not None and infinite.mamba == config_with().mamba
+    assert infinite.recurrence is not None and infinite.recurrence == config_with().recurrence
     limited = config_with(time_step_limit=[0.25, 0.5])
     mixer = NemotronHForCausalLM(limited).backbone.layers[0].mixer
     random_weights(mixer, seed=0)

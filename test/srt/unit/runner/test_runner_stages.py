@@ -277,5 +277,5 @@ def test_numbers_of_layers_are_checked(folders) -> None:
         assert len(problems) == 1 and wrong in problems[0], problems
     with pytest.raises(ConfigError, match="--pp-layers 4,4: 8 layers, the model has 9"):
         RunnerRanks(replace(config, pp_size=2, pp_layers="4,4"), 1, 2)
-    with pytest.raises(ConfigError, match="--pp-size 6: the model has 5 Mamba2 layers"):
+    with pytest.raises(ConfigError, match="--pp-size 6: the model has 5 recurrent layers"):
         RunnerRanks(replace(config, pp_size=6), 1, 6)

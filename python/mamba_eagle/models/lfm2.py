@@ -1,0 +1,114 @@
+"""LFM2: gated short convolutions with a few attention layers; gated MLPs, or experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.rotary import make_attention
+from mamba_eagle.layers.short_conv import ShortConv
+from mamba_eagle.layers.sigmoid_moe import SigmoidMoE
+from mamba_eagle.model_config import ModelConfig, MoEConfig, ShortConvConfig
+from mamba_eagle.models.base import CausalLM, Names, Target
+from mamba_eagle.models.experts import gated_expert_place
+from mamba_eagle.models.parse import attention_config, blocks_of, model_config, only
+from mamba_eagle.models.rope import rope_config
+
+# published name -> ours
+NAMES = {
+    ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+    ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".feed_forward.expert_bias": ".feed_forward.gate.e_score_correction_bias",
+    ".feed_forward.w1.": ".feed_forward.gate_proj.",
+    ".feed_forward.w3.": ".feed_forward.up_proj.",
+    ".feed_forward.w2.": ".feed_forward.down_proj.",
+}
+KINDS = {"full_attention": "attention", "conv": "recurrent"}
+
+
+class Lfm2Layer(Layer):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, kind = config.hidden_size, config.blocks[layer]
+        index = config.places_before(layer, kind)
+        self.operator_norm = RMSNorm(size, config.norm_eps)
+        self.attends = kind == "attention"
+        if self.attends:
+            assert config.attention is not None
+            self.self_attn = make_attention(config.attention, size, index, config.norm_eps)
+        else:
+            assert isinstance(config.recurrence, ShortConvConfig)
+            self.conv = ShortConv(config.recurrence, size, index)
+        self.ffn_norm = RMSNorm(size, config.norm_eps)
+        self.feed_forward: SigmoidMoE | GatedMLP
+        if config.moe is not None and layer >= config.raw.get("num_dense_layers", 2):
+            self.feed_forward = SigmoidMoE(config.moe, size)
+        else:
+            self.feed_forward = GatedMLP(size, config.intermediate_size)
+        self.total = Total()
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        mixer = self.self_attn if self.attends else self.conv
+        hidden = hidden + self.total(mixer(self.operator_norm(hidden), ctx))
+        return hidden + self.total(self.feed_forward(self.ffn_norm(hidden)))
+
+
+class Lfm2ForCausalLM(CausalLM):
+    names = Names(norm="embedding_norm")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, [Lfm2Layer(config, i) for i in range(len(config.blocks))])
+
+    def target(self, name: str) -> Target | None:
+        for published, ours in NAMES.items():
+            name = name.replace(published, ours)
+        return gated_expert_place(name) or super().target(name)
+
+
+def mlp_width(values: dict[str, Any]) -> int:
+    """Channels of an MLP: as stated, or two thirds of it, in multiples."""
+    width = values.get("block_ff_dim") or values["intermediate_size"]
+    if values["model_type"] == "lfm2_moe" or not values.get("block_auto_adjust_ff_dim", True):
+        return int(width)
+    scaled = int(values.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    unit = values.get("block_multiple_of", 256)
+    return -(-scaled // unit) * int(unit)
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    only(values, hidden_act="silu", use_expert_bias=True)
+    kinds = values.get("layer_types") or [
+        "full_attention" if layer in values["full_attn_idxs"] else "conv"
+        for layer in range(values["num_hidden_layers"])
+    ]
+    moe = None
+    if values["model_type"] == "lfm2_moe":
+        moe = MoEConfig(
+            num_experts=values["num_experts"],
+            top_k=values["num_experts_per_tok"],
+            intermediate_size=values["moe_intermediate_size"],
+            normalize=values.get("norm_topk_prob", True),
+            scaling=float(values.get("routed_scaling_factor", 1.0)),
+        )
+    attention = attention_config(values, bias=False)
+    rope = rope_config({"rope_theta": 1e6, **values}, attention.head_dim)
+    recurrence = None
+    if "conv" in kinds:
+        size, bias = values["hidden_size"], bool(values.get("conv_bias", False))
+        recurrence = ShortConvConfig(size, values.get("conv_L_cache", 3), bias)
+    return model_config(
+        values,
+        blocks_of(values, kinds, KINDS),
+        recurrence=recurrence,
+        norm_eps=float(values.get("norm_eps", 1e-5)),
+        attention=attention_config(values, bias=False, rope=rope, head_norm=True),
+        moe=moe,
+        intermediate_size=mlp_width(values),
+        tie_word_embeddings=values.get("tie_embedding", values.get("tie_word_embeddings", True)),
+    )

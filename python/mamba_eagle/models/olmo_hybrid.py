@@ -1,0 +1,212 @@
+"""Olmo-Hybrid: gated DeltaNet layers with beta up to 2, and attention layers with norms of what
+they add instead of what they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.delta_rule import GatedDeltaNet, Projected
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.gated_norm import HeadNormThenGate
+from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.norm import RMSNorm
+from mamba_eagle.layers.ops import TORCH, LayerOps
+from mamba_eagle.layers.recurrent import JoinedConv
+from mamba_eagle.model_config import AttentionConfig, DeltaConfig, ModelConfig, WholeNorm
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.parse import attention_config, model_config, only
+from mamba_eagle.models.qwen3_next import blocks_of
+from mamba_eagle.models.rope import rope_config
+from mamba_eagle.parallel.cut import Cut, columns, rows
+from mamba_eagle.parallel.shard import Shard, attention_heads, recurrent_heads
+
+# published name -> ours
+NAMES = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".q_conv1d.": ".conv1d.q.",
+    ".k_conv1d.": ".conv1d.k.",
+    ".v_conv1d.": ".conv1d.v.",
+}
+GATED_NORM_EPS = 1e-5  # whatever config.json says
+
+
+class OlmoDeltaNet(GatedDeltaNet):
+    def __init__(self, config: DeltaConfig, hidden_size: int, index: int) -> None:
+        super().__init__(config, index)
+        c = config
+        self.q_proj = Linear(hidden_size, c.key_size)
+        self.k_proj = Linear(hidden_size, c.key_size)
+        self.v_proj = Linear(hidden_size, c.inner_size)
+        self.g_proj = Linear(hidden_size, c.inner_size)
+        self.a_proj = Linear(hidden_size, c.num_heads)
+        self.b_proj = Linear(hidden_size, c.num_heads)
+        self.o_norm = HeadNormThenGate(c.head_dim, GATED_NORM_EPS)
+        self.o_proj = Linear(c.inner_size, hidden_size)
+
+    def make_conv(self) -> JoinedConv:
+        c = self.config
+        widths = {"q": c.key_size, "k": c.key_size, "v": c.inner_size}
+        return JoinedConv(widths, c.conv_kernel)
+
+    def projections(self) -> dict[str, list[Linear]]:
+        return {
+            "qkvg": [self.q_proj, self.k_proj, self.v_proj, self.g_proj],
+            "ab": [self.a_proj, self.b_proj],
+        }
+
+    def project(self, hidden: Tensor) -> Projected:
+        c = self.config
+        channels, gate = self.product("qkvg", hidden).split([c.conv_dim, c.inner_size], dim=-1)
+        return Projected(channels, gate, self.product("ab", hidden))
+
+    def output(self, y: Tensor, gate: Tensor) -> Tensor:
+        return self.o_proj(self.o_norm(y, gate))
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        c, own = self.config, recurrent_heads(shard, self.config)
+        keys, values = rows(*own.group_channels(c.state_size)), rows(own.channels(c.head_dim))
+        keyed = ("q_proj.weight", "k_proj.weight", "conv1d.q.weight", "conv1d.k.weight")
+        valued = ("v_proj.weight", "g_proj.weight", "conv1d.v.weight")
+        each = ("a_proj.weight", "b_proj.weight", "dt_bias", "A_log")
+        return {
+            **dict.fromkeys(keyed, keys),
+            **dict.fromkeys(valued, values),
+            **dict.fromkeys(each, rows(own.heads)),
+            "o_proj.weight": columns(own.channels(c.head_dim), zero=own.idle),
+        }
+
+
+class HeadsNorm(Layer):
+    """An RMS norm over all heads at once, of which ranks add up the squares: x [n, heads, D], of a
+    rank's heads."""
+
+    def __init__(self, norm: WholeNorm, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(len(norm.copies) * head_dim))
+        self.size, self.eps = norm.heads * head_dim, eps
+        self.shares = [1 / count for count in norm.copies]
+        self.total = Total()
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = x.float()
+        squares = each.square().sum(-1) @ each.new_tensor(self.shares)  # [n]
+        scale = torch.rsqrt(self.total(squares[:, None]) / self.size + self.eps)
+        return (each * scale[..., None] * self.weight.float().view(x.shape[1:])).to(x.dtype)
+
+
+class OlmoAttention(Attention):
+    """With norms over all heads of queries, and of keys, at once."""
+
+    def __init__(
+        self, config: AttentionConfig, hidden_size: int, index: int, norm_eps: float
+    ) -> None:
+        super().__init__(config, hidden_size, index)
+        assert config.whole_norms is not None
+        queries, keys = config.whole_norms
+        self.q_norm = HeadsNorm(queries, config.head_dim, norm_eps)
+        self.k_norm = HeadsNorm(keys, config.head_dim, norm_eps)
+        self._ops = TORCH
+
+    def prepare(self, ops: LayerOps) -> None:
+        super().prepare(ops)
+        self._ops = ops
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own, dim = attention_heads(shard, self.config), self.config.head_dim
+        q, k = rows(own.channels(dim)), rows(*own.group_channels(dim))
+        return {**super().cuts(shard), "q_norm.weight": q, "k_norm.weight": k}
+
+    def place(self, q: Tensor, k: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.rope is None:
+            return q, k
+        assert ctx.rotation is not None, "the model sets it before its layers run"
+        return self._ops.place_heads(q, k, *ctx.rotation, None)
+
+
+class OlmoDeltaLayer(Layer):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        assert isinstance(config.recurrence, DeltaConfig)
+        index = config.places_before(layer, "recurrent")
+        self.input_layernorm = RMSNorm(size, eps)
+        self.linear_attn = OlmoDeltaNet(config.recurrence, size, index)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size)
+        self.total = Total()
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        hidden = hidden + self.total(self.linear_attn(self.input_layernorm(hidden), ctx))
+        return hidden + self.total(self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class OlmoAttentionLayer(Layer):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        assert config.attention is not None
+        index = config.places_before(layer, "attention")
+        self.self_attn = OlmoAttention(config.attention, size, index, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size)
+        self.post_feedforward_layernorm = RMSNorm(size, eps)
+        self.total = Total()
+
+    def forward(self, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        mixed = self.total(self.self_attn(hidden, ctx))
+        hidden = hidden + self.post_attention_layernorm(mixed)
+        return hidden + self.post_feedforward_layernorm(self.total(self.mlp(hidden)))
+
+
+class OlmoHybridForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig) -> None:
+        kinds = {"recurrent": OlmoDeltaLayer, "attention": OlmoAttentionLayer}
+        super().__init__(config, [kinds[kind](config, i) for i, kind in enumerate(config.blocks)])
+
+    def target(self, name: str) -> Target | None:
+        for published, ours in NAMES.items():
+            name = name.replace(published, ours)
+        return super().target(name)
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    """Raises: UnsupportedModel, KeyError naming what config.json lacks."""
+    only(values, hidden_act="silu", attention_bias=False)
+    count, heads = values["num_hidden_layers"], values["num_attention_heads"]
+    kinds = values.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(count)]
+        if "full_attention" not in kinds:
+            kinds[-1] = "full_attention"
+    key_heads = values.get("linear_num_key_heads") or heads
+    key_dim = values.get("linear_key_head_dim") or int(0.75 * values["hidden_size"] / key_heads)
+    attention = attention_config(values)
+    heads, keys = attention.num_heads, attention.num_kv_heads
+    norms = (WholeNorm(heads, (1,) * heads), WholeNorm(keys, (1,) * keys))
+    given = values.get("rope_parameters") or {}
+    rope = None  # as in the published models
+    if given.get("rope_theta") or values.get("rope_theta"):
+        rope = rope_config(values, attention.head_dim)
+    return model_config(
+        values,
+        blocks_of(kinds),
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        recurrence=DeltaConfig(
+            num_heads=values.get("linear_num_value_heads") or heads,
+            head_dim=values.get("linear_value_head_dim") or 2 * key_dim,
+            state_size=key_dim,
+            num_groups=key_heads,
+            conv_kernel=values.get("linear_conv_kernel_dim", 4),
+            max_beta=2.0 if values.get("linear_allow_neg_eigval", True) else 1.0,
+        ),
+        attention=replace(attention, rope=rope, whole_norms=norms),
+    )

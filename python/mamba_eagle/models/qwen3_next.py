@@ -1,0 +1,204 @@
+"""Qwen3-Next: gated DeltaNet layers, every fourth one gated attention; routed experts and a shared
+one in nearly all layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.kernels.float8.torch import Rounded
+from mamba_eagle.layers.block import run_with_late_sums
+from mamba_eagle.layers.context import ForwardContext
+from mamba_eagle.layers.delta_rule import GatedDeltaNet, Projected
+from mamba_eagle.layers.gated_attention import GatedAttention
+from mamba_eagle.layers.gated_mlp import GatedMLP
+from mamba_eagle.layers.gated_norm import HeadNormThenGate
+from mamba_eagle.layers.layer import Layer, Total
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.moe import GatedSharedMoE
+from mamba_eagle.layers.norm import RMSNorm, keep_exact
+from mamba_eagle.model_config import DeltaConfig, ModelConfig, MoEConfig, Span
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.parse import attention_config, model_config, only
+from mamba_eagle.models.rope import rope_config
+from mamba_eagle.parallel.cut import Cut, columns, rows
+from mamba_eagle.parallel.shard import Shard, recurrent_heads
+
+BLOCK_OF_NAME = {"linear_attention": "recurrent", "full_attention": "attention"}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+CENTRED = re.compile(r".*(?<!linear_attn\.)norm\w*\.weight")  # norms stored as weight - 1
+
+
+class QwenDeltaNet(GatedDeltaNet):
+    """The projections are two matrices, in which everything of one key head is side by side: its
+    query and key, then the values and gates of the value heads that share it."""
+
+    def __init__(self, config: DeltaConfig, hidden_size: int, norm_eps: float, index: int) -> None:
+        super().__init__(config, index)
+        self.make_projections(hidden_size)
+        self.norm = HeadNormThenGate(config.head_dim, norm_eps)
+        self.out_proj = Linear(config.inner_size, hidden_size)
+
+    def make_projections(self, hidden_size: int) -> None:
+        c = self.config
+        self.in_proj_qkvz = Linear(hidden_size, c.conv_dim + c.inner_size)
+        self.in_proj_ba = Linear(hidden_size, 2 * c.num_heads)
+
+    def projections(self) -> dict[str, list[Linear]]:
+        return {"qkvz": [self.in_proj_qkvz], "ba": [self.in_proj_ba]}
+
+    def project(self, hidden: Tensor) -> Projected:
+        c = self.config
+        width = c.inner_size // c.num_groups
+        groups = self.product("qkvz", hidden).unflatten(-1, (c.num_groups, -1))
+        *channels, gate = groups.split([c.state_size, c.state_size, width, width], dim=-1)
+        beta, decay = self.product("ba", hidden).unflatten(-1, (c.num_groups, -1)).chunk(2, dim=-1)
+        raw = torch.cat([decay.flatten(1), beta.flatten(1)], dim=-1)
+        return Projected(torch.cat([p.flatten(1) for p in channels], -1), gate.flatten(1), raw)
+
+    def output(self, y: Tensor, gate: Tensor) -> Tensor:
+        return self.out_proj(self.norm(y, gate))
+
+    def cuts(self, shard: Shard) -> dict[str, Cut]:
+        own = recurrent_heads(shard, self.config)
+        out = columns(own.channels(self.config.head_dim), zero=own.idle)
+        return {**super().cuts(shard), **self.input_cuts(shard), "out_proj.weight": out}
+
+    def input_cuts(self, shard: Shard) -> dict[str, Cut]:
+        c, own = self.config, recurrent_heads(shard, self.config)
+        each = c.num_heads // c.num_groups  # value heads of a key head
+        served = own.heads.size // len(own.groups)
+        qkvz, ba = [], []
+        for at, group in enumerate(own.groups):
+            head = own.heads.begin + at * served - group * each
+            keys, values = 2 * c.state_size, each * c.head_dim
+            first = group * (keys + 2 * values)
+            qkvz.append(Span(first, first + keys))
+            for begin in (first + keys, first + keys + values):
+                begin += head * c.head_dim
+                qkvz.append(Span(begin, begin + served * c.head_dim))
+            for begin in (2 * group * each + head, (2 * group + 1) * each + head):
+                ba.append(Span(begin, begin + served))
+        return {"in_proj_qkvz.weight": rows(*qkvz), "in_proj_ba.weight": rows(*ba)}
+
+
+class QwenLayer(Layer):
+    mixer_class: type[QwenDeltaNet] = QwenDeltaNet
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        size, eps, kind = config.hidden_size, config.norm_eps, config.blocks[layer]
+        index = config.places_before(layer, kind)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.is_recurrent = kind == "recurrent"
+        if self.is_recurrent:
+            assert isinstance(config.recurrence, DeltaConfig)
+            self.linear_attn = self.mixer_class(config.recurrence, size, eps, index)
+        else:
+            assert config.attention is not None
+            self.self_attn = GatedAttention(config.attention, size, index, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        if config.moe is not None and has_experts(config, layer):
+            self.mlp: Any = GatedSharedMoE(config.moe, size)
+        else:
+            self.mlp = GatedMLP(size, config.intermediate_size)
+        self.total = Total()
+
+    def forward(
+        self, hidden: Tensor, normed: Tensor | Rounded, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden`` with what the mixer makes of its norm, and what the MLP adds to that, of a
+        rank a part of it. hidden may be overwritten."""
+        mixer = self.linear_attn if self.is_recurrent else self.self_attn
+        normed, hidden = self.post_attention_layernorm.after(hidden, mixer(normed, ctx))
+        return hidden, self.mlp(normed)
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    step = config.raw.get("decoder_sparse_step", 1)
+    return layer not in config.raw.get("mlp_only_layers", ()) and (layer + 1) % step == 0
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    layer_class: type[QwenLayer] = QwenLayer
+
+    def __init__(self, config: ModelConfig) -> None:
+        layers = [self.layer_class(config, i) for i in range(len(config.blocks))]
+        super().__init__(config, layers)
+        keep_exact(self)
+
+    def run_layers(
+        self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        return run_with_late_sums(
+            layers,
+            hidden,
+            ctx,
+            lambda layer: layer.input_layernorm,
+            lambda layer, hidden, normed: layer(hidden, normed, ctx),
+        )
+
+    def target(self, name: str) -> Target | None:
+        if name.startswith("mtp."):
+            return None
+        return qwen_place(name) or super().target(name)
+
+
+def qwen_place(name: str) -> Target | None:
+    """Experts are published one by one, or stacked under another name; norms without their 1."""
+    if name.endswith(".experts.gate_up_proj"):
+        return Target(name.replace("gate_up_proj", "up_proj"))
+    if found := EXPERT.fullmatch(name):
+        stem, index, which = found[1], int(found[2]), found[3]
+        if which == "down":
+            return Target(f"{stem}.down_proj", index)
+        return Target(f"{stem}.up_proj", index, half=int(which == "up"))
+    return Target(name, shift=1.0) if CENTRED.fullmatch(name) else None
+
+
+def parse_config(values: dict[str, Any]) -> ModelConfig:
+    """Also reads the text part of Qwen3.5's.
+
+    Raises: UnsupportedModel, KeyError naming what config.json lacks.
+    """
+    only(values, hidden_act="silu", norm_topk_prob=True)
+    kinds = values.get("layer_types")
+    if kinds is None:
+        every = values.get("full_attention_interval", 4)
+        layers = range(1, values["num_hidden_layers"] + 1)
+        kinds = ["linear_attention" if layer % every else "full_attention" for layer in layers]
+    known = {**values, "head_dim": values.get("head_dim") or 256}
+    rope = rope_config(values, known["head_dim"], part=0.25)
+    moe = None
+    if values.get("num_experts"):
+        moe = MoEConfig(
+            num_experts=values["num_experts"],
+            top_k=values["num_experts_per_tok"],
+            intermediate_size=values["moe_intermediate_size"],
+            shared_intermediate_size=values["shared_expert_intermediate_size"],
+        )
+    return model_config(
+        values,
+        blocks_of(kinds),
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        recurrence=DeltaConfig(
+            num_heads=values["linear_num_value_heads"],
+            head_dim=values["linear_value_head_dim"],
+            state_size=values["linear_key_head_dim"],
+            num_groups=values["linear_num_key_heads"],
+            conv_kernel=values.get("linear_conv_kernel_dim", 4),
+        ),
+        attention=attention_config(known, rope=rope, head_norm=True),
+        moe=moe,
+    )
+
+
+def blocks_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Raises: UnsupportedModel for a kind of layer that is not known."""
+    for kind in kinds:
+        only({"layer_types": kind}, layer_types=kind if kind in BLOCK_OF_NAME else "full_attention")
+    return tuple(BLOCK_OF_NAME[kind] for kind in kinds)
