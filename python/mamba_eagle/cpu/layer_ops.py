@@ -36,6 +36,7 @@ class CpuOps(HostOps):
         self._product = product
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
         out = torch.empty_like(x)
         rms_norm(x.numpy(), weight.numpy(), eps, out.numpy())
         return out

@@ -97,7 +97,7 @@ def test_a_file_has_the_checkpoints_config_and_logits(name: str, made) -> None:
             mine = replace(mine, scale=theirs.scale)
         assert mine == theirs, field
     assert config.norm_eps == pytest.approx(expected.norm_eps)
-    assert (config.recurrence.num_heads, config.mamba.norm) == (
+    assert (config.recurrence.num_heads, config.recurrence.norm) == (
         expected.recurrence.num_heads,
         expected.recurrence.norm,
     )
