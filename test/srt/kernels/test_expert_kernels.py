@@ -77,8 +77,9 @@ def test_tokens_go_to_the_experts_of_the_definition(choice: Choice) -> None:
 
 @runs_kernels
 def test_of_equal_experts_the_first_is_taken_and_nan_is_the_last() -> None:
-    weight = summable(normal(1, 64, seed=3)).expand(8, 64).contiguous()
-    assert route(summable(normal(2, 64, seed=4)), weight, Choice(3)).experts.tolist() == [[0, 1, 2]] * 2
+    hidden, weight = summable(normal(2, 64, seed=4)), summable(normal(1, 64, seed=3))
+    weight = weight.expand(8, 64).contiguous()
+    assert route(hidden, weight, Choice(3)).experts.tolist() == [[0, 1, 2]] * 2
     hidden = torch.full((1, 64), float("nan"), device=DEVICE, dtype=DTYPE)
     assert route(hidden, weight, Choice(3)).experts.tolist() == [[0, 1, 2]]
 

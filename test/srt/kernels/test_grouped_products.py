@@ -163,8 +163,9 @@ def test_matrices_without_a_product_are_named() -> None:
     assert not multiplies(GroupedMatrix(eight.codes, eight.scale, eight.scale))
 
 
-FOR_BYTES = cpu.grouped_product(cpu.Form(8, wide=False, minimum=False), cpu.dot_by_bytes)
-FOR_PAIRS = cpu.grouped_product(cpu.Form(8, wide=False, minimum=False), cpu.dot_by_pairs)
+EIGHT, FOUR = (cpu.Form(bits, wide=False, minimum=False) for bits in (8, 4))
+FOR_BYTES, FOR_PAIRS = (cpu.grouped_product(EIGHT, dots) for dots in (cpu.byte_dots, cpu.PairDots))
+FOR_HALVES = cpu.grouped_product(FOUR, cpu.PairDots)
 
 
 def by_bytes(arguments, first, last):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
@@ -175,14 +176,19 @@ def by_pairs(arguments, first, last):  # type: ignore[no-untyped-def] # noqa: AN
     FOR_PAIRS(arguments, first, last)
 
 
-@pytest.mark.parametrize("function", [by_bytes, by_pairs])
+def by_halves(arguments, first, last):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+    FOR_HALVES(arguments, first, last)
+
+
+@pytest.mark.parametrize("function", [by_bytes, by_pairs, by_halves])
 def test_other_processors_compute_the_same_bits(
     function: Callable[[int, int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those without the integer products of AVX-512, and those that are not x86."""
-    if function is by_pairs and not has("avx2"):
+    if function is not by_bytes and not has("avx2"):
         pytest.skip("needs AVX2")
-    product = GroupedProduct(int8_groups(normal(40, 96, seed=1)))
+    groups = int4_groups if function is by_halves else int8_groups
+    product = GroupedProduct(groups(normal(40, 96, seed=1)))
     x = 5 * normal(7, 96, seed=2)
     here = product(x, None)
     monkeypatch.setattr(cpu, "product_of", lambda weight: SpanKernel(function))

@@ -11,6 +11,8 @@ once per group, since Σ (number + offset) q = Σ number q + offset Σ q.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,6 @@ from mamba_eagle.cpu.vectors.code import (
     FLOATS,
     HALF,
     I8,
-    I16,
     I32,
     I64,
     INTS,
@@ -48,6 +49,9 @@ BYTES_PER_NS, PRODUCTS_PER_NS, ROUNDED_PER_NS = 12, 200, 3
 AHEAD = 4096
 FEW = 4  # rows up to which it is the memory that a product waits for
 OFFSET = {8: 128, 4: 8}  # of codes, by bits; 0 where there is a minimum
+# A half of a vector, as AVX2 reads it
+SIGNS = -0x7F7F7F80  # of four bytes
+BYTES, SHORTS, HALF_INTS = (ir.VectorType(ir.IntType(32 * 8 // n), n) for n in (32, 16, 8))
 
 
 class Blocks(NamedTuple):
@@ -140,35 +144,85 @@ def dot_by_bytes(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
     return sums
 
 
-def dot_by_pairs(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
-    """The same with AVX2: even and odd bytes become 16 bits, of which it multiplies and adds up
-    pairs."""
-    b = code.builder
-    shorts = ir.VectorType(I16, 2 * LANES)
-    weights, inputs = b.bitcast(weights, shorts), b.bitcast(inputs, shorts)
-    eight, low = shorts([8] * 2 * LANES), shorts([255] * 2 * LANES)
-    even = (b.and_(weights, low), b.ashr(b.shl(inputs, eight), eight))
-    odd = (b.lshr(weights, eight), b.ashr(inputs, eight))
-    for weight, given in (even, odd):
-        halves = []
-        for first in (0, LANES):
-            lanes = ir.VectorType(I32, LANES)(list(range(first, first + LANES)))
-            pair = (b.shuffle_vector(part, part, lanes) for part in (weight, given))
-            halves.append(code.call("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), *pair))
-        whole = b.shuffle_vector(*halves, INTS(list(range(LANES))))
-        sums = b.add(sums, whole)
-    return sums
-
-
 def dot_at_once(code: Code, sums: Any, weights: Any, inputs: Any) -> Any:
     """The same as one instruction of AVX-512."""
     return code.call("llvm.x86.avx512.vpdpbusd.512", INTS, sums, weights, inputs)
 
 
-def dot_of_this_processor(code: Code, *operands: Any) -> Any:
+class Dots:
+    """A group's products with one row, four inputs at a time."""
+
+    def __init__(self, code: Code, bits: int, dot: Callable[..., Any]) -> None:
+        self.code, self.dot = code, dot
+        self.offset = OFFSET[bits]  # of the numbers that are multiplied
+
+    def prepared(self, weights: Any) -> Any:
+        """What rows share: from 16 outputs' codes of four inputs."""
+        return weights
+
+    def add(self, sums: Any, weights: list[Any], inputs: list[Any]) -> Any:
+        """sums + Σ weights · inputs, of the quads of a group, in each of 16 lanes."""
+        for weight, given in zip(weights, inputs, strict=True):
+            sums = self.dot(self.code, sums, weight, given)
+        return sums
+
+
+class PairDots(Dots):
+    """The same with AVX2, which multiplies unsigned with signed bytes and adds up pairs of products
+    in 16 bits. Those have room for all pairs of a group of four bits, and for one pair of a byte
+    below 129 with one below 128: so there it is the size of a weight by the input with the weight's
+    sign."""
+
+    def __init__(self, code: Code, bits: int) -> None:
+        super().__init__(code, bits, dot_by_bytes)
+        self.bits = bits
+        self.offset = OFFSET[bits] if bits == 4 else 0
+
+    def prepared(self, weights: Any) -> Any:
+        if self.bits == 4:
+            return self._halves(weights)
+        signed = self._halves(self.code.builder.xor(weights, INTS([SIGNS] * LANES)))
+        return [(self._call("psign.b", BYTES, half, half), half) for half in signed]
+
+    def add(self, sums: Any, weights: list[Any], inputs: list[Any]) -> Any:
+        given = [self._halves(quad) for quad in inputs]
+        halves = [
+            self._added_up([(weight[i], quad[i]) for weight, quad in zip(weights, given)])
+            for i in range(2)
+        ]
+        b = self.code.builder
+        return b.add(sums, b.shuffle_vector(*halves, INTS(list(range(LANES)))))
+
+    def _added_up(self, products: list[Any]) -> Any:
+        add, ones = self.code.builder.add, SHORTS([1] * 16)
+        if self.bits == 4:
+            pairs = [self._call("pmadd.ub.sw", SHORTS, *each) for each in products]
+            return self._call("pmadd.wd", HALF_INTS, reduce(add, pairs), ones)
+        quads = []
+        for (size, sign), given in products:
+            signed = self._call("psign.b", BYTES, given, sign)
+            pairs = self._call("pmadd.ub.sw", SHORTS, size, signed)
+            quads.append(self._call("pmadd.wd", HALF_INTS, pairs, ones))
+        return reduce(add, quads)
+
+    def _halves(self, vector: Any) -> list[Any]:
+        """Of 16 integers, as bytes."""
+        b, half = self.code.builder, LANES // 2
+        lanes = [HALF_INTS(list(range(first, first + half))) for first in (0, half)]
+        return [b.bitcast(b.shuffle_vector(vector, vector, own), BYTES) for own in lanes]
+
+    def _call(self, name: str, result: Any, *values: Any) -> Any:
+        return self.code.call(f"llvm.x86.avx2.{name}", result, *values)
+
+
+def byte_dots(code: Code, bits: int) -> Dots:
+    return Dots(code, bits, dot_by_bytes)
+
+
+def dots_of_this_processor(code: Code, bits: int) -> Dots:
     if has("avx512vnni"):
-        return dot_at_once(code, *operands)
-    return (dot_by_pairs if has("avx2") else dot_by_bytes)(code, *operands)
+        return Dots(code, bits, dot_at_once)
+    return PairDots(code, bits) if has("avx2") else byte_dots(code, bits)
 
 
 class Form(NamedTuple):
@@ -179,7 +233,7 @@ class Form(NamedTuple):
     minimum: bool
 
 
-def grouped_product(form: Form, dot: Any = dot_of_this_processor) -> Any:
+def grouped_product(form: Form, dots: Callable[[Code, int], Dots] = dots_of_this_processor) -> Any:
     """Products with weights of one form."""
 
     def write(code: Code, arguments: Any, first: Any, last: Any) -> None:
@@ -192,7 +246,7 @@ def grouped_product(form: Form, dot: Any = dot_of_this_processor) -> Any:
             block = b.add(first, index)
             code.row_tiles(
                 given.rows,
-                lambda count, row: _Tile(code, form, dot, count).write(
+                lambda count, row: _Tile(code, form, dots(code, form.bits), count).write(
                     pointers, (given.groups, given.width), row, block
                 ),
             )
@@ -203,9 +257,9 @@ def grouped_product(form: Form, dot: Any = dot_of_this_processor) -> Any:
 class _Tile:
     """The products of some rows with one block of outputs."""
 
-    def __init__(self, code: Code, form: Form, dot: Any, rows: int) -> None:
-        self.code, self.form, self.dot, self.rows = code, form, dot, range(rows)
-        self.offset = 0 if form.minimum and form.bits == 4 else OFFSET[form.bits]
+    def __init__(self, code: Code, form: Form, dots: Dots, rows: int) -> None:
+        self.code, self.form, self.dots, self.rows = code, form, dots, range(rows)
+        self.offset = 0 if form.minimum and form.bits == 4 else dots.offset
         self.bytes = GROUP * LANES * form.bits // 8  # of a group's codes
 
     def write(self, pointers: list[Any], sizes: tuple[Any, Any], row: Any, block: Any) -> None:
@@ -230,7 +284,7 @@ class _Tile:
             place = code.at(codes, b.mul(at, I64(self.bytes)), I8)
             if self.form.bits == 4 and len(self.rows) <= FEW:
                 code.prefetch(place, AHEAD, self.bytes)
-            weights = self._weights(place)
+            weights = [self.dots.prepared(each) for each in self._weights(place)]
             scales = self._scales(w_scale, at)
             minima = self._scales(w_minimum, at) if self.form.minimum else None
             for one, place in zip(given, sums, strict=True):
@@ -263,9 +317,8 @@ class _Tile:
         count = code.load(total, group, I32)
         exact = code.splat(b.mul(count, I32(-self.offset))) if self.offset else INTS([0] * LANES)
         first = b.mul(group, I64(GROUP // QUAD))
-        for i, weight in enumerate(weights):
-            four = code.load(numbers, b.add(first, I64(i)), I32)
-            exact = self.dot(code, exact, weight, code.splat(four))
+        quads = [code.load(numbers, b.add(first, I64(i)), I32) for i in range(len(weights))]
+        exact = self.dots.add(exact, weights, [code.splat(four) for four in quads])
         share = code.load(scale, group, F32)
         factor = b.fmul(scales[0], code.splat(share))
         sums = code.multiply_add(b.sitofp(exact, FLOATS), factor, b.load(place))

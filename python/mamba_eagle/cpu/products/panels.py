@@ -26,6 +26,7 @@ from mamba_eagle.cpu.vectors.code import (
     INTS,
     LANES,
     Code,
+    has,
     vector_code,
 )
 
@@ -35,8 +36,12 @@ PANEL = BLOCKS * LANES
 # long rows as small as those of short ones.
 SPAN = 512
 # Blocks that share a pass over the inputs, by rows: their sums, one vector of weights each and a
-# factor fill up to 32 registers.
-SHARED = dict.fromkeys(range(1, 7), 4) | {7: 2, 8: 2}
+# factor fill up to 32 registers, or 16 of half a block each.
+SHARED = (
+    dict.fromkeys(range(1, 7), 4) | {7: 2, 8: 2}
+    if has("avx512f")
+    else {1: 4, 2: 2} | dict.fromkeys(range(3, 7), 1)
+)
 AHEAD = 4096  # bytes, between what is asked for and what is read: about 100 ns
 BYTES_PER_NS, PRODUCTS_PER_NS = 12, 70  # what a core reads, and multiplies, at best
 
@@ -79,7 +84,7 @@ def _product(kind: str) -> Any:
                         (x, weight, y), (inputs, width), row, (panel, block)
                     )
 
-            code.row_tiles(given.rows, tile)
+            code.row_tiles(given.rows, tile, max(SHARED))
 
     return vector_code(write)
 

@@ -114,16 +114,19 @@ class Code:
         """``with code.loop(count) as index``"""
         return _Loop(self.builder, count)
 
-    def row_tiles(self, rows: Any, tile: Callable[[int, Any], None]) -> None:
-        """Calls ``tile(how many, first row)`` until all rows are in one: eights, then one of what
-        is left, so that a chain's five or six rows read the weights once."""
-        b, largest = self.builder, I64(MAX_ROWS)
-        whole = b.udiv(rows, largest)
+    def row_tiles(
+        self, rows: Any, tile: Callable[[int, Any], None], largest: int = MAX_ROWS
+    ) -> None:
+        """Calls ``tile(how many, first row)`` until all rows are in one: as many as are
+        ``largest``, then one of what is left, so that a chain's five or six rows read the weights
+        once."""
+        b, most = self.builder, I64(largest)
+        whole = b.udiv(rows, most)
         with self.loop(whole) as index:
-            tile(MAX_ROWS, b.mul(index, largest))
-        first = b.mul(whole, largest)
+            tile(largest, b.mul(index, most))
+        first = b.mul(whole, most)
         left = b.sub(rows, first)
-        for size in range(1, MAX_ROWS):
+        for size in range(1, largest):
             with b.if_then(b.icmp_unsigned("==", left, I64(size))):
                 tile(size, first)
 

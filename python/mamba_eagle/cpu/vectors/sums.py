@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numba.extending import intrinsic
 
+from mamba_eagle.cpu.vectors.code import has
 from mamba_eagle.machine_code import CHECKED
 
-# float32 numbers per vector register
-LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+# float32 numbers per vector register, and sums that leave room for their factors in 32 or 16
+LANES, SUMS = (16, 16) if has("avx512f") else (8, 8)
 ROWS = 4  # of the left of ``add_products_of_four``
 COLUMNS = LANES // ROWS  # and of the right
 WIDTH = 4 * LANES  # of ``add_four_rows``
@@ -166,25 +167,28 @@ def _sums(rows: int, vectors: int) -> Any:
         out, weights, right, ids = (code.data(place) for place in (0, 3, 7, 10))
         _, out_at, out_row, _, weight_at, weight_row, weight_step = arguments[:7]
         _, at, right_row, _, count = arguments[7:]
-        places = [
-            code.add(builder.add(out_at, code.times(out_row, r)), v * LANES)
-            for r in range(rows)
-            for v in range(vectors)
-        ]
-        sums = code.variables([code.load(out, place) for place in places])
-        with cgutils.for_range(builder, count) as loop:
-            own = builder.mul(code.element(ids, loop.index), right_row)
-            own = builder.add(at, own)
-            values = [code.load(right, code.add(own, v * LANES)) for v in range(vectors)]
-            weight = builder.add(weight_at, builder.mul(loop.index, weight_step))
-            for r in range(rows):
-                place = builder.add(weight, code.times(weight_row, r))
-                factor = code.splat(code.element(weights, place))
-                for value, total in zip(values, sums[r * vectors : (r + 1) * vectors]):
-                    grown = code.multiply_add(factor, value, builder.load(total))
-                    builder.store(grown, total)
-        for place, total in zip(places, sums, strict=True):
-            code.store(builder.load(total), out, place)
+        share = min(vectors, SUMS // rows)
+        for begin in range(0, vectors, share):
+            columns = [v * LANES for v in range(begin, begin + share)]
+            places = [
+                code.add(builder.add(out_at, code.times(out_row, r)), column)
+                for r in range(rows)
+                for column in columns
+            ]
+            sums = code.variables([code.load(out, place) for place in places])
+            with cgutils.for_range(builder, count) as loop:
+                own = builder.mul(code.element(ids, loop.index), right_row)
+                own = builder.add(at, own)
+                values = [code.load(right, code.add(own, column)) for column in columns]
+                weight = builder.add(weight_at, builder.mul(loop.index, weight_step))
+                for r in range(rows):
+                    place = builder.add(weight, code.times(weight_row, r))
+                    factor = code.splat(code.element(weights, place))
+                    for value, total in zip(values, sums[r * share : (r + 1) * share]):
+                        grown = code.multiply_add(factor, value, builder.load(total))
+                        builder.store(grown, total)
+            for place, total in zip(places, sums, strict=True):
+                code.store(builder.load(total), out, place)
         return context.get_dummy_value()
 
     return emit
