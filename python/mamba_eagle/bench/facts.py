@@ -84,7 +84,10 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Those of the processor's instructions that decide how fast products are."""
+    """Those of the processor's instructions that decide how fast products are, or those to which
+    Numba is narrowed."""
+    if narrowed := os.environ.get("NUMBA_CPU_FEATURES"):
+        return [name for name in CPU_FEATURES if f"+{name}" in narrowed.split(",")]
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):
