@@ -156,6 +156,8 @@ class ModelRunner:
             self.drafter.untrack(plan.untrack)
         if plan.releases:
             self._release(plan.releases)
+        for load in plan.adapters:
+            self.step.adapters.load(load.slot, load.number)
         self.journals.end_trails(plan.end_trails)
         self.journals.move(plan.moves)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None
