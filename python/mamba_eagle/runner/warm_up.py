@@ -29,7 +29,7 @@ def warm_up(runner: ModelRunner) -> None:
     backend = runner.backend
     backend.build_kernels(lambda: rehearse(runner))
     _generate(runner)
-    if runner.step.adapters.num_slots:
+    if runner.adapters.num_slots:
         _generate(runner, adapter=0)
     forms = backend.other_forms()
     most = -runner.parts.ranks.smallest([-len(forms)])[0]  # of any rank

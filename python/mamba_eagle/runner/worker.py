@@ -53,7 +53,7 @@ class Worker:
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
         self.compiling = Compiling(runner.constraints)
-        self.reading = AdapterReader(runner.step.adapters)
+        self.reading = AdapterReader(runner.adapters)
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
         runner.before_waiting = self._send_all
         self.results.send(runner.ready)
@@ -71,7 +71,7 @@ class Worker:
             elif isinstance(message, ReadAdapter):
                 self.reading.begin(message)
             elif isinstance(message, DropAdapter):
-                self.runner.step.adapters.drop(message.number)
+                self.runner.adapters.drop(message.number)
             elif message is not None:
                 self._launch(message)
             while self.launched and self.launched[0].done:

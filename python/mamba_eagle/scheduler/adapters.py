@@ -47,7 +47,7 @@ class Reading:
 
 
 class Adapters:
-    """``take_unsent`` is what the runner is to be told."""
+    """``take_unsent`` is what the runner is to do beside its steps."""
 
     def __init__(self, num_slots: int, num_ranks: int = 1) -> None:
         self.num_slots, self.num_ranks = num_slots, num_ranks
@@ -103,7 +103,7 @@ class Adapters:
             self._unsent.append(DropAdapter(number=adapter.number))
 
     def take_unsent(self) -> list[ReadAdapter | DropAdapter]:
-        """What the runner has to be told, once."""
+        """What the runner has to read and to forget, once."""
         unsent, self._unsent = self._unsent, []
         return unsent
 
