@@ -11,23 +11,27 @@ from torch import Tensor, nn
 
 from mamba_eagle.layers.adapters import AdapterSize, Addition, reading
 from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.delta_rule import GatedDeltaNet
 from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
+from mamba_eagle.layers.kimi_delta import KimiDeltaAttention
 from mamba_eagle.layers.linear import Linear
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.layers.mlp import ReluSquaredMLP
 from mamba_eagle.layers.moe import LatentMoE
 from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.short_conv import ShortConv
 from mamba_eagle.lora.peft import Pair, PeftFolder
 from mamba_eagle.models.base import CausalLM, Target
 from mamba_eagle.models.loader import place_of
 from mamba_eagle.models.split import Split
 
-OWNERS = (Attention, GatedMLP, PackedGatedMLP, Mamba2Mixer, ReluSquaredMLP)
+MIXERS = (Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2Mixer, ShortConv)
+OWNERS = (*MIXERS, GatedMLP, PackedGatedMLP, ReluSquaredMLP)
 
 
 def adaptable(model: nn.Module) -> dict[str, Linear]:
-    """The matrices that take adapters, by the names of their weights: those of attention, MLPs,
-    shared experts and Mamba2 mixers."""
+    """The matrices that take adapters, by the names of their weights: those of attention, of
+    recurrent layers, of MLPs and of shared experts."""
     inside = {
         id(module.shared_experts)
         for module in model.modules()
@@ -125,7 +129,7 @@ class AdapterSlots:
         if target is None:
             return None, (
                 f"unexpected: {module}, which this model does not have, or which takes no adapter "
-                "(attention, MLPs, shared experts and Mamba2 projections do)"
+                "(projections of attention and recurrent layers, MLPs and shared experts do)"
             )
         outputs, inputs = self.sizes[target.name]
         if folder.size_of(module) != (outputs, inputs):
