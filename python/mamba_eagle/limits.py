@@ -40,6 +40,7 @@ MAX_PROMPTS = 4096  # also lists of /detokenize and texts of /tokenize
 MAX_EMBEDDINGS = 2048  # inputs of /v1/embeddings, as OpenAI's
 MAX_MESSAGES = 4096
 MAX_SAMPLES = 1024  # n
+MAX_ADAPTERS = 1000  # loaded at the same time
 MAX_CACHE_SALT = 256  # characters of cache_salt
 MAX_PIN_SECONDS = 3600  # pin_seconds
 MAX_PROFILED_STEPS = 200  # num_steps of /start_profile

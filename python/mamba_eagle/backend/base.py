@@ -275,10 +275,15 @@ class Backend:
         return PendingEntries(table, size)
 
     def step_program(
-        self, target: Network, kv: KVPool, table: RequestTable, scheme: StateScheme
+        self,
+        target: Network,
+        kv: KVPool,
+        table: RequestTable,
+        scheme: StateScheme,
+        adapted: bool,
     ) -> StepProgram | None:
         """What verifies and commits in place of the model's layers, one by one, with the same
-        results; None if nothing does."""
+        results; None if nothing does. adapted: where some requests have adapters."""
         return None
 
     def greedy_drafting(

@@ -39,9 +39,13 @@ def child_key(salt: int, token: int) -> int:
     return salt << 32 | token
 
 
-def salt_number(salt: str) -> int:
-    """Distinct for each salt, for all that can be computed; 0 for none."""
-    return int.from_bytes(blake2b(salt.encode(), digest_size=16).digest(), "big") if salt else 0
+def salt_number(salt: str, adapter: int = 0) -> int:
+    """Distinct for each salt and each adapter, by its number from 1 on, for all that can be
+    computed; 0 for none."""
+    if not salt and not adapter:
+        return 0
+    kind = adapter.to_bytes(8, "big") if adapter else b""
+    return int.from_bytes(blake2b(salt.encode(), digest_size=16, person=kind).digest(), "big")
 
 
 class Node:

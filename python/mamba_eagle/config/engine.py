@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from mamba_eagle.config.adapters import AdapterSettings
 from mamba_eagle.config.drafting import DraftSettings
 from mamba_eagle.config.flags import Settings, setting
 from mamba_eagle.config.memory import MambaSettings, MemorySettings
@@ -26,7 +27,13 @@ class LogSettings(Settings):
 # The fields of a dataclass are those of its last base first: so they stand in --help.
 @dataclass(frozen=True)
 class EngineConfig(
-    LogSettings, DraftSettings, MambaSettings, MemorySettings, RankSettings, ModelSettings
+    LogSettings,
+    AdapterSettings,
+    DraftSettings,
+    MambaSettings,
+    MemorySettings,
+    RankSettings,
+    ModelSettings,
 ):
     """The settings of scheduler and runner: all groups, and what they must have in common."""
 

@@ -35,7 +35,8 @@ def setting(
         minimum: the smallest value that works.
         group: the heading in ``--help`` that begins with this setting.
         may_be_empty: whether a text on the command line may be "", as an unset variable gives.
-        repeats: whether the flag may be given several times; the value is a tuple then.
+        repeats: whether the flag takes several values, and may be given several times; the value
+            is a tuple then.
     """
     metadata = {
         "help": help,
@@ -91,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
             name = _metavar(spec.name, str)
             place.add_argument(
                 flag,
-                action="append",
+                action="extend",
+                nargs="+",
                 type=_reader(str, spec.metadata["may_be_empty"]),
                 default=argparse.SUPPRESS,
                 metavar=name,

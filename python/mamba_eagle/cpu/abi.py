@@ -352,6 +352,23 @@ class Transposed(Block):
     _fields_ = fields("source[panels, width, inputs] target[panels, inputs, width] inputs width")
 
 
+class RowSlots(Block):
+    """Which slot of adapters each row of a pass reads, int64; -1: none."""
+
+    _fields_ = fields("slots[rows]")
+
+
+class Addition(Block):
+    """The slots of one matrix, of rank R at most: layers/adapters.py. small: what ``down`` makes of
+    a row; ranks: int64; width: of a row of y, of which ``first`` is the matrix's own first output;
+    row_slots: of a ``RowSlots``."""
+
+    _fields_ = fields("""
+        row_slots x[rows, inputs] y[rows, width] small[rows, R] rows inputs width first outputs
+        down[S, inputs, R] up[S, R, outputs] ranks[S] R S
+    """)
+
+
 # ── programs (team.py) ──
 
 

@@ -182,11 +182,16 @@ class CpuBackend(Backend):
         accept.commit(*(part.numpy() for part in (slots, kv_slots, *accepted, *changed)))
 
     def step_program(
-        self, target: Network, kv: KVPool, table: RequestTable, scheme: StateScheme
+        self,
+        target: Network,
+        kv: KVPool,
+        table: RequestTable,
+        scheme: StateScheme,
+        adapted: bool,
     ) -> StepProgram | None:
         if not isinstance(scheme, CpuDeferred):
             return None
-        return target_program(target, kv, table, scheme)
+        return target_program(target, kv, table, scheme, adapted)
 
     def greedy_drafting(
         self, head: Network, pools: DraftPools, scheme: StateScheme

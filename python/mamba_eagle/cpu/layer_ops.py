@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mamba_eagle.backend.torch.layer_ops import HostOps
+from mamba_eagle.cpu.additions import CpuAddition
 from mamba_eagle.cpu.ops.gated_norm import gated_group_rms_norm
 from mamba_eagle.cpu.ops.rms_norm import rms_norm
 from mamba_eagle.cpu.ops.silu_gate import silu_and_mul
@@ -18,6 +19,7 @@ from mamba_eagle.cpu.products.packed import (
     multiplies,
 )
 from mamba_eagle.cpu.vector_math import sigmoid
+from mamba_eagle.layers.adapters import AdapterSize, Addition
 from mamba_eagle.layers.ops import Normed, Product
 from mamba_eagle.layers.products import GroupedProduct as ExpertsProduct
 from mamba_eagle.layers.products import MatrixProduct, PackedProduct
@@ -84,6 +86,11 @@ class CpuOps(HostOps):
 
     def pack_linear(self, weight: Tensor) -> Product | None:
         return self._product(weight)
+
+    def addition(
+        self, size: AdapterSize, first: int, dtype: torch.dtype, device: torch.device
+    ) -> Addition:
+        return CpuAddition(size, first)
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         short = weight.bfloat16()

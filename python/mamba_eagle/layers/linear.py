@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mamba_eagle.kernels.float8.torch import Rounded, Rounding
+from mamba_eagle.kernels.float8.torch import Rounded, Rounding, widened
+from mamba_eagle.layers.adapters import Addition, slots_of_rows
 from mamba_eagle.layers.ops import LayerOps
 from mamba_eagle.layers.products import PackedMatrix, PackedProduct
 from mamba_eagle.layers.weights import (
@@ -23,6 +24,13 @@ from mamba_eagle.layers.weights import (
 from mamba_eagle.quantization.matrix import Matrix
 
 
+class Within(NamedTuple):
+    """Which product computes a matrix's outputs, and from which of its own on."""
+
+    product: Linear
+    first: int
+
+
 class Linear(MatrixLayer):
     """``y = x Wᵀ + b``; weight [out, in], x [n, in], or x as float8 where ``rounding`` says so.
 
@@ -34,6 +42,8 @@ class Linear(MatrixLayer):
         self.weight = empty_weight(out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.is_part = False  # whether a fused product replaces this one
+        self.within: Within | None = None  # that product
+        self.additions: list[Addition] = []  # of adapters, where they may have something to add
         self._parts: list[Linear] = []  # those that this one replaces
         self.rounding: Rounding | None = None  # how a layer before it may round its inputs
         self._packed: Callable[[Any, Tensor | None], Tensor] | None = None
@@ -62,9 +72,11 @@ class Linear(MatrixLayer):
             whole = Linear(parts[0].weight.shape[1], sum(sizes))
         weights = [part.weight.detach() for part in parts]
         whole.weight = nn.Parameter(joined_rows(weights), requires_grad=False)
+        begin = 0
         for part, view in zip(parts, whole.weight.split(sizes)):
             part.weight = nn.Parameter(view, requires_grad=False)
-            part.is_part = True
+            part.is_part, part.within = True, Within(whole, begin)
+            begin += len(view)
         whole._parts = list(parts)
         if joined is not None:
             whole.hold("weight", joined)
@@ -129,9 +141,15 @@ class Linear(MatrixLayer):
 
     def forward(self, x: Tensor | Rounded) -> Tensor:
         if self._packed is not None:
-            return self._packed(x, self.bias)
-        assert not isinstance(x, Rounded) and self.weight.device != META, "prepare comes first"
-        return F.linear(x, self.weight, self.bias)
+            y = self._packed(x, self.bias)
+        else:
+            assert not isinstance(x, Rounded) and self.weight.device != META, "prepare comes first"
+            y = F.linear(x, self.weight, self.bias)
+        if self.additions and (slots := slots_of_rows()) is not None:
+            given = widened(x).to(y.dtype) if isinstance(x, Rounded) else x
+            for added in self.additions:
+                added(y, given, slots)
+        return y
 
     def into(self, out: Tensor, x: Tensor) -> Tensor:
         """``forward`` without autograd, written to out [n, out_features], which is returned."""

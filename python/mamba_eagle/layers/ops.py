@@ -20,6 +20,7 @@ from mamba_eagle.kernels.gated_norm.torch import gated_group_rms_norm
 from mamba_eagle.kernels.relu_squared.torch import relu_squared
 from mamba_eagle.kernels.rms_norm.torch import rms_norm
 from mamba_eagle.kernels.rotary.torch import rotate
+from mamba_eagle.layers.adapters import AdapterSize, Addition, StackedAddition
 from mamba_eagle.layers.products import (
     ExpertLayer,
     Float8Experts,
@@ -205,6 +206,12 @@ class LayerOps:
         """A faster product with ``weight`` [out, in], which must not change afterwards; None if
         the backend has none."""
         return None
+
+    def addition(
+        self, size: AdapterSize, first: int, dtype: torch.dtype, device: torch.device
+    ) -> Addition:
+        """The slots of adapters of one matrix, all empty. first, dtype: as its product's."""
+        return StackedAddition(size, first, dtype, device)
 
     def pack_embedding(self, weight: Tensor) -> Tensor:
         """The weight [vocab_size, size] in the shortest dtype that loses nothing, which rows are

@@ -2,10 +2,12 @@
 
     server    ── Generate, Abort, StopAt ────────────────────────▶ scheduler
     server    ── FlushCache, GetState, GetCache, Profile ────────▶ scheduler
+    server    ── LoadAdapter, UnloadAdapter ────────────────────▶ scheduler
     server    ◀── Ready, Outputs, FlushReply, StateReply, CacheReply ─ scheduler
-    server    ◀── ProfileReply ─────────────────────────────────── scheduler
-    scheduler ── Plan, Profile, Shutdown ────────────────────────▶ runner
+    server    ◀── ProfileReply, AdapterReply ───────────────────── scheduler
+    scheduler ── Plan, Profile, ReadAdapter, Shutdown ───────────▶ runner
     scheduler ◀── RunnerReady, StepResult, ProfileReply ────────── runner
+    scheduler ◀── AdapterRead ──────────────────────────────────── runner
     server process ◀── Heartbeat ───────────────────── scheduler and runner
 
 Two rules make slots safe without locks. Plans are executed in the order in which they are sent, so
@@ -52,6 +54,7 @@ class Generate(Message):
     top_logprobs: int = 0
     return_spec_trace: bool = False
     pooling: str = ""  # how its hidden states become an embedding (core.POOLINGS); "": none
+    adapter: str = ""  # the name of one that was loaded; "": none
     cache: CacheHints = CacheHints()
     priority: int = 0
     arrival_time: float = 0.0  # time.time() when the HTTP request arrived
@@ -99,6 +102,22 @@ class Profile(Message):
     call_id: int
     path: str = ""
     steps: int = 0
+
+
+class LoadAdapter(Message):
+    """Serve the adapter in the folder ``path`` under ``name`` from now on, in place of another of
+    that name; answered by an AdapterReply with the same call_id."""
+
+    call_id: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(Message):
+    """Serve it no more; requests that have begun end with it. Answered like LoadAdapter."""
+
+    call_id: int
+    name: str
 
 
 # ── scheduler → server ───────────────────────────────────────────────────────────────────────
@@ -227,6 +246,13 @@ class ProfileReply(Message):
     problem: str = ""  # why nothing happened
 
 
+class AdapterReply(Message):
+    """Answers a LoadAdapter or an UnloadAdapter."""
+
+    call_id: int
+    problem: str = ""  # why nothing has changed
+
+
 class CacheNode(msgspec.Struct, kw_only=True):
     """A run of tokens in the prefix cache's tree: [start, start + tokens) of some prefixes."""
 
@@ -311,6 +337,7 @@ class FirstChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_logprobs: int = 0
     return_spec_trace: bool = False
     pooling: str = ""  # as Generate's; "mean" starts at position 0
+    adapter: int = -1  # its slot; -1: none
 
 
 class PrefillItem(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -349,6 +376,13 @@ class DecodeBatch(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_slots: list[list[int]]  # [requests][nodes]
 
 
+class AdapterCopy(msgspec.Struct, array_like=True):
+    """Copy an adapter that was read to a slot on the device."""
+
+    slot: int
+    number: int
+
+
 class Release(msgspec.Struct, array_like=True):
     """The request in ``slot`` has left."""
 
@@ -370,6 +404,7 @@ class Plan(Message):
     after: int = -1  # never decreases from plan to plan; -1: all steps before
     untrack: list[int] = []  # request slots that become untracked, before everything else
     releases: list[Release] = []
+    adapters: list[AdapterCopy] = []  # to slots that no request reads now
     end_trails: list[int] = []  # request slots whose output is no longer kept
     moves: list[AnchorMove] = []
     prefill: list[PrefillItem] = []
@@ -391,6 +426,19 @@ class CompileGrammar(Message):
 
     number: int
     text: str
+
+
+class ReadAdapter(Message):
+    """Read an adapter beside the steps; each rank answers with an AdapterRead."""
+
+    number: int
+    path: str
+
+
+class DropAdapter(Message):
+    """Forget an adapter that no later plan copies."""
+
+    number: int
 
 
 # ── runner → scheduler ───────────────────────────────────────────────────────────────────────
@@ -443,6 +491,13 @@ class GrammarCompiled(Message):
     number: int
 
 
+class AdapterRead(Message):
+    """A rank has read an adapter, or says what is wrong with it."""
+
+    number: int
+    problem: str = ""
+
+
 class StepResult(Message):
     """Answers a Plan; lists are in the plan's order."""
 
@@ -474,8 +529,10 @@ class Heartbeat(Message):
 
 BEAT_SECONDS = 0.5
 
-ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache | Profile
-ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply | ProfileReply
-ToRunner = Plan | Shutdown | SimulateAcceptance | Profile | CompileGrammar
-FromRunner = RunnerReady | StepResult | ProfileReply | GrammarCompiled
+Changes = LoadAdapter | UnloadAdapter
+ToScheduler = Generate | Abort | StopAt | FlushCache | GetState | GetCache | Profile | Changes
+ToServer = Ready | Outputs | FlushReply | StateReply | CacheReply | ProfileReply | AdapterReply
+ForAdapters = ReadAdapter | DropAdapter
+ToRunner = Plan | Shutdown | SimulateAcceptance | Profile | CompileGrammar | ForAdapters
+FromRunner = RunnerReady | StepResult | ProfileReply | GrammarCompiled | AdapterRead
 ToWatchdog = Heartbeat

@@ -14,6 +14,7 @@ from mamba_eagle.config import ConfigError, EngineConfig, MemorySettings
 from mamba_eagle.constrain.matchers import Matchers
 from mamba_eagle.drafting.base import Drafter, DraftParts, DraftSource, NoDrafter
 from mamba_eagle.layers.weights import weight_bytes
+from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.message import RunnerReady
 from mamba_eagle.model_config import ModelConfig, UnsupportedModel
 from mamba_eagle.models.base import CausalLM
@@ -75,6 +76,7 @@ def assemble(
     ops = backend.layer_ops.over(group, stages)
     model = load(lambda: model_class(whole)(own), config.model_path, split, ops)
     group.sums = sums_for(config, group, backend, own.hidden_size)
+    adapters = _adapter_slots(config, model, split, backend)
     if source is not None:
         model.tap(source.tap_layers)
     if not own.is_last_stage:
@@ -99,7 +101,15 @@ def assemble(
     )
     agree_on_drafting(drafter, stages)
     step = DecodeStep(
-        backend, model, pools.kv, pools.table, pools.scheme, drafter, choice.chooser.state, choice
+        backend,
+        model,
+        pools.kv,
+        pools.table,
+        pools.scheme,
+        drafter,
+        choice.chooser.state,
+        choice,
+        adapters,
     )
     captures = bool(ranks.smallest([_never_waits(config, step)])[0])
     cohorts = _num_cohorts(step, ranks)
@@ -109,6 +119,22 @@ def assemble(
     warm_up(runner)
     runner.begin_serving(_describe(runner, length))
     return runner
+
+
+def _adapter_slots(
+    config: EngineConfig, model: CausalLM, split: Split | None, backend: Backend
+) -> AdapterSlots:
+    """All empty; in memory before the pools, which take what is left."""
+    requests = config.max_running_requests + backend.place.padding_slots
+    return AdapterSlots(
+        model,
+        split,
+        backend.layer_ops,
+        config.adapter_slots,
+        config.max_lora_rank,
+        requests,
+        backend.device,
+    )
 
 
 def _own_part(
@@ -205,6 +231,7 @@ def _describe(runner: ModelRunner, length: int) -> RunnerReady:
         "journal_bytes": journals.num_bytes,
         "verify_bytes": pools.scheme.num_bytes,
         "draft_bytes": drafter.num_bytes,
+        "adapter_bytes": step.adapters.nbytes,
         "graph_bytes": runner.steps.num_bytes,
     }
     return RunnerReady(

@@ -66,7 +66,7 @@ class ModelRunner:
         self.memory, self.step, self.backend = parts.memory, step, step.backend
         self.table, self.kv, self.pool, self.scheme, self.journals = pools
         self.drafter, self.sampling, self.chooser = step.drafter, step.sampling, step.chooser
-        self.constraints, self.model = step.constraints, step.model
+        self.constraints, self.model, self.adapters = step.constraints, step.model, step.adapters
         if self.config.simulate_acc_len:
             step.simulate(self.config.simulate_acc_len)
         self.prompts = PromptRunner(step, self.pool, self.journals, self.model.config.eos_token_ids)
@@ -156,6 +156,8 @@ class ModelRunner:
             self.drafter.untrack(plan.untrack)
         if plan.releases:
             self._release(plan.releases)
+        for load in plan.adapters:
+            self.adapters.load(load.slot, load.number)
         self.journals.end_trails(plan.end_trails)
         self.journals.move(plan.moves)
         prompts = self.prompts.run(plan.prefill) if plan.prefill else None

@@ -29,6 +29,8 @@ def warm_up(runner: ModelRunner) -> None:
     backend = runner.backend
     backend.build_kernels(lambda: rehearse(runner))
     _generate(runner)
+    if runner.adapters.num_slots:
+        _generate(runner, adapter=0)
     forms = backend.other_forms()
     most = -runner.parts.ranks.smallest([-len(forms)])[0]  # of any rank
     for i in range(most):
@@ -47,10 +49,13 @@ def rehearse(runner: ModelRunner) -> None:
             runner.make_steps(RehearsedSteps)
 
 
-def _generate(runner: ModelRunner) -> None:
-    """All that a plan can ask for, once; and mask logits."""
+def _generate(runner: ModelRunner, adapter: int = -1) -> None:
+    """All that a plan can ask for, once; and mask logits. adapter: the slot of one."""
     has_journals, processed = runner.journals.num_slots > 0, runner.step.table.processed
     for plan in warm_up_plans(runner.config.tree_shape, has_journals, lambda: int(processed[0])):
+        for item in plan.prefill:
+            if item.first is not None:
+                item.first.adapter = adapter
         runner.execute(plan)
     if not runner.backend.place.on_host:
         _rehearse_layers(runner)

@@ -11,14 +11,17 @@ import zmq
 
 from mamba_eagle.message import (
     CompileGrammar,
+    DropAdapter,
     FromRunner,
     Plan,
     Profile,
+    ReadAdapter,
     Shutdown,
     SimulateAcceptance,
     ToRunner,
 )
 from mamba_eagle.message.channel import Receiver, Sender
+from mamba_eagle.runner.adapter_reader import AdapterReader
 from mamba_eagle.runner.agreement import RanksDiffer
 from mamba_eagle.runner.compiling import Compiling
 from mamba_eagle.runner.model_runner import ModelRunner
@@ -29,7 +32,8 @@ from mamba_eagle.runner.turns import Begun, PlanTooEarly
 
 # Between two looks at a GPU step, which takes milliseconds and has no file descriptor to wait for.
 POLL_SECONDS = 2e-5
-COMPILED_MS = 1  # between two looks at grammars that are being compiled, while nothing else is done
+# Between two looks at grammars and adapters that are made ready, while nothing else is done.
+COMPILED_MS = 1
 # After that long without a plan an earlier pipeline stage commits what it has begun.
 PATIENCE_MS = 100
 
@@ -49,6 +53,7 @@ class Worker:
         self.received: deque[ToRunner] = deque()  # and not yet handled
         self.launched: deque[Launched] = deque()
         self.compiling = Compiling(runner.constraints)
+        self.reading = AdapterReader(runner.adapters)
         self.profiler = StepProfiler(runner.backend.place, finish=self._send_all)
         runner.before_waiting = self._send_all
         self.results.send(runner.ready)
@@ -63,6 +68,10 @@ class Worker:
                     self.results.send(self.profiler.answer(message))
             elif isinstance(message, CompileGrammar):
                 self.compiling.begin(message)
+            elif isinstance(message, ReadAdapter):
+                self.reading.begin(message)
+            elif isinstance(message, DropAdapter):
+                self.runner.adapters.drop(message.number)
             elif message is not None:
                 self._launch(message)
             while self.launched and self.launched[0].done:
@@ -70,6 +79,8 @@ class Worker:
             for answer in self.compiling.take_done():
                 if self.answers:
                     self.results.send(answer)
+            for read in self.reading.take_done():
+                self.results.send(read)
 
     def _next(self) -> ToRunner | None:
         """The next message; None if the oldest launched step is done before one comes, or if a
@@ -83,7 +94,7 @@ class Worker:
     def _wait(self) -> ToRunner | None:
         plans = self.plans
         if not self.launched:
-            if self.compiling:
+            if self.compiling or self.reading:
                 return plans.receive(timeout_ms=COMPILED_MS)
             if not len(self.runner.turns):
                 return plans.receive()

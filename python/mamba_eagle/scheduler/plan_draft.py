@@ -8,7 +8,14 @@ from typing import NamedTuple
 from mamba_eagle.cache.node import StateKind
 from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import PLAIN
-from mamba_eagle.message import AnchorMove, DecodeBatch, Plan, PrefillItem, Release
+from mamba_eagle.message import (
+    AdapterCopy,
+    AnchorMove,
+    DecodeBatch,
+    Plan,
+    PrefillItem,
+    Release,
+)
 from mamba_eagle.message.indices import Indices
 from mamba_eagle.scheduler.request import Request
 from mamba_eagle.scheduler.speculation import Choice
@@ -41,6 +48,7 @@ class PlanDraft:
     number: int
     after: int = 0  # the steps up to this one are committed before it
     releases: list[Release] = field(default_factory=list)
+    adapters: list[AdapterCopy] = field(default_factory=list)
     end_trails: list[int] = field(default_factory=list)  # request slots
     moves: list[AnchorMove] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -67,6 +75,7 @@ class PlanDraft:
             after=self.after,
             untrack=[each.held.slot for each in self.untracked if each.held is not None],
             releases=self.releases,
+            adapters=self.adapters,
             end_trails=self.end_trails,
             moves=self.moves,
             prefill=[chunk.item for chunk in self.chunks],

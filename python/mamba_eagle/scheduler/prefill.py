@@ -17,6 +17,7 @@ from mamba_eagle.message import (
     RunnerReady,
     StateSave,
 )
+from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.catch_up import CatchUp, Start
 from mamba_eagle.scheduler.grammars import GrammarQueue
 from mamba_eagle.scheduler.pace import PromptPace
@@ -34,9 +35,14 @@ class PrefillManager:
     """The queue, and the prompts that are being processed."""
 
     def __init__(
-        self, config: EngineConfig, policy: ShapePolicy, slots: Slots, runner: RunnerReady
+        self,
+        config: EngineConfig,
+        policy: ShapePolicy,
+        slots: Slots,
+        runner: RunnerReady,
+        adapters: Adapters,
     ) -> None:
-        self.policy, self.slots = policy, slots
+        self.policy, self.slots, self.adapters = policy, slots, adapters
         self.catch_up = CatchUp(policy, slots, runner)
         # most prompt tokens in one step; stages that work at the same time get a part each
         share = max(MIN_CHUNK, runner.chunked_prefill_size // runner.cohorts)
@@ -90,6 +96,7 @@ class PrefillManager:
         leaving = [request for request in holding if request.leaving]
         admitted: list[Request] = []
         able = [request for request in self._in_order() if not request.waits_for_grammar]
+        some_wait_for_slot = False
         for request in able[:LOOK_AHEAD]:
             if plan.short_of_kv or budget <= 0:
                 break
@@ -98,12 +105,18 @@ class PrefillManager:
                 break
             if self.grammars is not None and not self.grammars.may_begin(request):
                 continue
+            if (adapter := request.adapter) is not None:
+                # others with adapters may not overtake it, or it might wait for ever
+                some_wait_for_slot = some_wait_for_slot or not self.adapters.has_room(adapter)
+                if some_wait_for_slot:
+                    continue
             start = self.catch_up.start(request)
             if self._prefix_is_coming(request, start.match, leaving):
                 continue  # others may overtake it: this lasts a few steps only
             self.is_full = not self._admit(request, start, plan, [*holding, *admitted])
             if self.is_full:
                 break  # none may overtake it
+            plan.adapters += self.adapters.enter(adapter)
             admitted.append(request)
             self.waiting.remove(request)
             self.chunked.append(request)
@@ -231,6 +244,7 @@ class PrefillManager:
             top_logprobs=request.top_logprobs,
             return_spec_trace=request.return_spec_trace,
             pooling=request.pooling,
+            adapter=self.adapters.slot_of(request.adapter),
         )
         if start > 0:
             first.load_from = hit.state_slot

@@ -17,6 +17,8 @@ from mamba_eagle.events_config import read_events_config
 from mamba_eagle.message import (
     BEAT_SECONDS,
     Abort,
+    AdapterRead,
+    AdapterReply,
     CacheReply,
     EngineSize,
     FlushCache,
@@ -27,6 +29,7 @@ from mamba_eagle.message import (
     GetState,
     GrammarCompiled,
     Heartbeat,
+    LoadAdapter,
     Outputs,
     Profile,
     ProfileReply,
@@ -41,6 +44,7 @@ from mamba_eagle.message import (
     ToScheduler,
     ToServer,
     ToWatchdog,
+    UnloadAdapter,
 )
 from mamba_eagle.message.channel import Receiver, Sender, SenderToAll
 from mamba_eagle.message.lifetime import begin, ignore_end_signal
@@ -91,8 +95,25 @@ class SchedulerProcess:
         events, slots = read_events_config(self.config.kv_events_config), self.scheduler.slots
         if events is not None and slots.stores:
             self.events = EventPublisher(events, slots.cache)
+        self.load_first_adapters()
         size = {name: getattr(ready, name) for name in EngineSize.__struct_fields__}
         self.outputs.send(Ready(scheduler_pid=os.getpid(), runner_pid=ready.pid, **size))
+
+    def load_first_adapters(self) -> None:
+        """Raises: ConfigError with all that cannot be served of --lora-modules."""
+        adapters, wrong = self.scheduler.adapters, []
+        for name, path in self.config.first_adapters.items():
+            adapters.load(LoadAdapter(call_id=0, name=name, path=path))
+            self.send_unsent()
+            reply = None
+            while reply is None:
+                answer = self.results.receive()
+                assert isinstance(answer, AdapterRead)
+                reply = adapters.read(answer)
+            if reply.problem:
+                wrong.append(f"--lora-modules {name}: {reply.problem}")
+        if wrong:
+            raise ConfigError(wrong)
 
     def turn(self) -> None:
         self.wait()
@@ -156,6 +177,10 @@ class SchedulerProcess:
                     )
                 case Profile():
                     self.plans.send(message)
+                case LoadAdapter():
+                    self.answer(self.scheduler.adapters.load(message))
+                case UnloadAdapter():
+                    self.answer(self.scheduler.adapters.unload(message))
         self.send_outputs(outputs)
 
     def send_plans(self) -> None:
@@ -163,7 +188,11 @@ class SchedulerProcess:
             self.plans.send(plan)
             if self.events is not None:
                 self.events.publish()
-        for asked in self.grammars.take_unsent():
+        self.send_unsent()
+
+    def send_unsent(self) -> None:
+        """What the runner is to do beside its steps."""
+        for asked in (*self.grammars.take_unsent(), *self.scheduler.adapters.take_unsent()):
             self.plans.send(asked)
 
     def receive_results(self) -> None:
@@ -172,9 +201,15 @@ class SchedulerProcess:
             self.outputs.send(result)
         elif isinstance(result, GrammarCompiled):
             self.grammars.compiled(result.number)
+        elif isinstance(result, AdapterRead):
+            self.answer(self.scheduler.adapters.read(result))
         elif result is not None:
             assert isinstance(result, StepResult)
             self.send_outputs(self.scheduler.process(result))
+
+    def answer(self, reply: AdapterReply | None) -> None:
+        if reply is not None:
+            self.outputs.send(reply)
 
     def send_outputs(self, outputs: list[RequestOutput]) -> None:
         if outputs:

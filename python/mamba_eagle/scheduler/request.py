@@ -11,6 +11,7 @@ from mamba_eagle.cache.slots import HeldSlots
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import Generate, RequestOutput, StepTrace, TokenLogprob
 from mamba_eagle.message.indices import indices
+from mamba_eagle.scheduler.adapters import Adapter
 from mamba_eagle.scheduler.estimates import RequestDrafts
 
 
@@ -19,7 +20,12 @@ class Request:
     them out and takes them back (cache/slots.py draws when)."""
 
     def __init__(
-        self, message: Generate, order: int, eos_token_ids: tuple[int, ...], context_length: int
+        self,
+        message: Generate,
+        order: int,
+        eos_token_ids: tuple[int, ...],
+        context_length: int,
+        adapter: Adapter | None = None,
     ) -> None:
         self.rid = message.rid
         self.order = order  # of arrival
@@ -39,7 +45,9 @@ class Request:
         self.return_spec_trace = message.return_spec_trace
         self._pooling = message.pooling
         self.cache_hints = message.cache
-        self.salt = salt_number(message.cache.salt)
+        self.adapter = adapter
+        # states and keys depend on the adapter
+        self.salt = salt_number(message.cache.salt, adapter.number if adapter else 0)
         self.tokens = indices(message.token_ids)  # prompt, then output
         self.finish: FinishReason | None = None
         self.drafts = RequestDrafts()

@@ -18,7 +18,7 @@ from collections import deque
 from mamba_eagle.cache.node import as_tokens
 from mamba_eagle.cache.slots import HeldSlots, Slots
 from mamba_eagle.config import EngineConfig
-from mamba_eagle.core import Failure, FinishReason, TreeShape
+from mamba_eagle.core import Failure, FinishReason, TreeShape, shown
 from mamba_eagle.message import (
     AnchorMove,
     CacheUse,
@@ -35,6 +35,7 @@ from mamba_eagle.message import (
     StepTrace,
     TokenLogprob,
 )
+from mamba_eagle.scheduler.adapters import Adapters
 from mamba_eagle.scheduler.cohorts import Cohorts
 from mamba_eagle.scheduler.decode import DecodeManager
 from mamba_eagle.scheduler.plan_draft import Chunk, DecodeItem, PlanDraft
@@ -74,7 +75,8 @@ class Scheduler:
             max_journals=runner.max_journals,
             folds_journals=runner.moves_anchors,
         )
-        self.prefill = PrefillManager(config, self.policy, self.slots, runner)
+        self.adapters = Adapters(config.adapter_slots, config.num_ranks)
+        self.prefill = PrefillManager(config, self.policy, self.slots, runner, self.adapters)
         self.trails = TrailKeeper(config, self.slots, runner)
         self.decode = DecodeManager(self.policy, self.slots)
         self.stats = Stats()
@@ -101,7 +103,9 @@ class Scheduler:
             return [RequestOutput(rid=message.rid, finish=reason, prompt_tokens=prompt_tokens)]
         self._num_added += 1
         eos = tuple(self.runner.eos_token_ids)
-        request = Request(message, self._num_added, eos, self.runner.context_length)
+        adapter = self.adapters.of(message.adapter)
+        request = Request(message, self._num_added, eos, self.runner.context_length, adapter)
+        self.adapters.begin(adapter)
         self._live[request.rid] = request
         if self.prefill.grammars is not None:
             self.prefill.grammars.add(request)
@@ -140,6 +144,8 @@ class Scheduler:
 
     def _problem(self, message: Generate) -> str:
         """Why the request can never be served; "" if it can."""
+        if message.adapter and self.adapters.of(message.adapter) is None:
+            return f"adapter {shown(message.adapter)}: it is not loaded, or no longer"
         size, limit = len(message.token_ids), self.runner.context_length
         max_output = max(0, min(message.sampling.max_new_tokens, limit - size))
         needed, slots = size + max_output + 2 * self.shape.nodes, self.runner.max_kv_slots
@@ -161,6 +167,7 @@ class Scheduler:
         assert request.finish is not None
         self.stats.num_aborted += request.finish.kind == "abort"
         self.prefill.remove(request)
+        self.adapters.end(request.adapter)
         del self._live[request.rid]
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────
@@ -221,6 +228,7 @@ class Scheduler:
         # Between two chunks of a prompt S0 is where it should be and needs no fold.
         keep_to = end if released.stored and end is not None and request.prefill_sent else -1
         request.held = None
+        self.adapters.leave(request.adapter)
         return Release(held.slot, keep_to if released.state_kept else -1, keep_to)
 
     def _retract(self, request: Request) -> None:
@@ -405,6 +413,7 @@ class Scheduler:
         held = [request.held for request in self._admitted if request.held is not None]
         trees = [item.tree for plan in self._in_flight for item in plan.decodes]
         self.slots.check_integrity(held, trees)
+        self.adapters.check_integrity(sum(each.adapter is not None for each in self._admitted))
 
     def state(self) -> dict[str, float]:
         """Gauges and counters."""

@@ -21,7 +21,16 @@ from mamba_eagle.config import ServerConfig
 from mamba_eagle.core import SamplingParams, shown
 from mamba_eagle.events_config import BLOCK, read_events_config
 from mamba_eagle.message import StateReply
-from mamba_eagle.server.apis import cache, control, embeddings, openapi, profile, score, tokens
+from mamba_eagle.server.apis import (
+    adapters,
+    cache,
+    control,
+    embeddings,
+    openapi,
+    profile,
+    score,
+    tokens,
+)
 from mamba_eagle.server.apis.anthropic import route as anthropic
 from mamba_eagle.server.apis.generate import route as generate
 from mamba_eagle.server.apis.openai import route as openai
@@ -92,7 +101,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.server = state
     rooms = (
         *(generate, openai, responses, anthropic, score, embeddings),
-        *(tokens, cache, control, profile, openapi, page),
+        *(tokens, cache, control, profile, adapters, openapi, page),
     )
     parts = (router, *(room.router for room in rooms))
     for part in parts:
@@ -269,14 +278,25 @@ def _model_card(state: ServerState) -> dict[str, Any]:
     }
 
 
+def _adapter_card(state: ServerState, name: str) -> dict[str, Any]:
+    """As vLLM's."""
+    own = {"id": name, "root": state.adapters[name], "parent": state.model_name}
+    return {**_model_card(state), **own}
+
+
 @get("/v1/models")
 async def models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model_card(server_state(request))]})
+    """The model and its loaded adapters."""
+    state = server_state(request)
+    cards = [_model_card(state), *(_adapter_card(state, name) for name in state.adapters)]
+    return json_response({"object": "list", "data": cards})
 
 
 @get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     state = server_state(request)
+    if name in state.adapters:
+        return json_response(_adapter_card(state, name))
     if name != state.model_name:
         raise RequestError(
             f"model = {shown(name)}: this server has {shown(state.model_name)}", 404, "model"

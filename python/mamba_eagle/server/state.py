@@ -16,6 +16,7 @@ from mamba_eagle.chat.format import ChatFormat
 from mamba_eagle.chat.render import template_source
 from mamba_eagle.config import ServerConfig
 from mamba_eagle.constrain.trials import Tokens
+from mamba_eagle.core import shown
 from mamba_eagle.hub import is_gguf
 from mamba_eagle.limits import MAX_CONTROL_BODY
 from mamba_eagle.metrics import Recorder
@@ -45,6 +46,7 @@ class ServerState:
     recorder: Recorder
     started: float = field(default_factory=time.time)
     lifetime: Lifetime = field(default_factory=Lifetime)
+    adapters: dict[str, str] = field(default_factory=dict)  # folders of those loaded, by name
     judge_kind: Callable[[Callable[[], Tokens]], Judge] = ThreadJudge
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class ServerState:
         self.api_keys = api_keys(self.config)
         if self.recorder.log is not None:
             self.recorder.log.tokenizer = self.manager.tokenizer
+        self.adapters |= self.config.first_adapters
         self.judge = self.judge_kind(self._tokens)
         self.recorder.simulates(self.config.simulate_acc_len)
         config = self.config
@@ -70,6 +73,15 @@ class ServerState:
     @property
     def context_length(self) -> int:
         return self.manager.engine.context_length
+
+    def adapter_of(self, model: str) -> str:
+        """The adapter that a request names as its model; "": any other name means the model."""
+        return model if model in self.adapters else ""
+
+    @property
+    def loaded_adapters(self) -> str:
+        """For messages about names that are not among them."""
+        return f"is not loaded; loaded adapters: {shown(sorted(self.adapters))}"
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

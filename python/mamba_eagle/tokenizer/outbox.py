@@ -64,6 +64,7 @@ def _generate(sample: Sample) -> Generate:
         top_logprobs=prompt.top_logprobs,
         return_spec_trace=prompt.return_spec_trace,
         pooling=prompt.pooling,
+        adapter=prompt.adapter,
         cache=prompt.cache,
         priority=prompt.priority,
         arrival_time=sample.request.arrival,

@@ -8,15 +8,19 @@ import time
 from typing import Any
 
 from mamba_eagle.message import (
+    AdapterReply,
     CacheReply,
+    Changes,
     FlushCache,
     FlushReply,
     GetCache,
     GetState,
+    LoadAdapter,
     Profile,
     ProfileReply,
     StateReply,
     ToScheduler,
+    UnloadAdapter,
 )
 from mamba_eagle.message.channel import Sender
 from mamba_eagle.tokenizer.errors import EngineDead
@@ -35,7 +39,9 @@ class Questions:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._dead: str | None = None
 
-    def answer(self, reply: StateReply | CacheReply | FlushReply | ProfileReply) -> None:
+    def answer(
+        self, reply: StateReply | CacheReply | FlushReply | ProfileReply | AdapterReply
+    ) -> None:
         asked = self._waiting.get(reply.call_id)
         if asked is not None and not asked.done():
             asked.set_result(reply)
@@ -81,7 +87,22 @@ class Questions:
         assert isinstance(reply, ProfileReply)
         return reply
 
-    async def _ask(self, item: FlushCache | GetState | GetCache | Profile, timeout: float) -> Any:
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Returns why it is not served, if it is not."""
+        item = LoadAdapter(call_id=next(self._numbers), name=name, path=path)
+        return await self._change(item)
+
+    async def unload_adapter(self, name: str) -> str:
+        return await self._change(UnloadAdapter(call_id=next(self._numbers), name=name))
+
+    async def _change(self, item: Changes, timeout: float = 600.0) -> str:
+        reply = await self._ask(item, timeout)
+        assert isinstance(reply, AdapterReply)
+        return reply.problem
+
+    async def _ask(
+        self, item: FlushCache | GetState | GetCache | Profile | Changes, timeout: float
+    ) -> Any:
         if self._dead is not None:
             raise EngineDead(self._dead)
         asked: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

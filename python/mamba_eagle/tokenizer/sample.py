@@ -26,6 +26,7 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int = 0
     return_spec_trace: bool = False
     pooling: str = ""  # one of core.POOLINGS: its embedding is wanted
+    adapter: str = ""  # the name of a loaded one
     cache: CacheHints = CacheHints()
     timeout: float = 0.0  # seconds from arrival to the end; 0: any
     priority: int = 0  # higher ones first

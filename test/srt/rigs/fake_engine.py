@@ -19,6 +19,7 @@ from tiny_tokenizer import spell
 from mamba_eagle.core import FinishReason
 from mamba_eagle.message import (
     Abort,
+    AdapterReply,
     CacheNode,
     CacheReply,
     CacheUse,
@@ -27,6 +28,7 @@ from mamba_eagle.message import (
     Generate,
     GetCache,
     GetState,
+    LoadAdapter,
     Outputs,
     Profile,
     ProfileReply,
@@ -38,6 +40,7 @@ from mamba_eagle.message import (
     StepTrace,
     StopAt,
     TokenLogprob,
+    UnloadAdapter,
 )
 from mamba_eagle.message.channel import Receiver, Sender
 
@@ -166,6 +169,10 @@ class FakeEngine:
                     call_id=item.call_id, state=state, speculation=speculation, cache=CACHE_USE
                 )
             )
+        elif isinstance(item, LoadAdapter | UnloadAdapter):
+            wrong = isinstance(item, LoadAdapter) and "wrong" in item.path
+            problem = "its shapes are wrong" if wrong else ""
+            self._out.send(AdapterReply(call_id=item.call_id, problem=problem))
         elif isinstance(item, Profile):
             problem = "" if item.steps or self._trace_path else "nothing is being recorded"
             self._trace_path = item.path or self._trace_path

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mamba_eagle.backend.pools import KVPool
 from mamba_eagle.cpu import abi
+from mamba_eagle.cpu.additions import CpuAddition
 from mamba_eagle.cpu.attention import CpuLanes, CpuTreeAttention
 from mamba_eagle.cpu.ops import tree_verify as cpu
 from mamba_eagle.cpu.products import amx as cpu_tiles
@@ -28,7 +29,9 @@ from mamba_eagle.cpu.products.packed import GroupedProduct, OwnProduct, TileProd
 from mamba_eagle.cpu.programs.calls import Call, Scratch, program_of
 from mamba_eagle.cpu.span_kernels import SpanKernel
 from mamba_eagle.cpu.spans import layers as spans
+from mamba_eagle.cpu.spans.adapters import ADD
 from mamba_eagle.cpu.team import Program
+from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.attention import Attention
 from mamba_eagle.layers.gated_mlp import PackedGatedMLP
 from mamba_eagle.layers.layer import Residual
@@ -45,8 +48,15 @@ NS_PER_NUMBER = 1  # that a norm or a gate takes, with the rounding of its resul
 class Builder:
     """Collects the calls of neighbouring residual layers."""
 
-    def __init__(self, frame: Any, scheme: Any, pool: KVPool | None) -> None:
-        self.frame, self.scheme, self.pool = frame, scheme, pool
+    def __init__(
+        self,
+        frame: Any,
+        scheme: Any,
+        pool: KVPool | None,
+        row_slots: abi.RowSlots | None = None,
+    ) -> None:
+        """row_slots: those of passes whose rows have adapters; None: none has."""
+        self.frame, self.scheme, self.pool, self.row_slots = frame, scheme, pool, row_slots
         self.scratch, self.calls = Scratch(), []  # type: ignore[var-annotated]
 
     def add(self, layer: Residual) -> None:
@@ -126,7 +136,23 @@ class Builder:
             call.lies(x=PARTS if isinstance(product, cpu_tiles.Product) else x)
         call.kept.append(packed)
         self.calls.append(call)
+        for added in layer.additions if self.row_slots is not None else ():
+            self._add(cast(CpuAddition, added), x, y, product.width)
         return product.width
+
+    def _add(self, added: CpuAddition, x: str, y: str, width: int) -> None:
+        """To a product's result, of the same float32 inputs."""
+        assert self.row_slots is not None
+        self.scratch.want("small", added.size.rank * 4)
+        own = abi.Addition.from_buffer_copy(added.block)
+        own.assign(row_slots=self.row_slots.address, width=width)
+        call = Call(
+            ADD, own, units_per_row=1, rows_at=own.address + abi.Addition.rows.offset,
+            work_per_row=added.work_per_row,
+        )  # fmt: skip
+        call.lies(x=x, y=y, small="small")
+        call.kept.append(added)
+        self.calls.append(call)
 
     def _mixer(self, layer: Residual, mixer: Mamba2Mixer) -> tuple[str, int]:
         size, norm = mixer.config.inner_size, mixer.norm
@@ -254,8 +280,8 @@ class FusedLayers:
 
     def __init__(self, scheme: Any) -> None:
         self._scheme, self.recurrent = ref(scheme), scheme.recurrent
-        self._made: dict[tuple[int, int, bool], list[Any] | None] = {}
-        self.frame = abi.Frame()
+        self._made: dict[tuple[int, int, bool, bool], list[Any] | None] = {}
+        self.frame, self.row_slots = abi.Frame(), abi.RowSlots()
 
     def run(
         self, layers: Sequence[nn.Module], hidden: Tensor, ctx: Any, layout: Any
@@ -267,13 +293,17 @@ class FusedLayers:
         if self.recurrent and layout.parents is None:
             return None
         attends = isinstance(paged, (CpuTreeAttention, CpuLanes))
-        key = (id(layers[0]), len(layers), attends)  # both ends of a slice of a model's own layers
+        adapted = (slots := slots_of_rows()) is not None
+        # both ends of a slice of a model's own layers
+        key = (id(layers[0]), len(layers), attends, adapted)
         if key not in self._made:
-            self._made[key] = self._parts(layers, paged.pool if attends else None)
+            self._made[key] = self._parts(layers, paged.pool if attends else None, adapted)
         parts = self._made[key]
         if parts is None:
             return None
         hidden, requests, trees = hidden.contiguous(), 0, 0
+        if slots is not None:
+            self.row_slots.point(slots=slots)
         if self.recurrent:
             requests = self._describe(layout)
         if attends:
@@ -303,11 +333,18 @@ class FusedLayers:
         frame.trees, frame.family = own.shape
         return frame.trees
 
-    def _parts(self, layers: Sequence[nn.Module], pool: KVPool | None) -> list[Any] | None:
+    def _parts(
+        self, layers: Sequence[nn.Module], pool: KVPool | None, adapted: bool
+    ) -> list[Any] | None:
+        row_slots = self.row_slots if adapted else None
+
         def fuses(step: Residual) -> bool:
             return has_program(step, pool is not None)
 
-        return parts_of(layers, fuses, lambda: Builder(self.frame, self._scheme(), pool), FusedRun)
+        def begin() -> Builder:
+            return Builder(self.frame, self._scheme(), pool, row_slots)
+
+        return parts_of(layers, fuses, begin, FusedRun)
 
 
 def parts_of(

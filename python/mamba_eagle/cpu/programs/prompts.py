@@ -23,6 +23,7 @@ from mamba_eagle.cpu.programs.calls import Scratch, program_of
 from mamba_eagle.cpu.programs.layers import NS_PER_NUMBER, Builder, has_program, parts_of
 from mamba_eagle.cpu.spans import prompts as spans
 from mamba_eagle.cpu.weights import layer_weights
+from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 
@@ -44,9 +45,15 @@ class PromptTables(NamedTuple):
 class PromptBuilder(Builder):
     """Collects the calls of neighbouring layers; states are read from and saved to state slots."""
 
-    def __init__(self, frame: abi.PromptFrame, states: StatePool, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        frame: abi.PromptFrame,
+        states: StatePool,
+        scratch: Scratch,
+        row_slots: abi.RowSlots | None,
+    ) -> None:
         """scratch: that of all programs for prompts, which run one after the other."""
-        super().__init__(frame, None, None)
+        super().__init__(frame, None, None, row_slots)
         self.states, self.scratch = states, scratch
 
     def recur(self, mixer: Mamba2Mixer, width: int) -> None:
@@ -116,9 +123,9 @@ class PromptPrograms:
         """most: tokens of a pass; with more, layers run one by one."""
         self.most = most
         self.scratch = Scratch()
-        self.frame = abi.PromptFrame()
+        self.frame, self.row_slots = abi.PromptFrame(), abi.RowSlots()
         # a pool that is no longer there leaves nothing here
-        self._made: WeakKeyDictionary[StatePool, dict[tuple[nn.Module, int], Any]]
+        self._made: WeakKeyDictionary[StatePool, dict[tuple[nn.Module, int, bool], Any]]
         self._made = WeakKeyDictionary()
 
     @contextmanager
@@ -151,27 +158,33 @@ class PromptPrograms:
         if not layers or n > self.most or hidden.dtype != torch.float32:
             return None
         made = self._made.setdefault(pool, {})
-        key = (layers[0], len(layers))  # both ends of a slice of a model's own layers
+        adapted = (slots := slots_of_rows()) is not None
+        key = (layers[0], len(layers), adapted)  # both ends of a slice of a model's own layers
         if key not in made:
-            made[key] = self._parts(layers, pool)
+            made[key] = self._parts(layers, pool, adapted)
         if made[key] is None:
             return None
         if n > self.scratch.rows:
             self.scratch.grow(max(n, min(2 * self.scratch.rows, self.most)))
         hidden = hidden.contiguous()
+        if slots is not None:
+            self.row_slots.point(slots=slots)
         requests = 0 if tables is None else self._describe(tables, kept)
         for part in made[key]:
             hidden = part(hidden, ctx, requests, 0)
         return hidden
 
-    def _parts(self, layers: Sequence[nn.Module], pool: StatePool) -> list[Any] | None:
+    def _parts(
+        self, layers: Sequence[nn.Module], pool: StatePool, adapted: bool
+    ) -> list[Any] | None:
         self.scratch.rows = 0  # new calls may want more per row
 
         def fuses(step: Residual) -> bool:
             return has_program(step, False)
 
+        slots = self.row_slots if adapted else None
         return parts_of(
-            layers, fuses, lambda: PromptBuilder(self.frame, pool, self.scratch), PromptRun
+            layers, fuses, lambda: PromptBuilder(self.frame, pool, self.scratch, slots), PromptRun
         )
 
     def _describe(self, tables: PromptTables, kept: KeptInputs | None) -> int:

@@ -32,6 +32,7 @@ from mamba_eagle.cpu.programs.layers import (
 from mamba_eagle.cpu.spans import layers as layer_spans
 from mamba_eagle.cpu.spans import steps as spans
 from mamba_eagle.kernels.tree_verify.layout import TreeLayout
+from mamba_eagle.layers.adapters import slots_of_rows
 from mamba_eagle.layers.layer import Residual
 from mamba_eagle.layers.mamba2 import Mamba2Mixer
 from mamba_eagle.tree.accept import Truncated
@@ -39,9 +40,10 @@ from mamba_eagle.tree.tree import Tree
 
 
 def target_program(
-    parts: Network, kv: KVPool, table: RequestTable, scheme: Any
+    parts: Network, kv: KVPool, table: RequestTable, scheme: Any, adapted: bool = False
 ) -> TargetProgram | None:
-    """None: some part of the model has no program. scheme: a ``CpuDeferred``."""
+    """None: some part of the model has no program. scheme: a ``CpuDeferred``. adapted: it adds what
+    adapters do."""
     rows, steps = stored_rows(parts.embedding), residuals_of(parts.layers)
     if rows is None or steps is None:
         return None
@@ -49,7 +51,7 @@ def target_program(
         return None
     if parts.norm.rounding is not None or not multiplies(parts.logits):
         return None
-    return TargetProgram(parts, steps, rows, kv, table, scheme)
+    return TargetProgram(parts, steps, rows, kv, table, scheme, adapted)
 
 
 class Sized(NamedTuple):
@@ -72,13 +74,15 @@ class TargetProgram:
         kv: KVPool,
         table: RequestTable,
         scheme: Any,
+        adapted: bool,
     ) -> None:
         self.parts, self.table, self.scheme = parts, table, scheme
+        self.row_slots = abi.RowSlots() if adapted else None
         self.frame, self.step = abi.Frame(), abi.Step()
         self.size = parts.norm.weight.shape[0]
         self._sized: dict[tuple[int, int], Sized] = {}
         self._keep_tables()
-        build = self.builder = Builder(self.frame, scheme, kv)
+        build = self.builder = Builder(self.frame, scheme, kv, self.row_slots)
         build.calls.append(self._alone(spans.CROWDED))
         self._folds(build, steps)
         build.calls.append(self._alone(spans.OPEN))
@@ -187,6 +191,10 @@ class TargetProgram:
         features, logits = torch.empty(b, T, self.size), torch.empty(b, T, self.width)
         given = [slots, kv_slots, tree.tokens, tree.parents, tree.depths]
         given = [part.contiguous() for part in given]
+        if self.row_slots is not None:
+            own = slots_of_rows()
+            assert own is not None
+            self.row_slots.point(slots=own)
         ctypes.memmove(step.address, sized.step.address, ctypes.sizeof(step))
         step.slots, step.kv_slots, step.tokens, step.parents, step.depths = (
             part.data_ptr() for part in given

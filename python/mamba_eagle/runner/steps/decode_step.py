@@ -20,10 +20,11 @@ from mamba_eagle.backend.attention import TreeNodes
 from mamba_eagle.backend.base import Backend
 from mamba_eagle.backend.contexts import VerifyContext
 from mamba_eagle.backend.pools import KVPool, RequestTable
-from mamba_eagle.backend.programs import network_of
+from mamba_eagle.backend.programs import StepProgram, network_of
 from mamba_eagle.backend.state import StateScheme
 from mamba_eagle.core import PLAIN
 from mamba_eagle.drafting.base import Drafter, KeyedNoise, StepPart
+from mamba_eagle.lora.slots import AdapterSlots
 from mamba_eagle.message import DecodeBatch
 from mamba_eagle.models.base import CausalLM
 from mamba_eagle.runner.constrained_choice import MasksFirst
@@ -43,11 +44,14 @@ class Verified(NamedTuple):
     positions: Tensor  # [b, T] int64, of the nodes
     features: Tensor  # [b, T, F]
     logits: Tensor  # [b, T, V], the model's logits_dtype
+    program: StepProgram | None = None  # what made them, and commits them
 
     def first(self, b: int) -> Verified:
         """The outputs for the first ``b`` requests; the layout still covers all."""
         tree = Tree(*(part[:b] for part in self.tree))
-        return Verified(tree, self.layout, *(part[:b] for part in self[2:]))
+        parts = (self.positions, self.features, self.logits)
+        positions, features, logits = (part[:b] for part in parts)
+        return Verified(tree, self.layout, positions, features, logits)
 
 
 class Committed(NamedTuple):
@@ -75,15 +79,23 @@ class DecodeStep:
         drafter: Drafter,
         sampling: SamplingState,
         choice: MasksFirst,
+        adapters: AdapterSlots,
     ) -> None:
+        self.adapters = adapters
         self.backend, self.model, self.kv, self.table = backend, model, kv, table
         self.scheme, self.drafter, self.sampling = scheme, drafter, sampling
         self.choice, self.chooser, self.constraints = choice, choice.chooser, choice.constraints
-        target = network_of(model)
         # what runs the target in place of its layers, one by one, and the scheme
-        self.program = None if target is None else backend.step_program(target, kv, table, scheme)
+        self.program = self._program(adapted=False)
+        self.adapted_program = self._program(adapted=True) if adapters.num_slots else None
         self.forced_length: float | None = None  # mean acceptance length to simulate
         self.num_forced = torch.zeros((), dtype=torch.int64, device=backend.device)
+
+    def _program(self, adapted: bool) -> StepProgram | None:
+        target = network_of(self.model)
+        if target is None:
+            return None
+        return self.backend.step_program(target, self.kv, self.table, self.scheme, adapted)
 
     def simulate(self, length: float) -> None:
         """Accept ``length`` nodes on average, whatever the target's tokens are."""
@@ -107,13 +119,31 @@ class DecodeStep:
         return self.chooser.agree(reshaped(self.drafter.propose(slots, part, noise)))
 
     def verify(
-        self, slots: Tensor, kv_slots: Tensor, tree: Tree, logits: Tensor | None = None
+        self,
+        slots: Tensor,
+        kv_slots: Tensor,
+        tree: Tree,
+        adapted: bool,
+        logits: Tensor | None = None,
     ) -> Verified:
-        """Run the target on the trees. logits: [b*T, V], the model's logits_dtype, written if
-        given; otherwise new memory is used."""
-        if self.program is not None:
+        """Run the target on the trees. adapted: whether any request has an adapter. logits:
+        [b*T, V], the model's logits_dtype, written if given; otherwise new memory is used."""
+        if not adapted:
+            return self._verify(slots, kv_slots, tree, self.program, logits)
+        with self.adapters.over(slots, tree.tokens.shape[1]):
+            return self._verify(slots, kv_slots, tree, self.adapted_program, logits)
+
+    def _verify(
+        self,
+        slots: Tensor,
+        kv_slots: Tensor,
+        tree: Tree,
+        program: StepProgram | None,
+        logits: Tensor | None,
+    ) -> Verified:
+        if program is not None:
             assert logits is None, "graphs have no programs"
-            return Verified(tree, *self.program.verify(slots, kv_slots, tree))
+            return Verified(tree, *program.verify(slots, kv_slots, tree), program)
         table, shape = self.table, tree.tokens.shape
         processed = table.processed[slots]
         layout = self.scheme.begin(slots, tree)
@@ -164,9 +194,9 @@ class DecodeStep:
     def _commit_target(
         self, slots: Tensor, kv_slots: Tensor, verified: Verified, target: Tensor, depth: int
     ) -> Committed:
-        if self.program is not None and self.forced_length is None:
+        if verified.program is not None and self.forced_length is None:
             made = (verified.tree, verified.features, target, depth)
-            return Committed(*self.program.commit(slots, kv_slots, *made))
+            return Committed(*verified.program.commit(slots, kv_slots, *made))
         accepted = self._accept(slots, verified.tree, target, depth)
         self.scheme.accept(verified.layout, accepted, verified.features)
         self.backend.commit_tokens(self.table, slots, kv_slots, accepted)
@@ -240,7 +270,8 @@ class EagerRun:
 
     def verify(self, drafted: Drafted) -> Verified:
         """Run the target on the drafted trees."""
-        return self.step.verify(self.slots, drafted.kv_slots, drafted.tree)
+        adapted = self.step.adapters.any(self.batch.slots)
+        return self.step.verify(self.slots, drafted.kv_slots, drafted.tree, adapted)
 
     def commit(self, drafted: Drafted, verified: Verified, target: Tensor | None) -> Committed:
         """Commit the accepted nodes. target: [b, T] int64, the token sampled at each node."""

@@ -3,6 +3,7 @@
 A graph repeats the same kernels on the same memory, so there are graphs for each kind of step. A
 kind is a tree shape, a batch size (a batch takes the next larger size of a ladder), whether any
 request takes more than an argmax (then drafts use the sampler's noise, and tokens are counted),
+whether any has an adapter,
 whether the drafter observes the accepted tokens, and whether the host needs the trees before they
 are verified, because a request has a grammar. Batches are
 padded with requests that have no tokens left to generate and that use a request slot, a state slot
@@ -18,6 +19,7 @@ back, so all graphs share one memory pool.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +44,7 @@ class Kind(NamedTuple):
     shape: TreeShape
     batch: int  # requests, padding included
     sampled: bool  # some request takes more than an argmax
+    adapted: bool  # some request has an adapter
     drafter_commits: bool
     stop_tokens: int  # width of the stop token table, which may grow
     # draft and verify are two graphs, between which trees are sent to the host: it makes the
@@ -165,7 +168,9 @@ class _Graph:
 
     def _verify(self) -> None:
         assert self.drafted is not None
-        self.verified = self.step.verify(self.slots, self.kv_slots, self.drafted, self.logits)
+        self.verified = self.step.verify(
+            self.slots, self.kv_slots, self.drafted, self.kind.adapted, self.logits
+        )
 
     def _draft_and_verify(self) -> None:
         self._draft()
@@ -239,17 +244,19 @@ class GraphedSteps:
         """Capture all kinds of steps of these shapes, for all batch sizes of the ladder."""
         began, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         drafter, padding = self.step.drafter, [self.padded_slot]
+        adapted = (False, True) if self.step.adapters.num_slots else (False,)
+        kinds = list(itertools.product((False, True), adapted))
         for batch in self.ladder:  # the largest first
             for shape in reversed(shapes):
-                for sampled in (False, True):
-                    self._capture(padding * batch, shape, sampled)
+                for kind in kinds:
+                    self._capture(padding * batch, shape, *kind)
             if drafter.on_device and drafter.catches_up:
                 self._catch_up(padding * batch)
         # and plain steps of untracked requests
         drafter.untrack(padding)
         for batch in self.ladder:
-            for sampled in (False, True):
-                self._capture(padding * batch, PLAIN, sampled)
+            for kind in kinds:
+                self._capture(padding * batch, PLAIN, *kind)
         drafter.release(padding, [-1])
         self.num_bytes = self.logits.nbytes + free - torch.cuda.mem_get_info(self.device)[0]
         log.info(
@@ -263,11 +270,12 @@ class GraphedSteps:
     def prepare(self, batch: DecodeBatch) -> GraphedRun:
         """Prepare a step, capturing its kind if it is new; not part of its measured time."""
         sampled = self.step.sampling.any_need(batch.slots)
-        graph, part = self._capture(batch.slots, batch.shape, sampled)
+        adapted = self.step.adapters.any(batch.slots)
+        graph, part = self._capture(batch.slots, batch.shape, sampled, adapted)
         return GraphedRun(graph, batch, part)
 
     def _capture(
-        self, slots: list[int], shape: TreeShape, sampled: bool
+        self, slots: list[int], shape: TreeShape, sampled: bool, adapted: bool
     ) -> tuple[_Graph, StepPart]:
         part = self.step.drafter.prepare(slots, shape)
         if part.needs_catch_up:
@@ -276,6 +284,7 @@ class GraphedSteps:
             shape,
             self._size(slots),
             sampled,
+            adapted,
             self.step.drafter_commits(part),
             self.step.table.stop_tokens.shape[1],
             shape != PLAIN and self.step.constraints.any(slots),

@@ -176,7 +176,14 @@ class PromptRunner:
         ctx = inner if places is None else JournaledPrefill(inner, self.journals, places)
         state_slots = self._indices([item.state_slot for item in items])
         before = self.pool.feature[state_slots]  # copies, since the features are overwritten below
-        features = model(tokens, ctx)
+        if self.step.adapters.any([item.slot for item in items]):
+            slots, lengths = self._indices(
+                list(zip(*((part.item.slot, part.length) for part in parts)))
+            )
+            with self.step.adapters.over(slots, lengths):
+                features = model(tokens, ctx)
+        else:
+            features = model(tokens, ctx)
         self._keep_features(parts, features)
         if places is not None:
             self.journals.write_features(places, features)
@@ -280,6 +287,7 @@ class PromptRunner:
         table.wants_logprobs[slot] = first.return_logprob
         table.top_logprobs[slot] = first.top_logprobs
         table.wants_trace[slot] = first.return_spec_trace
+        self.step.adapters.admit(slot, first.adapter)
         self.pooling.admit(slot, first.pooling)
         self.step.sampling.set(slot, params, first.output_start, first.history)
         self.step.constraints.admit(slot, params, first.output_start)

@@ -94,6 +94,7 @@ def parse_embeddings(values: dict[str, Any], state: ServerState) -> EmbeddingJob
             seed=0,
             sample_rids=[name],
             pooling=state.config.pooling_method,
+            adapter=state.adapter_of(body.model),
             cache=body.cache_hints(len(prompt)),
             **schedule,
         )

@@ -12,6 +12,7 @@ from starlette.responses import FileResponse
 from starlette.routing import BaseRoute, Route
 
 from mamba_eagle import __version__
+from mamba_eagle.server.apis.adapters import LoadBody, UnloadBody
 from mamba_eagle.server.apis.anthropic.body import MessagesBody
 from mamba_eagle.server.apis.control import AbortBody
 from mamba_eagle.server.apis.embeddings import EmbeddingsBody
@@ -41,6 +42,10 @@ BODIES: Mapping[str, type[Body]] = {
     "/v1/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
     "/start_profile": ProfileBody,
+    "/load_lora_adapter": LoadBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/unload_lora_adapter": UnloadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
 }
 QUERIES: Mapping[str, Mapping[str, str]] = {
     "/cache": {

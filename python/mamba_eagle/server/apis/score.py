@@ -163,7 +163,7 @@ def parse_score(values: dict[str, Any], state: ServerState) -> ScoreJob:
         temperature=body.temperature if body.apply_softmax else 0.0,
         with_logprobs=body.return_token_logprobs,
         hints=[body.cache_hints(len(ids) + 1) for ids in items],
-        schedule=body.schedule(state.config),
+        schedule=body.schedule(state.config) | {"adapter": state.adapter_of(body.model)},
     )
 
 

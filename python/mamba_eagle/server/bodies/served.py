@@ -78,5 +78,7 @@ class Served(Body):
 class Named(Served):
     """Of all routes that run prompts but /generate, whose prompts may have names of their own."""
 
-    model: ModelName = says("any: one model is served, and the name is repeated", "")
+    model: ModelName = says(
+        "the name of a loaded adapter; any other means the model, and is repeated", ""
+    )
     rid: Name = says("a name for `/abort_request` and logs", "")

@@ -44,7 +44,7 @@ def terminate(*_):
 
 class Runner:
     backend = types.SimpleNamespace(place=types.SimpleNamespace(on_host=True))
-    constraints = None
+    constraints = adapters = None
     drafts_ahead, turns = False, ()
     close = lambda self: None
     look_ahead = lambda self, plans: None
@@ -195,6 +195,7 @@ def test_a_stage_that_hears_nothing_commits_what_is_open(tmp_path: Path) -> None
         turns=Turns(),
         drafts_ahead=False,
         constraints=None,
+        adapters=None,
         backend=SimpleNamespace(place=SimpleNamespace(on_host=True)),
         config=SimpleNamespace(answering_rank=1),
         ready=None,

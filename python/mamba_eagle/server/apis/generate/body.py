@@ -55,6 +55,7 @@ class GenerateBody(Served):
     top_logprobs_num: Annotated[Any, INTEGERS] = says(f"best tokens, up to {MAX_TOP_LOGPROBS}")
     return_text_in_logprobs: Flag = says("the tokens' texts beside them", False)
     return_spec_trace: Annotated[Any, FLAGS] = says("the tree of each step")
+    lora_path: Annotated[Any, STRINGS] = says("the name of a loaded adapter, or one per prompt")
 
     REFUSED = {**dict.fromkeys(NAMES, "belongs in sampling_params"), **UNKNOWN}
 
@@ -97,6 +98,7 @@ def parse_generate(values: dict[str, Any], state: ServerState) -> GenerateJob:
                 token_ids=token_ids,
                 sample_rids=sample_rids,
                 return_spec_trace=_own(body, "return_spec_trace", kinds.FLAG, i, count) or False,
+                adapter=_read_adapter(body, i, count, state),
                 cache=body.cache_hints(len(token_ids)),
                 **samplings[i],
                 **schedule,
@@ -238,6 +240,14 @@ def _own(body: GenerateBody, name: str, kind: kinds.Kind, i: int, count: int) ->
             raise RequestError.about(name, value, remedy)
         value = value[i]
     return None if value is None else kind.take(value, name)
+
+
+def _read_adapter(body: GenerateBody, i: int, count: int, state: ServerState) -> str:
+    """Raises: RequestError 400 unless it is loaded: SGLang's field has a name, not a folder."""
+    name = _own(body, "lora_path", kinds.TEXT, i, count) or ""
+    if name and not state.adapter_of(name):
+        raise RequestError.about("lora_path", name, state.loaded_adapters)
+    return str(name)
 
 
 def _read_logprobs(body: GenerateBody, i: int, count: int, prompt_length: int) -> dict[str, Any]:

@@ -145,6 +145,7 @@ def make_job(
                 logprob_start=0 if echoes and logprobs is not None else -1,
                 top_logprobs=logprobs or 0,
                 return_spec_trace=body.return_spec_trace,
+                adapter=state.adapter_of(body.model),
                 cache=body.cache_hints(len(ids)),
                 **schedule,
             )

@@ -1,0 +1,183 @@
+"""The adapters of a model: some in slots on the device, all on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mamba_eagle.layers.adapters import AdapterSize, Addition, reading
+from mamba_eagle.layers.attention import Attention
+from mamba_eagle.layers.delta_rule import GatedDeltaNet
+from mamba_eagle.layers.gated_mlp import GatedMLP, PackedGatedMLP
+from mamba_eagle.layers.kimi_delta import KimiDeltaAttention
+from mamba_eagle.layers.linear import Linear
+from mamba_eagle.layers.mamba2 import Mamba2Mixer
+from mamba_eagle.layers.mlp import ReluSquaredMLP
+from mamba_eagle.layers.moe import LatentMoE
+from mamba_eagle.layers.ops import LayerOps
+from mamba_eagle.layers.short_conv import ShortConv
+from mamba_eagle.lora.peft import Pair, PeftFolder
+from mamba_eagle.models.base import CausalLM, Target
+from mamba_eagle.models.loader import place_of
+from mamba_eagle.models.split import Split
+
+MIXERS = (Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2Mixer, ShortConv)
+OWNERS = (*MIXERS, GatedMLP, PackedGatedMLP, ReluSquaredMLP)
+
+
+def adaptable(model: nn.Module) -> dict[str, Linear]:
+    """The matrices that take adapters, by the names of their weights: those of attention, of
+    recurrent layers, of MLPs and of shared experts."""
+    inside = {
+        id(module.shared_experts)
+        for module in model.modules()
+        if isinstance(module, LatentMoE) and module.experts.fused and not module.has_latent
+    }  # a kernel multiplies these together with the routed ones
+    return {
+        f"{name}.{leaf}.weight": part
+        for name, module in model.named_modules()
+        if isinstance(module, OWNERS) and id(module) not in inside
+        for leaf, part in module.named_children()
+        if isinstance(part, Linear)
+    }
+
+
+class HostAdapter(NamedTuple):
+    """One that was read: what it adds, by place."""
+
+    pairs: dict[str, Pair]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for pair in self.pairs.values() for part in pair)
+
+
+class AdapterSlots:
+    """Adapters by number, as the scheduler counts them; it says which slot each is to lie in, and
+    which slot a request reads. A rank holds its part of them."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        split: Split | None,
+        ops: LayerOps,
+        num_slots: int,
+        max_rank: int,
+        requests: int,
+        device: torch.device,
+    ) -> None:
+        """requests: request slots."""
+        self.max_rank, self.num_slots = max_rank, num_slots
+        self.dtype, self.device = model.dtype, device
+        self.whole: nn.Module = model if split is None else split.whole
+        self.cuts = {} if split is None else split.cuts
+        self.places = None if split is None else split.places(model)
+        self.sizes = {name: part.weight.shape for name, part in adaptable(self.whole).items()}
+        self.additions: dict[str, Addition] = {}
+        for name, part in adaptable(model).items() if num_slots else ():
+            outputs, inputs = part.weight.shape
+            product, first = part.within or (part, 0)
+            size = AdapterSize(num_slots, max_rank, inputs, outputs)
+            added = ops.addition(size, first, model.dtype, device)
+            self.additions[name] = added
+            product.additions.append(added)
+        self._kept: dict[int, HostAdapter] = {}
+        self._of_request = [-1] * requests
+        self._of_request_on_device = torch.full((requests,), -1, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(added.nbytes for added in self.additions.values())
+
+    # ── adapters ──
+
+    def read(self, path: str) -> HostAdapter:
+        """This rank's part of the adapter in a folder. In any thread: changes nothing.
+
+        Raises: AdapterError with all that is wrong, and nothing but headers has been read then.
+        """
+        folder = PeftFolder(path)
+        targets, wrong = {}, []
+        if folder.rank() > self.max_rank:
+            wrong.append(
+                f"rank {folder.rank()}: this server has room for {self.max_rank}; start it with a "
+                "larger --max-lora-rank"
+            )
+        for module in folder.modules:
+            target, problem = self._target(folder, module)
+            wrong += [problem] if problem else []
+            if target is not None:
+                targets[module] = target
+        folder.refuse(wrong)
+        pairs = folder.read()
+        own = {}
+        for module, target in targets.items():
+            name = target.name if self.places is None else self.places.get(target.name)
+            if name in self.additions:
+                own[name] = self._part(target, pairs[module])
+        return HostAdapter(own)
+
+    def _target(self, folder: PeftFolder, module: str) -> tuple[Target | None, str]:
+        """Where a module's pair goes, and what is wrong with it."""
+        names = (module, f"{getattr(self.whole, 'names', ['model'])[0]}.{module}")
+        found = [place_of(self.whole, f"{name}.weight") for name in names]
+        target = next((one for one in found if one is not None and one.name in self.sizes), None)
+        if target is None:
+            return None, (
+                f"unexpected: {module}, which this model does not have, or which takes no adapter "
+                "(projections of attention and recurrent layers, MLPs and shared experts do)"
+            )
+        outputs, inputs = self.sizes[target.name]
+        if folder.size_of(module) != (outputs, inputs):
+            given = " x ".join(map(str, folder.size_of(module)))
+            return None, f"shape of {module}: {given} in the file, {outputs} x {inputs} here"
+        return target, ""
+
+    def _part(self, target: Target, pair: Pair) -> Pair:
+        """What a rank computes: of a matrix cut by rows its outputs, of one cut by columns what its
+        inputs add to the sum of all ranks."""
+        down, up = pair.down, pair.up * target.scale
+        cut = self.cuts.get(target.name)
+        if cut is not None and cut.axis == 0:
+            up = cut.of(up)
+        elif cut is not None:
+            down = cut.of(down)
+        return Pair(*(part.to(self.dtype).contiguous() for part in (down, up)))
+
+    def keep(self, number: int, adapter: HostAdapter) -> None:
+        self._kept[number] = adapter
+
+    def drop(self, number: int) -> None:
+        """No plan names it any more."""
+        self._kept.pop(number, None)
+
+    def load(self, slot: int, number: int) -> None:
+        """Copy an adapter to a slot that no running request reads."""
+        pairs = self._kept[number].pairs
+        for name, added in self.additions.items():
+            outputs, inputs = added.size.outputs, added.size.inputs
+            nothing = Pair(torch.empty(0, inputs), torch.empty(outputs, 0))
+            added.put(slot, *pairs.get(name, nothing))
+
+    # ── requests ──
+
+    def admit(self, request: int, slot: int) -> None:
+        """The request in request slot ``request`` reads slot ``slot``; -1: none."""
+        if self._of_request[request] != slot:
+            self._of_request[request] = slot
+            self._of_request_on_device[request] = slot
+
+    def any(self, requests: Sequence[int]) -> bool:
+        """Whether one of them has an adapter."""
+        return any(self._of_request[request] >= 0 for request in requests)
+
+    @contextmanager
+    def over(self, requests: Tensor, each: int | Tensor) -> Iterator[None]:
+        """Within, the rows of a pass have the adapters of their requests: ``each`` rows of every
+        one of ``requests`` [b]; int64."""
+        with reading(self._of_request_on_device[requests].repeat_interleave(each)):
+            yield
