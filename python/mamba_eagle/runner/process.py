@@ -12,7 +12,7 @@ import sys
 import zmq
 
 from mamba_eagle.config import ConfigError
-from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.message.lifetime import REFUSED, begin, ignore_end_signal
 
 
 def main() -> None:
@@ -28,7 +28,8 @@ def main() -> None:
     try:
         runner = start_rank(config, rank, socket_dir)
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
     worker = Worker(runner, zmq.Context(), socket_dir, rank)
     worker.pulse.start()
     worker.serve()

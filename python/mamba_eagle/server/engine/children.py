@@ -78,8 +78,9 @@ class Child:
             self.process.send_signal(STACKS_SIGNAL)
             self.process.send_signal(signal.SIGCONT)
 
-    def how_it_ended(self) -> str:
-        """For people: role, pid, exit code or signal, and the last line it wrote."""
+    def how_it_ended(self, quotes: bool = True) -> str:
+        """For people: role, pid, exit code or signal, and with ``quotes`` the last line that it
+        wrote."""
         code = self.process.returncode
         if code < 0:
             try:
@@ -89,7 +90,7 @@ class Child:
             how = f"was killed by {name}"
         else:
             how = f"ended with exit code {code}"
-        said = f": {self.last_words[-1]}" if self.last_words and code > 0 else ""
+        said = f": {self.last_words[-1]}" if quotes and self.last_words and code > 0 else ""
         return f"the {self.role} process (pid {self.pid}) {how}{said}"
 
 
