@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from mamba_eagle import logs
 from mamba_eagle.config import ConfigError, Parser, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.config_file import add_config_flag, with_config_file
 from mamba_eagle.torchless import hide_torch, show_torch
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: ConfigError) -> int:
     for problem in error.problems:
-        print(problem, file=sys.stderr)
+        logs.complain(problem)
     return 2
 
 

@@ -11,6 +11,7 @@ import sys
 
 import zmq
 
+from mamba_eagle import logs
 from mamba_eagle.config import ConfigError
 from mamba_eagle.message.lifetime import REFUSED, begin, ignore_end_signal
 
@@ -28,7 +29,7 @@ def main() -> None:
     try:
         runner = start_rank(config, rank, socket_dir)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        logs.complain(f"error: {error}")
         sys.exit(REFUSED)
     worker = Worker(runner, zmq.Context(), socket_dir, rank)
     worker.pulse.start()

@@ -10,7 +10,6 @@ import importlib
 import logging
 import signal
 import socket
-import sys
 from typing import Any
 
 from mamba_eagle import logs
@@ -48,8 +47,8 @@ def launch(config: ServerConfig) -> int:
     """
     if config.node_rank > 0:
         return _report(launch_agent(config))
-    given, config = config, _resolve(config)
     logs.set_up(config.log_level, config.log_format, "server")
+    given, config = config, _resolve(config)
     # Anybody who connects can cause these.
     logging.getLogger("uvicorn.error").addFilter(logs.Rarely("Invalid HTTP request", LOG_SECONDS))
     for noisy in ("httpx", "asyncio"):
@@ -69,7 +68,7 @@ def launch(config: ServerConfig) -> int:
 
 def _report(ending: Ending) -> int:
     if ending.message:
-        print(f"mamba-eagle: {ending.message}", file=sys.stderr, flush=True)
+        logs.complain(f"mamba-eagle: {ending.message}")
     return ending.code
 
 
@@ -158,7 +157,7 @@ class HttpLaunch(Launch):
                 signal.signal(number, signal.SIG_IGN)
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        logs.say(line)
 
     # ── stop ─────────────────────────────────────────────────────────────────────────────────
 

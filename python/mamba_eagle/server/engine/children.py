@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from mamba_eagle import logs
 from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL
 
 KILL_AFTER = 2.5  # seconds between END_SIGNAL and SIGKILL, so that all ends within 5
@@ -56,10 +57,10 @@ class Child:
         unfinished = ""
         while chunk := os.read(self.process.stderr.fileno(), 65536):
             text = decoder.decode(chunk)
-            sys.stderr.write(text)
-            sys.stderr.flush()
             *lines, unfinished = re.split(r"[\r\n]", unfinished + text)
+            logs.pass_on(self.role, text, lines)
             self._remember(lines)
+        logs.pass_on(self.role, "", [unfinished])
         self._remember([unfinished])
 
     def _remember(self, lines: list[str]) -> None:
