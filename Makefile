@@ -92,9 +92,10 @@ $(BIN)/python:
 	exit 1
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e .
+	@echo "installing into $(VENV): torch and others, a few minutes and up to some GB the first time"
+	$(BIN)/python -m pip install -e .
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(BIN)/python -m pip install -e '.[test]'
 	@touch $@ $(VENV)/.installed

@@ -1,7 +1,8 @@
-"""Prefill and decode times of one batch in this process: no server, no HTTP.
+"""Prefill and decode times of one batch in this process, or a served batch with --url.
 
     python -m mamba_eagle.bench_one_batch --batch-size 1 8 --input-len 256 --output-len 128
     python -m mamba_eagle.bench_one_batch --correctness-test
+    python -m mamba_eagle.bench_one_batch --url http://127.0.0.1:30000 --batch-size 1 8
 
 Flags and output lines are those of SGLang's script. With speculation a decode step makes a varying
 number of tokens; every throughput counts the tokens that were made. Times are the model runner's;
@@ -15,20 +16,24 @@ import dataclasses
 import os
 import sys
 
-from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.bench import served
+from mamba_eagle.bench.client import ServerError, add_server_flags
+from mamba_eagle.config import ConfigError, EngineConfig, Parser, add_arguments, from_arguments
 from mamba_eagle.eval.prompts import problem_texts, synthetic_prompts
 from mamba_eagle.resolve import resolve
 
 CORRECTNESS_PROMPTS = 3
+SERVED_PROBLEMS = 200  # which prompts for a server are cut from
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def make_parser() -> Parser:
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     add_arguments(parser, EngineConfig)
     own = parser.add_argument_group("benchmark; several values of the first three make a sweep")
     own.add_argument("--batch-size", type=int, nargs="+", default=[1])
     own.add_argument("--input-len", type=int, nargs="+", default=[256])
     own.add_argument("--output-len", type=int, nargs="+", default=[32])
+    add_server_flags(own)
     own.add_argument("--run-name", default="default")
     own.add_argument("--result-filename", default="", help="append one JSON line per measurement")
     own.add_argument(
@@ -70,8 +75,18 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("batch_size", "input_len", "output_len"):
         if min(getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')}: each value must be 1 or more")
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe
+    config: EngineConfig = from_arguments(EngineConfig, args)
+    if args.url:
+        if config != EngineConfig():
+            parser.error(f"--url {args.url}: the server has its own model; leave its flags out")
+        try:
+            served.measure(args, "\n".join(problem_texts(SERVED_PROBLEMS)))
+        except ServerError as error:
+            sys.exit(f"error: {error}")
+        return
     try:
-        config = resolve(from_arguments(EngineConfig, args))
+        config = resolve(config)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     if problem := simulation_problem(args, config):

@@ -1,10 +1,11 @@
-"""``mamba-eagle serve | bench | eval | explain | train-drafter``.
+"""``mamba-eagle serve | bench | eval | explain | run-batch | train-drafter | completion``.
 
 Each also runs by ``python -m``.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ COMMANDS = {
     "explain": ("mamba_eagle.explain", "print the draft trees of one request"),
     "run-batch": ("mamba_eagle.run_batch", "answer a file of requests, without a server"),
     "train-drafter": ("mamba_eagle.train.command", "train a draft head for a model"),
+    "completion": ("mamba_eagle.completion", "print what bash or zsh completes flags by"),
 }
 RECIPE_HINT = """\
 no command 'train'. How the embedded model was made is not part of the package; in a checkout of
@@ -44,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        message = RECIPE_HINT if command == "train" else f"no command {command!r}\n\n{usage()}"
+        close = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        message = f"no command {command!r}{hint}\n\n{usage()}"
+        if command == "train":
+            message = RECIPE_HINT
         print(f"mamba-eagle: {message}", file=sys.stderr)
         return 2
     loaded = importlib.import_module(COMMANDS[command][0])

@@ -22,8 +22,14 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mamba_eagle import explain_cache
-from mamba_eagle.bench.client import ServerError, generate_all, read_cache
-from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.bench.client import (
+    ServerError,
+    add_server_flags,
+    full_url,
+    generate_all,
+    read_cache,
+)
+from mamba_eagle.config import ConfigError, EngineConfig, Parser, add_arguments, from_arguments
 from mamba_eagle.constrain.errors import GrammarError
 from mamba_eagle.constrain.grammar import json_schema_grammar, regex_grammar
 from mamba_eagle.core import SamplingParams
@@ -54,7 +60,7 @@ def ask_server(url: str, text: str, sampling: dict[str, Any], api_key: str) -> d
 
     Raises: ExplainError
     """
-    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    url = full_url(url)
     body = {"text": text, "sampling_params": sampling, "return_spec_trace": True}
     try:
         (reply,) = generate_all(url, [body], parallel=1, api_key=api_key)
@@ -81,7 +87,7 @@ def ask_cache(url: str, api_key: str) -> dict[str, Any]:
 
     Raises: ExplainError
     """
-    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    url = full_url(url)
     try:
         reply = read_cache(url, api_key)
     except ServerError as error:
@@ -211,10 +217,8 @@ def show(reply: dict[str, Any], console: Console) -> None:
 # ── the command ──────────────────────────────────────────────────────────────────────────────
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mamba-eagle explain", description=(__doc__ or "").partition("\n")[0]
-    )
+def make_parser() -> Parser:
+    parser = Parser(prog="mamba-eagle explain", description=(__doc__ or "").partition("\n")[0])
     own = parser.add_argument_group("the request")
     own.add_argument(
         "--cache", action="store_true", help="draw what the prefix cache of --url holds instead"
@@ -225,8 +229,7 @@ def make_parser() -> argparse.ArgumentParser:
     own.add_argument("--seed", type=int, default=0, help="of the samples, above temperature 0")
     own.add_argument("--json-schema", default="", help="constrain the output to this JSON schema")
     own.add_argument("--regex", default="", help="constrain the output to this pattern")
-    own.add_argument("--url", default="", help="ask this server; no model is loaded then")
-    own.add_argument("--api-key", default="", help="the server's, if it has one")
+    add_server_flags(own)
     own.add_argument(
         "--json", action="store_true", help="print the whole reply, meta_info.spec_trace within"
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+from mamba_eagle import logs
+from mamba_eagle.config import ConfigError, Parser, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.config_file import add_config_flag, with_config_file
 from mamba_eagle.torchless import hide_torch, show_torch
 
@@ -19,13 +19,16 @@ def _stop_before_start(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is stopped. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [-h] [options]", description="Serve a model over HTTP."
-    )
+def make_parser() -> Parser:
+    parser = Parser(usage="%(prog)s [-h] [options]", description="Serve a model over HTTP.")
     add_config_flag(parser)
     add_arguments(parser, ServerConfig)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is stopped. Returns the exit code."""
+    parser = make_parser()
     try:
         arguments = with_config_file(sys.argv[1:] if argv is None else argv, ServerConfig)
     except ConfigError as error:
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: ConfigError) -> int:
     for problem in error.problems:
-        print(problem, file=sys.stderr)
+        logs.complain(problem)
     return 2
 
 

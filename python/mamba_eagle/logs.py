@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterable
+from types import TracebackType
 from typing import Any
+
+log = logging.getLogger("mamba_eagle")
+PROGRESS_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # which a bar would cut
 
 
 def set_up(level: str, kind: str, role: str) -> None:
@@ -13,11 +21,63 @@ def set_up(level: str, kind: str, role: str) -> None:
     handler = logging.StreamHandler()
     if kind == "json":
         handler.setFormatter(JsonFormatter(role))
+        _bring_in_the_rest()
     else:
         handler.setFormatter(
             logging.Formatter(f"[%(asctime)s {role}] %(levelname)s %(name)s: %(message)s")
         )
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _bring_in_the_rest() -> None:
+    """Warnings and what ends a thread or the process become lines of the log as well."""
+    os.environ.update(dict.fromkeys(PROGRESS_BARS, "1"))
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback
+    )
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    log.critical("uncaught: %s", error, exc_info=(kind, error or kind(), trace))
+
+
+def are_json() -> bool:
+    return any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers)
+
+
+def say(line: str) -> None:
+    """Something that every operator is to read: on standard output, or in a log of JSON."""
+    if are_json():
+        log.info(line)
+    else:
+        print(line, flush=True)
+
+
+def complain(line: str) -> None:
+    """Why nothing works: on standard error, or in a log of JSON."""
+    if are_json():
+        log.error(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+def pass_on(role: str, text: str, lines: Iterable[str]) -> None:
+    """Writes what a process of this role has written: ``text`` as it came, with progress bars, or
+    in a log of JSON the ``lines`` that are complete. A C library or a crash knows nothing of
+    logging: what is not JSON becomes a message."""
+    if not are_json():
+        sys.stderr.write(text)
+    else:
+        for line in filter(str.strip, lines):
+            if line.startswith("{"):
+                sys.stderr.write(line + "\n")
+            else:
+                log.getChild(role).warning(line)
+    sys.stderr.flush()
 
 
 class JsonFormatter(logging.Formatter):

@@ -11,7 +11,6 @@ an error of its own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
+from mamba_eagle.config import ConfigError, Parser, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.core import shown
 from mamba_eagle.engine import Engine, EngineError
 
@@ -37,15 +36,19 @@ class Line(NamedTuple):
     problem: str = ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if every line was answered, 1 if some got errors, 2 if nothing could run."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         usage="%(prog)s [-h] IN OUT [options]", description="Answer a file of requests."
     )
     parser.add_argument("input", metavar="IN", help="requests in JSON, one per line")
     parser.add_argument("output", metavar="OUT", help="replies are added to this file")
     add_arguments(parser, ServerConfig)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if every line was answered, 1 if some got errors, 2 if nothing could run."""
+    arguments = make_parser().parse_args(argv)
     config: ServerConfig = from_arguments(ServerConfig, arguments)
     try:
         lines = list(read_lines(arguments.input))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -15,6 +16,27 @@ SHOWN_CHARACTERS = 200  # of a reply that is an error
 
 Body = Mapping[str, Any]
 Reply = dict[str, Any]
+OnReply = Callable[[int, Reply], None]  # called with a request's index, as its reply comes
+
+
+def add_server_flags(parser: argparse._ActionsContainer, default: str = "") -> None:
+    """Which server a command asks."""
+    parser.add_argument(
+        "--url",
+        default=default,
+        help=f"of the server (default: {default})"
+        if default
+        else "ask this server; no model is loaded then",
+    )
+    parser.add_argument("--api-key", default="", help="the server's, if it has one")
+
+
+def full_url(url: str) -> str:
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
+def no_one(index: int, reply: Reply) -> None:
+    """Gets replies, and does nothing."""
 
 
 class ServerError(RuntimeError):
@@ -64,16 +86,26 @@ class Client:
             response = await self._http.post("/generate", json=body)
         return self._content(response)
 
-    async def generate_all(self, bodies: Sequence[Body], parallel: int) -> list[Reply]:
+    async def generate_all(
+        self, bodies: Sequence[Body], parallel: int, on_reply: OnReply = no_one
+    ) -> list[Reply]:
         """Replies in the order of ``bodies``, at most ``parallel`` requests at a time. The first
         that fails ends them all."""
         gate = asyncio.Semaphore(parallel)
 
-        async def one(body: Body) -> Reply:
+        async def one(index: int, body: Body) -> Reply:
             async with gate:
-                return await self.generate(body)
+                reply = await self.generate(body)
+            on_reply(index, reply)
+            return reply
 
-        return await asyncio.gather(*map(one, bodies))
+        return await asyncio.gather(*(one(i, body) for i, body in enumerate(bodies)))
+
+    async def tokenize(self, text: str) -> list[int]:
+        with self._translated():
+            response = await self._http.post("/tokenize", json={"prompt": text})
+        tokens: list[int] = self._content(response)["tokens"]
+        return tokens
 
     @contextlib.asynccontextmanager
     async def stream(self, body: Body) -> AsyncIterator[AsyncIterator[Reply]]:
@@ -150,6 +182,7 @@ def generate_all(
     parallel: int,
     api_key: str = "",
     timeout: float = TIMEOUT,
+    on_reply: OnReply = no_one,
 ) -> list[Reply]:
     """``Client.generate_all`` for callers without an event loop.
 
@@ -158,7 +191,7 @@ def generate_all(
 
     async def run() -> list[Reply]:
         async with Client(base_url, api_key, timeout, connections=parallel) as client:
-            return await client.generate_all(bodies, parallel)
+            return await client.generate_all(bodies, parallel, on_reply)
 
     return asyncio.run(run())
 

@@ -5,6 +5,7 @@ from mamba_eagle.config.drafting import CPU_CHAIN, DraftSettings
 from mamba_eagle.config.engine import EngineConfig, engine_part
 from mamba_eagle.config.flags import (
     ConfigError,
+    Parser,
     add_arguments,
     flag_of,
     from_arguments,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 
 class ConfigError(ValueError):
@@ -72,6 +73,28 @@ class Settings:
 
 
 # ── the command line ──
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and what may have been meant: the usage of all flags would
+    fill the screen."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [one for one in unknown if one.startswith("-")]
+            self.error("; ".join(map(self._unknown, flags or unknown)))
+        return parsed
+
+    def _unknown(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            return f"{argument!r} belongs to no flag"
+        flag = argument.partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, 1)
+        return f"no flag {flag}" + (f"; did you mean {close[0]}?" if close else "")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mamba_eagle.bench import results
-from mamba_eagle.bench.client import ServerError, generate_all
+from mamba_eagle.bench.client import (
+    ServerError,
+    add_server_flags,
+    full_url,
+    generate_all,
+    no_one,
+)
+from mamba_eagle.config import Parser
 from mamba_eagle.eval import gsm8k
 
 
@@ -51,12 +58,32 @@ class Outcome(NamedTuple):
     score: Score
 
 
+class Progress:
+    """Says on standard error how far the questions are, ten times on the way."""
+
+    def __init__(self, questions: list[gsm8k.Example]) -> None:
+        self.questions, self.done, self.right = questions, 0, 0
+
+    def take(self, index: int, reply: dict[str, Any]) -> None:
+        label = gsm8k.answer_value(self.questions[index].answer)
+        self.right += gsm8k.answer_value(reply["text"]) == label
+        self.done += 1
+        every = max(1, len(self.questions) // 10)
+        if self.done % every == 0:
+            print(
+                f"{self.done} of {len(self.questions)} answered, {self.right} right",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def ask(
     base_url: str,
     prompts: list[str],
     sampling: dict[str, Any],
     parallel: int = 128,
     api_key: str = "",
+    progress: Progress | None = None,
 ) -> list[Reply]:
     """POST each prompt to /generate, at most ``parallel`` at a time; replies in prompt order.
 
@@ -64,7 +91,8 @@ def ask(
     """
     bodies = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
     replies = []
-    for reply in generate_all(base_url, bodies, parallel, api_key):
+    on_reply = progress.take if progress else no_one
+    for reply in generate_all(base_url, bodies, parallel, api_key, on_reply=on_reply):
         meta = reply["meta_info"]
         steps = meta.get("spec_verify_ct") or 0
         replies.append(Reply(reply["text"], meta["completion_tokens"], steps))
@@ -108,6 +136,7 @@ def measure(
     temperature: float = 0.0,
     parallel: int = 128,
     api_key: str = "",
+    progress: Progress | None = None,
 ) -> Outcome:
     """Ask every question of ``task`` and score the answers."""
     prompts = [gsm8k.make_prompt(task.shots, problem.question) for problem in task.questions]
@@ -117,7 +146,7 @@ def measure(
         "stop": gsm8k.STOP,
     }
     begin = time.perf_counter()
-    replies = ask(base_url, prompts, sampling, parallel, api_key)
+    replies = ask(base_url, prompts, sampling, parallel, api_key, progress)
     return Outcome(replies, score(task.questions, replies, time.perf_counter() - begin))
 
 
@@ -129,8 +158,8 @@ def count(text: str) -> int:
     return value
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def make_parser() -> Parser:
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--num-shots", type=int, default=5, help="solved examples in each prompt")
     parser.add_argument(
         "--data-path",
@@ -140,9 +169,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-questions", type=count, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--parallel", type=count, default=128, help="requests at the same time")
-    parser.add_argument("--host", default="http://127.0.0.1")
+    add_server_flags(parser, "http://127.0.0.1:30000")
+    parser.add_argument("--host", default="", help="SGLang's flags, in place of --url")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--api-key", default="")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--save-texts", default="", metavar="FILE", help="write every text to FILE")
     return parser
@@ -150,16 +179,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    host = args.host if "://" in args.host else f"http://{args.host}"
+    asked_at_port = args.host or args.port != 30000
+    url = f"{args.host or '127.0.0.1'}:{args.port}" if asked_at_port else args.url
     try:
         task = gsm8k.load_task(args.data_path, args.num_shots, args.num_questions)
         outcome = measure(
-            f"{host}:{args.port}",
+            full_url(url),
             task,
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
             parallel=args.parallel,
             api_key=args.api_key,
+            progress=Progress(task.questions),
         )
         if args.save_texts:
             save_texts(args.save_texts, task.questions, outcome.replies)

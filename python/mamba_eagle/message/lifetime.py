@@ -22,6 +22,7 @@ from mamba_eagle.config import EngineConfig
 # The server process ends the others by this signal. Not by SIGTERM: service managers send that to
 # every process of a service at once, and open requests are to finish first.
 END_SIGNAL = signal.SIGUSR1
+REFUSED = 2  # exit code after settings that cannot work, which it has named
 STACKS_SIGNAL = signal.SIGUSR2  # writes the Python stacks of all threads to standard error
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

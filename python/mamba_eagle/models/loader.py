@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mamba_eagle.models")
 
-PROGRESS_FROM_BYTES = 1 << 30  # smaller checkpoints load too fast for a progress bar
+PROGRESS_FROM_BYTES = 1 << 28  # smaller checkpoints load too fast for a progress bar
 MAX_SHOWN = 40  # names in a message
 Slice = tuple[int | None, int | None]  # which one of a stack, and which half of it; None: all
 MAPPED_BYTES = 256 << 20  # how much of an open file may stay in memory
@@ -64,7 +64,8 @@ def load_weights(
 
     rooms: those of the model, if it may keep matrices of few bits; None: these are dequantized.
 
-    Raises: CheckpointError listing all names that are missing, unexpected or of another shape.
+    Raises: CheckpointError listing all names that are missing, unexpected or of another shape;
+    ConfigError if the weights do not fit in memory.
     """
     rooms = rooms or Rooms(model)
     checkpoint = open_checkpoint(folder)
@@ -85,6 +86,8 @@ def load_weights(
             if part is not None:
                 parts[name] = part._replace(packed=name in checkpoint.packed)
     total = sum(contents[name].nbytes for name in parts)
+    rooms.begin(str(checkpoint.folder), total / max(1, sum(contents[n].numel for n in parts)))
+    log.info("loading %s, %.2f GB in the files", checkpoint.folder.name, total / 1e9)
     with tqdm(
         total=total,
         unit="B",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mamba_eagle.layers.embedding import Embedding
 from mamba_eagle.layers.weights import META, MatrixLayer, matrix_layers, without_memory
 from mamba_eagle.models.base import Target
+from mamba_eagle.models.fitting import refuse_too_large
 from mamba_eagle.quantization.dense import DenseMatrix
 from mamba_eagle.quantization.matrix import Matrix
 from mamba_eagle.quantization.policy import HEAD, Policy
@@ -51,6 +52,12 @@ class Rooms:
             room = room.chunk(2)[target.half]
         room.copy_(scaled(value, target))
 
+    def begin(self, path: str, stored: float) -> None:
+        """Nothing has been put yet. stored: bytes of an element in the files, on average.
+
+        Raises: ConfigError if there is no room for all.
+        """
+
     def of_few_bits(self) -> None:
         """The checkpoint has matrices of few bits; what it keeps in 16 bits is meant to stay."""
 
@@ -70,10 +77,12 @@ class FewBitRooms(Rooms):
         device: torch.device,
         policy: Policy,
         supported: Callable[[Matrix, torch.device], bool],
+        free: int | None = None,
     ) -> None:
-        """supported: whether products of the device read a matrix as it is."""
+        """supported: whether products of the device read a matrix as it is. free: bytes of the
+        device's memory that may be taken; None: whatever there is."""
         super().__init__(model, device)
-        self.policy, self.supported = policy, supported
+        self.policy, self.supported, self.free = policy, supported, free
         self.embeddings = {
             f"{name}.weight": layer
             for name, layer in model.named_modules()
@@ -92,6 +101,13 @@ class FewBitRooms(Rooms):
         # a rank has a part of lm_head, and the whole embedding
         self.head_is_whole = getattr(getattr(model, "config", None), "head_tokens", None) is None
         self.rounds = True  # whether what is stored in 16 bits may be rounded
+
+    def begin(self, path: str, stored: float) -> None:
+        if self.free is None:
+            return
+        policy = self.policy if self.rounds else Policy()
+        on_host = self.device.type == "cpu"
+        refuse_too_large(self.model, path, policy, stored, self.free, on_host)
 
     def of_few_bits(self) -> None:
         self.rounds = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ class Stored(NamedTuple):
     dtype: str  # as safetensors names it: BF16, I64, …
     nbytes: int
     key: str = ""  # name in the file, where that is another
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
     @property
     def is_floating_point(self) -> bool:

@@ -99,13 +99,16 @@ class Loader:
 
         split: how this rank gets its part. ops: those of the backend if they are None.
 
-        Raises: CheckpointError, FileNotFoundError.
+        Raises: CheckpointError, FileNotFoundError; ConfigError if it does not fit in memory.
         """
         config, backend = self.config, self.backend
         ops = ops or backend.layer_ops
         with created_as(backend.dtype, backend.device), weights_come_late():
             model = make()
-        rooms = FewBitRooms(model, backend.device, self.policy, ops.keeps)
+        free = backend.place.memory().free
+        if backend.place.on_host:  # which all ranks of a node share
+            free //= config.ranks_per_node
+        rooms = FewBitRooms(model, backend.device, self.policy, ops.keeps, free)
         if config.load_format == "dummy":
             random_weights(model, config.random_seed, rooms, split)
         else:

@@ -11,8 +11,9 @@ import sys
 
 import zmq
 
+from mamba_eagle import logs
 from mamba_eagle.config import ConfigError
-from mamba_eagle.message.lifetime import begin, ignore_end_signal
+from mamba_eagle.message.lifetime import REFUSED, begin, ignore_end_signal
 
 
 def main() -> None:
@@ -28,7 +29,8 @@ def main() -> None:
     try:
         runner = start_rank(config, rank, socket_dir)
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        logs.complain(f"error: {error}")
+        sys.exit(REFUSED)
     worker = Worker(runner, zmq.Context(), socket_dir, rank)
     worker.pulse.start()
     worker.serve()

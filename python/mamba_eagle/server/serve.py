@@ -10,18 +10,18 @@ import importlib
 import logging
 import signal
 import socket
-import sys
 from typing import Any
 
 from mamba_eagle import logs
 from mamba_eagle.config import ConfigError, ServerConfig
 from mamba_eagle.core import Failure
 from mamba_eagle.message.channel import remove_socket_dir
+from mamba_eagle.message.lifetime import REFUSED
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.app import make_app
 from mamba_eagle.server.chat_settings import chat_problems
 from mamba_eagle.server.engine.agent import launch_agent
-from mamba_eagle.server.engine.children import end_children
+from mamba_eagle.server.engine.children import Child, end_children
 from mamba_eagle.server.engine.launch import SHUTTING_DOWN, Ending, Launch
 from mamba_eagle.server.engine.node_settings import init_address_in_numbers, node_problems
 from mamba_eagle.server.engine.socket_dir import new_socket_dir
@@ -47,8 +47,8 @@ def launch(config: ServerConfig) -> int:
     """
     if config.node_rank > 0:
         return _report(launch_agent(config))
-    given, config = config, _resolve(config)
     logs.set_up(config.log_level, config.log_format, "server")
+    given, config = config, _resolve(config)
     # Anybody who connects can cause these.
     logging.getLogger("uvicorn.error").addFilter(logs.Rarely("Invalid HTTP request", LOG_SECONDS))
     for noisy in ("httpx", "asyncio"):
@@ -68,7 +68,7 @@ def launch(config: ServerConfig) -> int:
 
 def _report(ending: Ending) -> int:
     if ending.message:
-        print(f"mamba-eagle: {ending.message}", file=sys.stderr, flush=True)
+        logs.complain(f"mamba-eagle: {ending.message}")
     return ending.code
 
 
@@ -157,7 +157,7 @@ class HttpLaunch(Launch):
                 signal.signal(number, signal.SIG_IGN)
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        logs.say(line)
 
     # ── stop ─────────────────────────────────────────────────────────────────────────────────
 
@@ -167,6 +167,11 @@ class HttpLaunch(Launch):
             self.drain = asyncio.get_running_loop().create_task(self._drain())
         else:
             self.end(Ending(0, ""))
+
+    def account_of(self, child: Child) -> str:
+        """What a refusal said stands just above, unless another node reads it."""
+        refused = child.process.returncode == REFUSED
+        return child.how_it_ended(quotes=not refused or self.config.nnodes > 1)
 
     def told_to_stop(self, why: str) -> None:
         self.say(why)

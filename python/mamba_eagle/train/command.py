@@ -7,13 +7,12 @@ Answers the prompts of FILE with the target, trains a head on the answers, and l
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
 import sys
 
-from mamba_eagle.config import ConfigError, EngineConfig, add_arguments, from_arguments
+from mamba_eagle.config import ConfigError, EngineConfig, Parser, add_arguments, from_arguments
 from mamba_eagle.resolve import resolve
 from mamba_eagle.train.settings import TrainSettings
 
@@ -22,10 +21,8 @@ STOPPED = 128 + 15
 INTERRUPTED = 128 + 2
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mamba-eagle train-drafter", description="Train a draft head for a model."
-    )
+def make_parser() -> Parser:
+    parser = Parser(prog="mamba-eagle train-drafter", description="Train a draft head for a model.")
     add_arguments(parser, TrainSettings)
     return parser
 

@@ -247,7 +247,7 @@ def test_wrong_values_show_what_the_server_says(
     assert page.texts(".message") == [] and page.js("return message.value") == "again"
     page.set(tools="")
     page.send("chat")
-    assert page.text("#error") == "" and page.texts(".message.user") == ["again"]
+    assert page.text("#error") == "" and page.texts(".message.user .text") == ["again"]
 
 
 def test_what_the_model_writes_is_text(page: Browser, server: RunningServer, shots: Shots) -> None:
@@ -422,6 +422,224 @@ def test_light_and_dark_differ_and_both_can_be_read(
         assert {"token bonus", "chip bonus", "chip refused", "primary"} <= seen
         assert [pair for pair in found if pair[1] < 4.5] == [], scheme
     assert grounds["light"] != grounds["dark"]
+
+
+MARKDOWN = """# Sums
+
+3*4 and 5*6 are **products**, `a_b` is code.
+
+```python
+print("<b>" + 'x')  # fenced
+```
+
+| n | square |
+|---|---:|
+| 2 | 4 |
+"""
+HOSTILE = [
+    IMAGE,
+    "<script>document.title=1</script>",
+    "<svg/onload=document.title=1><style>*{display:none}</style>",
+    "[a](javascript:document.title=1) [b](data:text/html,x) [c](JaVaScRiPt&#58;alert(1))",
+    "![x](http://elsewhere.invalid/x.png) <iframe src=//elsewhere.invalid></iframe>",
+    "`<img src=x>` <a href='x' onclick=alert(1)>y</a> <form><input name=message></form>",
+    "<div id=messages class=composer>",
+    '```"><img src=x onerror=document.title=1>\n</code></pre><img src=x>\n```',
+]
+RENDER = """
+const box = document.createElement("div");
+box.className = "message rich";
+box.append(it.render(args[0]));
+document.getElementById("messages").append(box);
+const all = [...box.querySelectorAll("*")];
+return {
+  tags: [...new Set(all.map((each) => each.localName))].sort(),
+  names: [...new Set(all.flatMap((each) => each.getAttributeNames()))].sort(),
+  links: [...box.querySelectorAll("a[href]")].map((each) => each.getAttribute("href")),
+  text: box.textContent,
+};
+"""
+
+
+def test_markdown_is_shown_as_what_it_means(
+    page: Browser, server: RunningServer, shots: Shots
+) -> None:
+    page.open(server.base_url, KEY)
+    seen = page.module("markdown.js", RENDER, MARKDOWN)
+    assert {"h1", "strong", "code", "pre", "table", "th", "td"} <= set(seen["tags"])
+    assert "em" not in seen["tags"] and "3*4 and 5*6" in seen["text"]
+    page.module("markdown.js", "return it.colour(document.getElementById('messages'))")
+    assert page.text("pre .hljs-string") == '"<b>"'
+    assert page.text("pre > code") == "print(\"<b>\" + 'x')  # fenced\n"
+    shots("markdown")
+
+
+@pytest.mark.parametrize("written", HOSTILE)
+def test_html_of_a_model_is_text(page: Browser, server: RunningServer, written: str) -> None:
+    page.open(server.base_url, KEY)
+    seen = page.module("markdown.js", RENDER, written)
+    assert set(seen["tags"]) <= {"a", "button", "code", "div", "p", "pre"}
+    made = {"aria-label", "class", "href", "rel", "tabindex", "target", "type"}  # by the page
+    assert set(seen["names"]) <= made and seen["links"] == []
+    assert page.js("return [document.images.length, document.title]") == [0, "mamba-eagle"]
+    errors, asked = page.logs()
+    assert errors == [] and all(
+        url.startswith(server.base_url) for url in asked if "data:" not in url
+    )
+
+
+def test_a_conversation_is_kept_written_anew_and_exported(
+    page: Browser, server: RunningServer, shots: Shots
+) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(server.base_url, KEY, settings={"max_tokens": "20", "temperature": "0"})
+    page.set(message="")
+    page.js("message.focus()")
+    page.keys("One apple")
+    page.chord(Keys.SHIFT, Keys.ENTER)
+    page.keys("and two", Keys.ENTER)
+    done = "document.querySelectorAll('.message.assistant .facts:not(:empty)').length === {}"
+    page.wait(done.format(1))
+    page.wait("!document.querySelector('[data-act=send]').disabled")
+    assert page.texts(".message.user .text") == ["One apple\nand two"]
+    first = page.text(".message.assistant .text")
+    assert first and page.js("return document.querySelector('.rich').checkVisibility()")
+    page.press(".assistant [data-act=again]")
+    page.wait("!document.querySelector('[data-act=send]').disabled")
+    assert page.texts(".message.assistant .text") == [first]  # greedy: the same again
+    page.set(message="Three pears")
+    page.send("chat")
+    shots("chat")
+    before = page.texts(".message .text")
+    assert len(before) == 4
+
+    # an edit that the server refuses changes nothing, and stays open
+    page.set(temperature="-1")
+    page.press(".user [data-act=edit]")
+    page.keys(" more", Keys.ENTER)
+    page.wait("!document.querySelector('[data-act=send]').disabled")
+    assert "temperature" in page.text("#error")
+    assert page.texts(".message .text") == before[1:]
+    assert page.js("return document.querySelector('.user textarea').value").endswith("two more")
+    page.set(temperature="0")
+    page.reload()
+    assert page.texts(".message") == [] and page.texts("#chat-list .name") == ["One apple"]
+    page.press("#chat-list .name")
+    assert page.texts(".message .text") == before
+    page.press(".user [data-act=edit]")
+    page.keys(" more", Keys.ENTER)
+    page.wait("!document.querySelector('[data-act=send]').disabled")
+    user, answer = page.texts(".message .text")
+    assert user == "One apple\nand two more" and answer
+    page.js(
+        "window.files = []; const make = URL.createObjectURL;"
+        "URL.createObjectURL = (blob) => { files.push(blob.text()); return make(blob); }"
+    )
+    page.press("[data-act=export]")
+    (exported,) = page.driver.execute_async_script("Promise.all(files).then(arguments[0])")
+    roles = [(each["role"], each["content"]) for each in json.loads(exported)["messages"]]
+    assert roles == [("user", user), ("assistant", answer)]
+    page.js("window.confirm = () => true")
+    page.press("#chat-list [aria-label^=Delete]")
+    assert page.texts(".message") == page.texts("#chat-list li") == []
+    page.reload()
+    assert page.texts("#chat-list li") == [] and page.logs()[0][1:] == []  # the refusal
+
+
+def test_settings_are_kept_until_they_are_reset(page: Browser, server: RunningServer) -> None:
+    page.open(server.base_url, KEY, settings={})
+    assert page.js("return document.querySelector('[name=max_tokens]').value") == "1024"
+    page.set(temperature="0.7", trees=False, form="regex", constraint="[a-z]+")
+    page.reload()
+    values = "const it = (name) => document.querySelector(`[name=${name}]`);"
+    values += "return [it('temperature').value, it('trees').checked, it('constraint').value,"
+    values += " it('constraint').checkVisibility()]"
+    assert page.js(values) == ["0.7", False, "[a-z]+", True]
+    page.press("[data-act=reset]")
+    assert page.js(values) == ["0", True, "", False]
+    page.reload()
+    assert page.js(values) == ["0", True, "", False]
+
+
+ATTACH = "return it.attach(args[0].map(([name, bytes]) => new File([new Uint8Array(bytes)], name)))"
+
+
+def test_text_files_go_with_a_message(page: Browser, server: RunningServer) -> None:
+    page.open(server.base_url, KEY, settings={"max_tokens": "5"})
+    notes = "Zwölf Äpfel\n```\ncode\n```\n"
+    sent = [["notes.md", list(notes.encode())], ["b.txt", list(b"two")]]
+    assert page.module("attach.js", ATTACH, sent) is None
+    refused = page.module("attach.js", ATTACH, [["p.png", [137, 80, 0, 255]]])
+    assert "p.png is not a text in UTF-8" in refused["error"]
+    assert "1,048,576" in page.module("attach.js", ATTACH, [["big", [65] * 1_048_577]])["error"]
+    assert len(page.texts("#attached li")) == 2
+    page.press("#attached li:nth-child(2) button")
+    page.set(message="How many?")
+    page.send("chat")
+    assert page.text(".user .text") == f"notes.md:\n````\n{notes}````\n\nHow many?"
+    assert page.texts("#attached li") == []
+
+
+def test_beside_a_step_without_drafts_stands_the_last_tree(
+    page: Browser, server: RunningServer
+) -> None:
+    page.open(server.base_url, KEY)
+    drafted = {"tokens": [1, 2], "parents": [-1, 0], "scores": [0, -1], "accepted": [0, 1]}
+    plain = {"tokens": [3], "parents": [-1], "scores": [0], "accepted": [0], "bonus": 4}
+    show = (
+        "const steps = args[0], output = {steps, bestAt: () => []};"
+        "it.showToken(output, {step: steps.at(-1), node: -1}, false);"
+    )
+    page.module("steps.js", show, [{**drafted, "bonus": 3}, plain])
+    assert page.text("#step .earlier") == "The last tree that was drafted, in step 1:"
+    kinds = "return [...document.querySelectorAll('#step .tree')].map((tree) =>"
+    kinds += " [...tree.querySelectorAll('.chip')].map((chip) => chip.dataset.kind))"
+    assert page.js(kinds) == [["root", "bonus"], ["root", "accepted", "bonus"]]
+    page.open(server.base_url, KEY)
+    page.module("steps.js", show, [plain])
+    assert len(page.js(kinds)) == 1
+
+
+NAMELESS = """
+const named = (each) => each.getAttribute("aria-label") || each.textContent.trim() || each.title
+  || [...(each.labels ?? [])].some((label) => label.textContent.trim());
+const focus = [...document.querySelectorAll("button, input, select, textarea, summary, [tabindex]")]
+  .filter((each) => each.checkVisibility() && !each.matches(".token"));
+const ids = [...document.querySelectorAll("[id]")].map((each) => each.id);
+return [
+  ...focus.filter((each) => !named(each)).map((each) => each.outerHTML),
+  ...focus.filter((each) => each.tabIndex > 0).map((each) => `order: ${each.outerHTML}`),
+  ...ids.filter((id, at) => ids.indexOf(id) !== at),
+];
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_a_formatted_answer_can_be_read_everywhere(
+    page: Browser, server: RunningServer, shots: Shots, width: int, scheme: str
+) -> None:
+    page.open(server.base_url, KEY, width, scheme, {"max_tokens": "30", "thinking": "false"})
+    page.set(message="Tom has 12 apples and buys 7 more.")
+    page.send("chat")
+    page.module("markdown.js", RENDER, MARKDOWN + "\n> " + "a" * 90)
+    page.module("markdown.js", "return it.colour(document.getElementById('messages'))")
+    assert page.is_narrow() and page.js(NAMELESS) == []
+    assert page.text(".assistant .rich")
+    found = page.js(CONTRAST, "h1, p, label, summary, .tool, .name, .rich *, pre *, .quiet")
+    assert [pair for pair in found if pair[1] < 4.5] == []
+    shots(f"{width}-{scheme}")
+    if width == 360:
+        page.press("[data-act=view]")
+        page.js("document.querySelector('.token:not([data-shown])').focus()")
+        assert page.js("return document.querySelector('#steps.held').checkVisibility()")
+        page.press("#close-steps")
+        assert page.texts("#step .tree") == [] and not page.texts("#steps.held")
+        assert not page.js(
+            "return [...document.querySelectorAll('.token[data-shown]')]"
+            ".some((each) => each.checkVisibility())"
+        )
 
 
 # ── which characters came from which token ───────────────────────────────────────────────────

@@ -24,6 +24,7 @@ FLAGS = (
     "--no-first-run",
 )
 PATIENCE = 60.0  # seconds until the page must show what a test waits for
+TOKENS = {"formatted": False, "specials": True}  # answers of a chat as tokens, all of them
 DONE = "!document.querySelector('[data-act=send]').disabled"
 
 
@@ -73,16 +74,25 @@ class Browser:
 
     # ── the page ─────────────────────────────────────────────────────────────────────────────
 
-    def open(self, url: str, key: str = "", width: int = 1280, scheme: str = "light") -> None:
-        """key: as a visitor who has given it has it."""
+    def open(
+        self,
+        url: str,
+        key: str = "",
+        width: int = 1280,
+        scheme: str = "light",
+        settings: dict[str, Any] = TOKENS,
+    ) -> None:
+        """key, settings: as a visitor who has given them has them."""
         self.url = url
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(url)
-        self.js("sessionStorage.clear()")
+        self.js("sessionStorage.clear(); localStorage.clear()")
         if key:
+            kept = json.dumps(settings)
+            self.js("localStorage.setItem('mamba-eagle-settings', arguments[0])", kept)
             self.js("sessionStorage.setItem('mamba-eagle-key', arguments[0])", key)
         self.logs()
         self.driver.get(url)
@@ -138,12 +148,16 @@ class Browser:
 
         ActionChains(self.driver, duration=0).send_keys(*keys).perform()
 
-    def control_enter(self) -> None:
+    def chord(self, modifier: str, key: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains
+
+        chain = ActionChains(self.driver, duration=0).key_down(modifier).send_keys(key)
+        chain.key_up(modifier).perform()
+
+    def control_enter(self) -> None:
         from selenium.webdriver.common.keys import Keys
 
-        chain = ActionChains(self.driver, duration=0).key_down(Keys.CONTROL)
-        chain.send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+        self.chord(Keys.CONTROL, Keys.ENTER)
 
     def tab_to(self, condition: str) -> None:
         """Presses Tab until ``condition``, of the element ``at`` that has the focus, is true."""
@@ -155,6 +169,10 @@ class Browser:
             self.keys(Keys.TAB)
         raise AssertionError(f"Tab does not lead to {condition}")
 
+    def reload(self) -> None:
+        self.driver.get(self.url)
+        self.wait("document.querySelector('#model:not(:empty)')")
+
     def set(self, **values: str) -> None:
         """Fields of the settings, and ``message`` or ``prompt``."""
         self.js(
@@ -164,6 +182,9 @@ class Browser:
             " field.dispatchEvent(new Event('change', {bubbles: true})); }",
             values,
         )
+
+    def press(self, selector: str) -> None:
+        self.js("document.querySelector(arguments[0]).click()", selector)
 
     def send(self, tab: str) -> None:
         """Ends when the answer is complete or refused."""

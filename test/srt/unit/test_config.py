@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from mamba_eagle import launch_server
 from mamba_eagle.config import ConfigError, ServerConfig, add_arguments, from_arguments
 from mamba_eagle.resolve import resolve
 
@@ -140,3 +141,22 @@ def test_all_problems_are_said_at_once() -> None:
 def test_only_the_runner_loads_torch(module: str) -> None:
     code = f"import sys, mamba_eagle.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--prot", "3"], "no flag --prot; did you mean --port?"),
+        (["--model-pth=x", "y"], "no flag --model-pth; did you mean --model-path?"),
+        (["--xyzzy"], "no flag --xyzzy (--help"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--port", "many"], "argument --port: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_with_what_may_be_meant(
+    line: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch_server.make_parser().parse_args(line)
+    (text,) = capsys.readouterr().err.splitlines()
+    assert said in text and caught.value.code == 2

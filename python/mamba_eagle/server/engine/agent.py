@@ -110,7 +110,7 @@ class Agent:
         keep_watch(self.socket)
         monitor = self.socket.get_monitor_socket(FAILED | zmq.Event.DISCONNECTED)
         call(self.socket, *self.address, self.keys.others, self.keys.first.public)
-        print(f"agent process: pid {os.getpid()}", flush=True)
+        logs.say(f"agent process: pid {os.getpid()}")
         self._join()
         for work in (self._listen(), self._watch(), self._watch_connection(monitor)):
             self._start(work)
@@ -180,7 +180,7 @@ class Agent:
             match message:
                 case Welcome():
                     self.joined = True
-                    print(f"Node {self.config.node_rank} has joined {self.place}", flush=True)
+                    logs.say(f"Node {self.config.node_rank} has joined {self.place}")
                     self._start(self._start_ranks(message))
                 case Refused():
                     self._end(1, f"{self.place} does not let this node join: {message.reason}")
@@ -261,7 +261,7 @@ class Agent:
                 self._fail(f"cannot start the {role} process: {error.strerror}", 1)
                 return
             self.children.append(child)
-            print(f"{role} process: pid {child.pid}", flush=True)
+            logs.say(f"{role} process: pid {child.pid}")
 
     def _child_ended(self, child: Child) -> None:
         if not self.ending.done():

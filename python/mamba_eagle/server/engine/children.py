@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from mamba_eagle import logs
 from mamba_eagle.message.lifetime import END_SIGNAL, STACKS_SIGNAL
 
 KILL_AFTER = 2.5  # seconds between END_SIGNAL and SIGKILL, so that all ends within 5
@@ -56,10 +57,10 @@ class Child:
         unfinished = ""
         while chunk := os.read(self.process.stderr.fileno(), 65536):
             text = decoder.decode(chunk)
-            sys.stderr.write(text)
-            sys.stderr.flush()
             *lines, unfinished = re.split(r"[\r\n]", unfinished + text)
+            logs.pass_on(self.role, text, lines)
             self._remember(lines)
+        logs.pass_on(self.role, "", [unfinished])
         self._remember([unfinished])
 
     def _remember(self, lines: list[str]) -> None:
@@ -78,8 +79,9 @@ class Child:
             self.process.send_signal(STACKS_SIGNAL)
             self.process.send_signal(signal.SIGCONT)
 
-    def how_it_ended(self) -> str:
-        """For people: role, pid, exit code or signal, and the last line it wrote."""
+    def how_it_ended(self, quotes: bool = True) -> str:
+        """For people: role, pid, exit code or signal, and with ``quotes`` the last line that it
+        wrote."""
         code = self.process.returncode
         if code < 0:
             try:
@@ -89,7 +91,7 @@ class Child:
             how = f"was killed by {name}"
         else:
             how = f"ended with exit code {code}"
-        said = f": {self.last_words[-1]}" if self.last_words and code > 0 else ""
+        said = f": {self.last_words[-1]}" if quotes and self.last_words and code > 0 else ""
         return f"the {self.role} process (pid {self.pid}) {how}{said}"
 
 

@@ -208,7 +208,11 @@ class Launch(ABC):
         dead.sort(key=lambda one: (one.process.returncode >= 0, one is not child))
         first = dead[0] if dead else child
         if not self.ending.done():
-            self.nodes.judge(fault(first.how_it_ended(), first.process.returncode))
+            self.nodes.judge(fault(self.account_of(first), first.process.returncode))
+
+    def account_of(self, child: Child) -> str:
+        """How a child ended."""
+        return child.how_it_ended()
 
     def fail(self, reason: Fault) -> None:
         if not self.ending.done():

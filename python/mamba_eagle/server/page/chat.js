@@ -1,38 +1,56 @@
 // Messages to and fro, by /v1/chat/completions.
 
 import {Stream} from "./api.js";
-import {Output, facts} from "./output.js";
-import {chatOnly, sampling, systemMessage, wantsAlternatives, wantsTrees} from "./settings.js";
-import {make} from "./tree.js";
+import {detach, hasFiles, withFiles} from "./attach.js";
+import {exportFile, keep, leave} from "./history.js";
+import {bubble, userMessage} from "./message.js";
+import {Reply} from "./reply.js";
+import {chatOnly, sampling, systemMessage, wantsAlternatives, wantsFormat, wantsTrees} from "./settings.js";
 
 const $ = (id) => document.getElementById(id);
-const ENDS = {stop: "ended by the model", length: "ended by max tokens", tool_calls: "waits for the calls’ results"};
-let turns = []; // {message, element, results}: results are the boxes of a message's calls
+let turns = []; // {message, element, results, reasoning, facts}: results are the boxes of its calls
+let before = null; // {at, turns} while a turn is asked anew: what a refusal gives back
 
 const open = () => turns.at(-1)?.results?.length > 0;
+const unanswered = () => turns.length > 0 && turns.at(-1).message.role !== "assistant";
 export const isEmpty = () => turns.length === 0;
-export const canSend = () => Boolean($("message").value.trim()) || open();
+export const canSend = () => Boolean($("message").value.trim()) || hasFiles() || open() || unanswered();
 
-function add(message, element) {
-  const turn = {message, element, results: []};
+function add(turn) {
   turns.push(turn);
-  $("messages").append(element);
-  element.scrollIntoView({block: "nearest"});
+  $("messages").append(turn.element);
+  turn.element.scrollIntoView({block: "nearest"});
   return turn;
 }
 
-function bubble(role, text = "") {
-  const element = make("article", `message ${role}`);
-  element.setAttribute("aria-label", {user: "You", assistant: "The model", tool: "Result of a call"}[role]);
-  if (text) element.append(make("div", "text", text));
-  return element;
+function addMessage(message) {
+  const turn = {message, results: []};
+  turn.element =
+    message.role === "user"
+      ? userMessage(message.content, (text) => again(turn, text))
+      : bubble(message.role, message.content || "(empty)");
+  return add(turn);
+}
+
+// Asks anew from a turn on, or from a user's turn with another text.
+function again(turn, text = null) {
+  const at = turns.indexOf(turn);
+  if (at < 0) return;
+  before = {at, turns: turns.slice(at)};
+  cut(at);
+  if (text !== null) addMessage({role: "user", content: text});
+  document.dispatchEvent(new Event("ask-again"));
+}
+
+function cut(at) {
+  for (const {element} of turns.splice(at)) element.remove();
 }
 
 export function start() {
   const system = systemMessage();
   const results = turns.at(-1)?.results ?? [];
   const said = results.map((box) => ({role: "tool", tool_call_id: box.dataset.call, name: box.dataset.name, content: box.value}));
-  const text = $("message").value.trim();
+  const text = before ? "" : withFiles($("message").value.trim());
   if (text) said.push({role: "user", content: text});
   const messages = [...(system ? [{role: "system", content: system}] : []), ...turns.map((turn) => turn.message), ...said];
   const stream = new Stream("v1/chat/completions", {
@@ -43,23 +61,42 @@ export function start() {
     ...(wantsAlternatives() && {logprobs: true, top_logprobs: 5}),
     stream_options: {include_usage: true},
   });
-  for (const message of said) add(message, bubble(message.role, message.content || "(empty)"));
+  for (const message of said) addMessage(message);
   for (const box of results) box.disabled = true;
-  $("message").value = "";
+  if (text) {
+    $("message").value = "";
+    detach();
+  }
   return stream;
 }
 
 export async function run(stream, clock) {
-  const turn = add({role: "assistant", content: ""}, bubble("assistant"));
-  const reply = new Reply(turn, stream.body.return_spec_trace);
+  const reply = new Reply({traced: stream.body.return_spec_trace, formatted: wantsFormat(), again: () => again(reply)});
+  add(reply);
   let failed = true;
   try {
     for await (const chunk of stream) reply.take(chunk, clock);
     failed = false;
   } finally {
     reply.finish(clock, stream.stopped);
-    if (failed && !stream.stopped && reply.isEmpty) undo();
+    const refused = failed && !stream.stopped && reply.isEmpty;
+    if (!refused) save();
+    else if (before) giveBack();
+    else undo();
+    before = null;
   }
+}
+
+// A refused request leaves the conversation as it was.
+export function giveBack() {
+  if (!before) return;
+  cut(before.at);
+  for (const turn of before.turns) add(turn);
+  before = null;
+}
+
+function save() {
+  keep(turns.map(({message, reasoning, facts}) => ({message, reasoning, facts})));
 }
 
 // Takes the last exchange back; what was written is in the box again.
@@ -76,100 +113,19 @@ export function undo() {
 }
 
 export function clear() {
-  for (const {element} of turns) element.remove();
-  turns = [];
+  cut(0);
+  leave();
 }
 
-// The message that is being written.
-class Reply {
-  #counts = {completion: 0};
-  #ended = "";
-  #places = {}; // by field of the delta
-
-  constructor(turn, traced) {
-    this.turn = turn;
-    this.output = new Output(turn.element, traced);
-    this.note = make("p", "facts");
-    turn.element.append(this.note);
+export function show(kept) {
+  cut(0);
+  for (const turn of kept) {
+    if (turn.message.role === "assistant") {
+      const reply = Reply.kept(turn, () => again(reply));
+      add(reply);
+    } else addMessage(turn.message);
   }
-
-  get isEmpty() {
-    return !this.turn.element.querySelector(".text, .call, .reasoning");
-  }
-
-  take(chunk, clock) {
-    if (chunk.usage) {
-      const {completion_tokens, prompt_tokens, prompt_tokens_details} = chunk.usage;
-      this.#counts = {completion: completion_tokens, prompt: prompt_tokens, cached: prompt_tokens_details.cached_tokens};
-    }
-    const [choice] = chunk.choices;
-    if (!choice) return;
-    this.output.addSteps(choice.spec_trace ?? []);
-    this.output.addBest((choice.logprobs?.content ?? []).map((at) => at.top_logprobs.map(({token, logprob}) => ({text: token, logprob}))));
-    for (const field of ["reasoning_content", "content"]) {
-      if (choice.delta[field]) this.output.addText(this.#place(field), choice.delta[field]);
-    }
-    this.turn.message.content += choice.delta.content ?? "";
-    for (const call of choice.delta.tool_calls ?? []) this.#call(call);
-    if (choice.finish_reason) this.#ended = ENDS[choice.finish_reason] ?? choice.finish_reason;
-    if (typeof choice.matched_stop === "string") this.#ended = "ended by a stop string";
-    const steps = this.output.steps;
-    if (steps.length) clock.take(1 + steps.reduce((sum, step) => sum + step.accepted.length, 0));
-  }
-
-  finish(clock, stopped) {
-    this.output.finish(this.#last ?? this.turn.element);
-    if (this.#counts.completion) clock.take(this.#counts.completion);
-    else this.#counts.completion = clock.tokens;
-    this.note.textContent = facts(this.output, this.#counts, clock.speed, stopped ? "stopped by you" : this.#ended || "cut off");
-    this.turn.element.append(this.note);
-  }
-
-  get #last() {
-    return this.#places.written ?? this.#places.content ?? this.#places.reasoning_content;
-  }
-
-  #place(field) {
-    if (this.#places[field]) return this.#places[field];
-    const text = make("div", "text output");
-    if (field === "content") this.note.before(text);
-    else this.note.before(fold("reasoning", "Reasoning", text));
-    return (this.#places[field] = text);
-  }
-
-  // A call comes whole; the tokens that wait for their text are those that it was made of.
-  #call({id, function: called}) {
-    (this.turn.message.tool_calls ??= []).push({id, type: "function", function: called});
-    const box = make("div", "call");
-    const head = make("p", "call-name", "calls ");
-    head.append(make("code", "", called.name));
-    const result = make("input");
-    result.placeholder = "what the function returns";
-    Object.assign(result.dataset, {call: id, name: called.name});
-    const label = make("label", "", "result ");
-    label.append(result);
-    box.append(head, make("pre", "arguments", pretty(called.arguments)), label);
-    this.note.before(box);
-    this.turn.results.push(result);
-    if (!this.output.traced) return;
-    if (!this.#places.written) {
-      this.#places.written = make("div", "text output");
-      this.note.before(fold("written", "As the model wrote it", this.#places.written));
-    }
-    this.output.aligner.takeTokens(this.#places.written);
-  }
+  for (const turn of turns.slice(0, -1)) for (const box of turn.results) box.disabled = true;
 }
 
-function fold(className, title, content) {
-  const details = make("details", className);
-  details.append(make("summary", "", title), content);
-  return details;
-}
-
-function pretty(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    return text;
-  }
-}
+export const download = () => exportFile(turns.map((turn) => turn.message));

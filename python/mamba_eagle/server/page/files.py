@@ -12,7 +12,12 @@ from fastapi import APIRouter, Request, Response
 from mamba_eagle.server.state import server_state
 
 FOLDER = Path(__file__).parent
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+}
 BASE = '<base href="./">'  # where relative addresses begin
 HEADERS = {
     # Asked for again each time, answered by 304: a page of one version with a script of the last
@@ -52,11 +57,13 @@ class PageFile:
 
 
 def address(path: Path) -> str:
-    return "/" if path.suffix == ".html" else f"/page/{path.name}"
+    return "/" if path.suffix == ".html" else f"/page/{path.relative_to(FOLDER).as_posix()}"
 
 
 # Named one by one: nothing that a client writes reaches the file system.
-FILES = {address(path): PageFile(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES}
+FILES = {
+    address(path): PageFile(path) for path in sorted(FOLDER.rglob("*")) if path.suffix in TYPES
+}
 router = APIRouter()
 for place, file in FILES.items():
     router.add_api_route(

@@ -1,9 +1,12 @@
 // Tabs, buttons and keys; one request at a time.
 
 import {get, saveKey} from "./api.js";
+import {attach} from "./attach.js";
 import * as chat from "./chat.js";
 import * as completion from "./completion.js";
+import {show as showHistory} from "./history.js";
 import {watchServer} from "./live.js";
+import {sends} from "./message.js";
 import {showChatOnly} from "./settings.js";
 import {clearSteps} from "./steps.js";
 
@@ -14,6 +17,8 @@ let stream = null; // the request that runs
 
 // Tokens per second of what comes after the first event, which has waited for the prompt.
 class Clock {
+  static LEAST = 20; // milliseconds: events that come at once tell no speed
+
   #first = null;
   tokens = 0;
   speed = 0;
@@ -23,7 +28,7 @@ class Clock {
     this.#first ??= {now, tokens};
     if (tokens === this.tokens) return;
     this.tokens = tokens;
-    if (now > this.#first.now) this.speed = (1000 * (tokens - this.#first.tokens)) / (now - this.#first.now);
+    if (now > this.#first.now + Clock.LEAST) this.speed = (1000 * (tokens - this.#first.tokens)) / (now - this.#first.now);
   }
 }
 
@@ -37,7 +42,8 @@ function showError(message = "") {
 function showState() {
   for (const button of buttons("send")) button.disabled = stream !== null;
   for (const button of buttons("stop")) button.disabled = stream === null;
-  for (const act of ["undo", "clear"])
+  document.body.classList.toggle("busy", stream !== null);
+  for (const act of ["undo", "clear", "export"])
     for (const button of buttons(act)) button.disabled = stream !== null || chat.isEmpty();
 }
 
@@ -52,6 +58,7 @@ async function send() {
     await room.run(stream, new Clock());
     $("status").textContent = "The answer is complete.";
   } catch (error) {
+    if (!stream) chat.giveBack(); // it could not even be sent
     if (stream?.stopped) $("status").textContent = "Stopped.";
     else {
       clearSteps();
@@ -70,6 +77,7 @@ function choose(tab) {
     each.tabIndex = each === tab ? 0 : -1;
     $(each.getAttribute("aria-controls")).hidden = each !== tab;
   }
+  $("chats").hidden = tab !== $("tab-chat");
   showChatOnly(tab === $("tab-chat"));
   showError();
   clearSteps();
@@ -107,22 +115,54 @@ $("key").addEventListener("submit", (event) => {
 
 for (const button of buttons("send")) button.addEventListener("click", send);
 for (const button of buttons("stop")) button.addEventListener("click", () => stream?.stop());
-for (const button of buttons("undo")) {
-  button.addEventListener("click", () => {
-    chat.undo();
-    clearSteps();
-    showState();
-    $("message").focus();
-  });
+
+function whenPressed(act, change) {
+  for (const button of buttons(act)) {
+    button.addEventListener("click", () => {
+      change();
+      clearSteps();
+      showState();
+      $("message").focus();
+    });
+  }
 }
-for (const button of buttons("clear")) {
-  button.addEventListener("click", () => {
-    chat.clear();
-    clearSteps();
-    showState();
-    $("message").focus();
-  });
+
+whenPressed("undo", chat.undo);
+whenPressed("clear", chat.clear);
+whenPressed("export", chat.download);
+document.addEventListener("ask-again", send);
+document.addEventListener("chat-opened", (event) => {
+  chat.show(event.detail);
+  clearSteps();
+  showError();
+  showState();
+});
+
+// While an answer comes, nothing else changes the conversation.
+document.addEventListener("click", (event) => {
+  if (stream && event.target.closest("[data-act=again], [data-act=edit], #chats button")) event.stopPropagation();
+}, true);
+
+async function take(files) {
+  showError();
+  try {
+    await attach(files);
+  } catch (error) {
+    showError(error.message);
+  }
+  $("message").focus();
 }
+
+for (const button of buttons("attach")) button.addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", async () => {
+  await take($("file").files);
+  $("file").value = ""; // the same file may be chosen again
+});
+$("panel-chat").addEventListener("dragover", (event) => event.preventDefault());
+$("panel-chat").addEventListener("drop", (event) => {
+  event.preventDefault();
+  take(event.dataTransfer.files);
+});
 
 for (const tab of tabs) tab.addEventListener("click", () => choose(tab));
 document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
@@ -135,8 +175,11 @@ document.querySelector("[role=tablist]").addEventListener("keydown", (event) => 
   choose(tab);
 });
 
+const inChat = (element) => element.id === "message" || element.matches(".call input");
+
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+  const plain = inChat(event.target) && sends(event);
+  if (plain || (event.key === "Enter" && (event.ctrlKey || event.metaKey))) {
     event.preventDefault();
     send();
   } else if (event.key === "Escape") {
@@ -145,7 +188,17 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// Wide windows have room for both; narrow ones begin with the conversation.
+// The newest text stays in view as long as the reader has not gone elsewhere.
+let atEnd = true;
+const end = () => document.documentElement.scrollHeight - innerHeight;
+addEventListener("scroll", () => (atEnd = scrollY >= end() - 80), {passive: true});
+new ResizeObserver(() => {
+  if (stream && atEnd && active() === chat) scrollTo(0, end());
+}).observe($("messages"));
+
+// Wide windows have room for all; narrow ones begin with the conversation.
 $("settings").open = matchMedia("(min-width: 62rem)").matches;
+$("chats").open = matchMedia("(min-width: 75rem)").matches;
+showHistory();
 showState();
 greet();

@@ -75,6 +75,13 @@ export class Output {
     span.scrollIntoView({block: "nearest"});
   }
 
+  unpin() {
+    this.#pinned?.classList.remove("chosen");
+    this.#pinned?.blur();
+    this.#pinned = null;
+    this.#mark(null);
+  }
+
   firstOf(step) {
     return this.#spans.find((span) => this.#tokens.get(span).step === step);
   }
@@ -127,22 +134,23 @@ export class Output {
   }
 
   #move(event) {
-    const at = this.#spans.indexOf(event.target);
+    const spans = this.#spans.filter((span) => span.checkVisibility());
+    const at = spans.indexOf(event.target);
     if (at < 0 || event.ctrlKey || event.altKey || event.metaKey) return;
-    const last = this.#spans.length - 1;
-    const to = {ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last}[event.key] ?? this.#otherStep(at, event.key);
+    const last = spans.length - 1;
+    const to = {ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last}[event.key] ?? this.#otherStep(spans, at, event.key);
     if (to === undefined) return;
     event.preventDefault();
-    this.#spans[Math.max(0, Math.min(last, to))].focus();
+    spans[Math.max(0, Math.min(last, to))].focus();
   }
 
   // Up and down go by steps.
-  #otherStep(at, key) {
+  #otherStep(spans, at, key) {
     if (key !== "ArrowUp" && key !== "ArrowDown") return undefined;
     const by = key === "ArrowDown" ? 1 : -1;
-    const step = (index) => this.#tokens.get(this.#spans[index])?.step;
+    const step = (index) => this.#tokens.get(spans[index])?.step;
     let to = at;
-    while (this.#spans[to] && step(to) === step(at)) to += by;
+    while (spans[to] && step(to) === step(at)) to += by;
     while (by < 0 && to > 0 && step(to - 1) === step(to)) to -= 1;
     return to;
   }

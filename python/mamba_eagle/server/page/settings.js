@@ -1,6 +1,8 @@
 // The settings as fields of a request's body. What is not a number goes as it is: the server says
 // what is wrong with it.
 
+import {drop, load, save} from "./kept.js";
+
 const panel = document.getElementById("settings");
 const field = (name) => panel.querySelector(`[name=${name}]`);
 const FORMS = {
@@ -30,6 +32,8 @@ export function sampling() {
 
 export const wantsTrees = () => field("trees").checked;
 export const wantsAlternatives = () => wantsTrees() && field("alternatives").checked;
+// As it is meant, if it is prose: output of a form is shown as it is.
+export const wantsFormat = () => field("formatted").checked && !field("form").value;
 export const systemMessage = () => field("system").value.trim();
 
 export function chatOnly() {
@@ -55,7 +59,7 @@ export function showChatOnly(yes) {
   panel.querySelector(".chat-only").hidden = !yes;
 }
 
-field("form").addEventListener("change", () => {
+function showForm() {
   const [label, example] = FORMS[field("form").value] ?? [];
   const box = field("constraint");
   box.closest("label").hidden = !label;
@@ -63,4 +67,35 @@ field("form").addEventListener("change", () => {
   document.getElementById("form-label").textContent = label;
   const examples = Object.values(FORMS).map((form) => form[1]);
   if (!box.value.trim() || examples.includes(box.value)) box.value = example;
+}
+
+const showSpecials = () => document.body.classList.toggle("specials", field("specials").checked);
+
+// ── kept in this browser ──
+
+const fields = [...panel.querySelectorAll("[name]")];
+const value = (each) => (each.type === "checkbox" ? each.checked : each.value);
+const defaults = Object.fromEntries(fields.map((each) => [each.name, value(each)]));
+
+function put(values) {
+  for (const each of fields) {
+    if (!(each.name in values)) continue;
+    if (each.type === "checkbox") each.checked = values[each.name];
+    else each.value = values[each.name];
+  }
+  showForm();
+  showSpecials();
+}
+
+panel.addEventListener("change", () => {
+  showForm();
+  showSpecials();
+  const changed = fields.filter((each) => value(each) !== defaults[each.name]);
+  if (changed.length) save("settings", Object.fromEntries(changed.map((each) => [each.name, value(each)])));
+  else drop("settings");
 });
+panel.querySelector("[data-act=reset]").addEventListener("click", () => {
+  put(defaults);
+  drop("settings");
+});
+put(load("settings", {}));

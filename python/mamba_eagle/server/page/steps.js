@@ -23,6 +23,17 @@ function plainly() {
   return "The server measures which tree is the fastest; here it was none. With --no-speculative-adaptive it drafts one in each step.";
 }
 
+let latest = null; // the last step with drafts that was shown
+
+// Beside a step without drafts: the one before it that has them, of this text or of the last one.
+function lastDrafted(output, number) {
+  const own = output.steps.slice(0, number).findLast((step) => step.tokens.length > 1);
+  const step = own ?? latest;
+  if (!step) return [];
+  const where = own ? `step ${output.steps.indexOf(own) + 1}` : "a step of an earlier text";
+  return [make("p", "also earlier", `The last tree that was drafted, in ${where}:`), drawTree(step, null)];
+}
+
 // What the model itself found likeliest at a token.
 function best(output, token) {
   const rows = output.bestAt(token);
@@ -55,13 +66,16 @@ export function showToken(output, token, held) {
   const number = output.steps.indexOf(step) + 1;
   shown = {output, step};
   const said = make("p", "said", sentence(step, number, output.steps.length));
+  const drafted = step.tokens.length > 1;
   const tree = drawTree(step, node);
   $("step").replaceChildren(said, tree);
   const chosen = tree.querySelector(".selected"); // in view, without moving the page
   tree.scrollTop = chosen.offsetTop - tree.clientHeight / 2;
   tree.scrollLeft = chosen.offsetLeft - tree.clientWidth / 2;
-  const also = step.tokens.length > 1 ? alternatives(step, node) : plainly();
+  const also = drafted ? alternatives(step, node) : plainly();
   if (also) $("step").append(make("p", "also", also));
+  if (drafted) latest = step;
+  else $("step").append(...lastDrafted(output, number));
   $("step").append(best(output, token));
   $("step").dataset.step = number;
   walk.hidden = legend.hidden = false;
@@ -75,6 +89,11 @@ export function clearSteps() {
   delete $("step").dataset.step;
   walk.hidden = legend.hidden = true;
 }
+
+$("close-steps").addEventListener("click", () => {
+  shown?.output.unpin();
+  clearSteps();
+});
 
 walk.addEventListener("click", (event) => {
   const by = Number(event.target.dataset.walk);

@@ -50,3 +50,14 @@ def test_the_last_line_is_named_with_the_exit_code(end: str) -> None:
     said = asyncio.run(run())
     assert said.startswith("the runner process (pid ") and "ended with exit code 3:" in said
     assert said.endswith("such")
+
+
+def test_what_was_said_need_not_be_said_again() -> None:
+    async def run() -> list[str]:
+        ended: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        Child("runner", [sys.executable, "-c", "exit('error: no')"], ended.set_result)
+        child = await asyncio.wait_for(ended, WAIT_SECONDS)
+        return [child.how_it_ended(), child.how_it_ended(quotes=False)]
+
+    whole, short = asyncio.run(run())
+    assert whole == f"{short}: error: no"

@@ -1,0 +1,45 @@
+"""With --log-format json every line is JSON, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import logging, threading, warnings
+from mamba_eagle import logs
+logs.set_up("info", "json", "server")
+logging.getLogger("uvicorn.error").info("of uvicorn")
+warnings.warn("a warning")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+logs.say("for every operator")
+logs.pass_on("runner", "", ['{"message": "of a child"}', "Fatal Python error: Aborted", " ", ""])
+raise OSError("the end\\nof all")
+"""
+
+
+def lines_of(*command: str) -> list[dict[str, str]]:
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.stdout == ""
+    return [json.loads(line) for line in ran.stderr.splitlines()]
+
+
+def test_whoever_writes_a_line_it_is_json() -> None:
+    lines = lines_of(sys.executable, "-c", PROGRAM)
+    messages = [line["message"] for line in lines]
+    assert messages[0] == "of uvicorn" and "UserWarning: a warning" in messages[1]
+    assert (
+        messages[2] == "uncaught: division by zero" and "ZeroDivisionError" in lines[2]["exception"]
+    )
+    assert messages[3:6] == ["for every operator", "of a child", "Fatal Python error: Aborted"]
+    assert lines[5]["logger"] == "mamba_eagle.runner"
+    assert messages[6:] == ["uncaught: the end\nof all"]
+
+
+def test_what_is_wrong_with_the_settings_is_json() -> None:
+    command = [sys.executable, "-m", "mamba_eagle.launch_server", "--log-format", "json"]
+    (line,) = lines_of(*command, "--model-path", "/no/such/folder")
+    assert line["level"] == "error" and line["message"].startswith("--model-path /no/such/folder")
