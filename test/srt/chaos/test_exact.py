@@ -1,7 +1,8 @@
 """No setting, no neighbour and no lack of memory changes a token: servers with random settings give
 random requests what one without drafts and without a cache gives them.
 
-In float32, on the embedded model. MAMBA_EAGLE_CHAOS_SEED gives other settings and requests.
+In float32, on the embedded model and on small random ones of other recurrences.
+MAMBA_EAGLE_CHAOS_SEED gives other settings and requests.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import asyncio
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 from chaos_rig import PATIENCE, SCALE, SEED, Start, report
+from exact_models import EMBEDDED, RANDOM, Target, random_target
 from exact_rig import (
-    DRAFTERS,
     MODES,
     REFERENCE,
     Body,
@@ -32,7 +34,6 @@ from benchmark.lib.soak import leaks
 from mamba_eagle.bench.client import Client, Reply
 from mamba_eagle.embedded import EMBEDDED_DRAFTERS
 
-ROUNDS = max(1, SCALE // 4)  # each has a server per drafter, and requests of its own
 REQUESTS = 40 * min(SCALE, 6)  # per round, beside the crowd
 COMMON = ("--device", "cpu", "--dtype", "float32")
 
@@ -60,27 +61,36 @@ def compare(start: Start, flags: list[str], cases: list[Case], seed: str) -> Out
     return Outcome(counts, [f"{' '.join(flags)}\n{problem}" for problem in problems])
 
 
+class Round(NamedTuple):
+    """A model, with a server per drafter, and requests of its own."""
+
+    target: Target
+    drafters: tuple[str, ...]
+    requests: int
+
+
+def rounds(folder: Path) -> list[Round]:
+    """The short form has few servers: two models, and no head to be trained."""
+    if SCALE == 1:
+        other = random_target(RANDOM[SEED % 3], folder / "other")
+        drafters = random.Random(SEED).sample(EMBEDDED.drafters, 3)
+        return [
+            Round(EMBEDDED, tuple(drafters), REQUESTS),
+            Round(other, ("STANDALONE", "NGRAM"), REQUESTS // 2),
+        ]
+    names = ("", *RANDOM)
+    chosen = [names[(SEED + number) % len(names)] for number in range(max(1, SCALE // 4))]
+    targets = [random_target(name, folder / name) if name else EMBEDDED for name in chosen]
+    return [Round(target, target.drafters, REQUESTS) for target in targets]
+
+
 @pytest.mark.timeout(900 * SCALE)
-def test_no_setting_changes_a_reply(start: Start) -> None:
+def test_no_setting_changes_a_reply(start: Start, tmp_path: Path) -> None:
     need_weights(*EMBEDDED_DRAFTERS.values())
     print(f"MAMBA_EAGLE_CHAOS_SEED={SEED}")
-    reference = start(*COMMON, *REFERENCE).wait_until_ready()
     total: Counter[str] = Counter()
-    for number in range(ROUNDS):
-        rng = random.Random(f"{SEED} {number}")
-        bodies = random_bodies(rng, REQUESTS)
-        cases = asyncio.run(ask_reference(reference, bodies))
-        modes = [MODES[(i + number) % 2] for i in range(len(DRAFTERS))]
-        settings = [
-            random_flags(rng, drafter, mode, crowded=i == number % len(DRAFTERS))
-            for i, (drafter, mode) in enumerate(zip(DRAFTERS, modes, strict=True))
-        ]
-        with ThreadPoolExecutor(2) as pool:
-            tasks = [
-                pool.submit(compare, start, flags, cases, f"{SEED} {number} {i}")
-                for i, flags in enumerate(settings)
-            ]
-            outcomes = [task.result() for task in tasks]
+    for number, one in enumerate(rounds(tmp_path)):
+        outcomes = run_round(start, one, number)
         for outcome in outcomes:
             total.update(outcome.counts)
         problems = [problem for outcome in outcomes for problem in outcome.problems]
@@ -88,6 +98,32 @@ def test_no_setting_changes_a_reply(start: Start) -> None:
     assert total["cut"] and total["retracted"], total
     tokens = total.pop("tokens")
     report("exact", tokens, "compared tokens", seed=SEED, differences=0, **total)
+
+
+def run_round(start: Start, one: Round, number: int) -> list[Outcome]:
+    rng, target = random.Random(f"{SEED} {number}"), one.target
+    reference = start(*COMMON, *target.flags, *REFERENCE).wait_until_ready()
+    cases = asyncio.run(ask_reference(reference, random_bodies(rng, one.requests)))
+    reference.stop()
+    settings = [
+        [
+            *target.flags,
+            *target.drafting(drafter),
+            *random_flags(rng, drafter, MODES[(i + number) % 2], i == number % len(one.drafters)),
+        ]
+        for i, drafter in enumerate(one.drafters)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [
+            pool.submit(compare, start, flags, cases, f"{SEED} {number} {i}")
+            for i, flags in enumerate(settings)
+        ]
+        outcomes = [task.result() for task in tasks]
+    tokens = sum(outcome.counts["tokens"] for outcome in outcomes)
+    print(f"{target.name}: {tokens} tokens with {', '.join(one.drafters)}")
+    for outcome in outcomes:
+        outcome.counts[f"{target.name} tokens"] = outcome.counts["tokens"]
+    return outcomes
 
 
 @pytest.mark.timeout(900 * SCALE)

@@ -366,17 +366,18 @@ def fill(model: nn.Module, prefix: str, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def make_peer(name: str) -> nn.Module:
-    """transformers' model with weights that matter everywhere: a layer left out, a bias forgotten
-    or a norm of another kind moves the logits, which are a few units wide. Larger weights would
-    make every rounding grow from layer to layer, in transformers too.
+def make_peer(name: str, **changes: Any) -> nn.Module:
+    """transformers' model, with ``changes`` of its config, and weights that matter everywhere: a
+    layer left out, a bias forgotten or a norm of another kind moves the logits, which are a few
+    units wide. Larger weights would make every rounding grow from layer to layer, in transformers
+    too.
     """
     prefix, settings = {**PEERS, **PEERS_FOR_KERNELS}[name]
     # a copy: Bamba's config writes into the dict of RoPE parameters
     kind = (
         f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
     )
-    config = getattr(transformers, kind)(**copy.deepcopy(settings))
+    config = getattr(transformers, kind)(**copy.deepcopy({**settings, **changes}))
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     tensors = fill(model, prefix, len(name))
     with torch.no_grad():
