@@ -109,7 +109,7 @@ def make_checkpoint(name: str, folder: Path) -> Any:
 
 def convert(checkpoint: Path, file: Path, llama_cpp: Path) -> None:
     command = [sys.executable, "-c", CONVERT, str(checkpoint.resolve())]
-    command += ["--outfile", str(file.resolve()), "--outtype", "f32"]
+    command += ["--outfile", str(file.resolve()), "--outtype", "f32", "--no-mtp"]
     path = os.pathsep.join([str(llama_cpp / "gguf-py"), str(llama_cpp)])
     done = subprocess.run(
         command,

@@ -184,15 +184,18 @@ def _attention(file: GgufFile) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Raises: UnsupportedModel unless whole heads are rotated, at every position alike."""
+    """Raises: UnsupportedModel unless whole heads are rotated, at every position alike; of Qwen's a
+    part."""
     scaling = file.get("rope.scaling.type", "none")
     part = int(file.get("rope.dimension_count", head_dim))
-    if scaling != "none" or part != head_dim or _has(file, "rope_freqs.weight"):
+    is_whole = part == head_dim or file.architecture in QWEN
+    if scaling != "none" or not is_whole or _has(file, "rope_freqs.weight"):
         raise UnsupportedModel(
             f"{file.path}: RoPE with rope.scaling.type {scaling!r:.200}, on {part} of {head_dim} "
             "channels, is not supported in GGUF files; serve the model from safetensors"
         )
-    return {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
+    theta = float(file.get("rope.freq_base", 10000.0))
+    return {"rope_theta": theta, "partial_rotary_factor": part / head_dim}
 
 
 def _granite(file: GgufFile) -> dict[str, Any]:
@@ -304,6 +307,45 @@ def _experts(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _qwen(file: GgufFile) -> dict[str, Any]:
+    attention, heads = _attention(file), _size(file, "ssm.time_step_rank")
+    layers = [f"blk.{layer}." for layer in range(num_layers(file))]
+    recurrent = [f"{layer}ssm_conv1d.weight" in file.tensors for layer in layers]
+    dense = [i for i, layer in enumerate(layers) if f"{layer}ffn_up.weight" in file.tensors]
+    return {
+        **attention,
+        **_rope(file, attention["head_dim"]),
+        "architectures": [QWEN[file.architecture]],
+        "model_type": file.architecture,
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": _size(file, "ssm.inner_size") // heads,
+        "linear_key_head_dim": _size(file, "ssm.state_size"),
+        "linear_num_key_heads": _size(file, "ssm.group_count"),
+        "linear_conv_kernel_dim": _size(file, "ssm.conv_kernel"),
+        "rms_norm_eps": _eps(file),
+        "intermediate_size": _sizes(file, "ffn_up.weight")[0] if dense else 0,
+        "mlp_only_layers": dense,
+        **(_qwen_experts(file) if len(dense) < len(layers) else {}),
+    }
+
+
+def _qwen_experts(file: GgufFile) -> dict[str, Any]:
+    count, width, _ = _sizes(file, "ffn_up_exps.weight")
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": _size(file, "expert_used_count"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": _sizes(file, "ffn_up_shexp.weight")[0],
+    }
+
+
+# general.architecture -> the class that config.json names
+QWEN = {
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+}
 # general.architecture -> the rest of config.json
 FAMILIES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "mamba2": _mamba2,
@@ -311,4 +353,5 @@ FAMILIES: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "falcon-h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
+    **dict.fromkeys(QWEN, _qwen),
 }

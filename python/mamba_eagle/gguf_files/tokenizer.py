@@ -30,6 +30,9 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -55,6 +58,7 @@ SPLITTINGS: dict[str, Splitting] = {
     **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((LLAMA3,))),
     **dict.fromkeys(("llama-bpe", "llama3", "falcon3", "falcon-h1", "pixtral"), LIKE_LLAMA3),
     "qwen2": Splitting((QWEN2,)),
+    "qwen35": Splitting((QWEN35,)),
     "tekken": Splitting((TEKKEN,), whole_words=True, bos=True),
 }
 

@@ -7,7 +7,9 @@ both are undone:
 - the convolution's weight lacks its middle dimension, and the gated norm's has one per group;
 - Granite's and Nemotron-H's query and key rows are in the order that interleaved RoPE needs;
 - Granite's joined gate and up projections are apart, and experts lie in one tensor;
-- Falcon-H1's multipliers are in the weights, and stay there.
+- Falcon-H1's multipliers are in the weights, and stay there;
+- Qwen's norms have their 1 added; Qwen3-Next's joined projection is apart, its heads side by side;
+  Qwen3.5's value heads are in an order by which a repeated key head meets its own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
@@ -53,13 +55,62 @@ def depthwise(value: Tensor) -> Tensor:
     return value.unsqueeze(1)
 
 
+def centred(value: Tensor) -> Tensor:
+    """A norm's weight as what it differs from 1 by."""
+    return value.float() - 1
+
+
+def one_row(value: Tensor) -> Tensor:
+    return value.reshape(1, -1)
+
+
+# of so many rows or columns: where those of the checkpoint are in the file
+Order = Callable[[GgufFile, int], NDArray[np.int64]]
+
+
 class Recipe(NamedTuple):
     """How one tensor of a checkpoint is made from those of a file."""
 
     sources: tuple[str, ...]  # names behind ``blk.N.``; more than one: joined along their rows
     undo: Callable[[Tensor], Tensor] = unchanged
     alternative: tuple[str, ...] = ()  # other names for the same
-    heads: str = ""  # the key with the number of heads whose rows are interleaved
+    order: Order | None = None  # of all rows
+    columns: Order | None = None
+
+
+def order_of_halves(rows: int, heads: int) -> NDArray[np.int64]:
+    """Of a query or key projection: the two channels that RoPE rotates together are half a head
+    apart in the checkpoint and neighbours in the file."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def halves(key: str) -> Order:
+    """key: with the number of heads."""
+
+    def order(file: GgufFile, rows: int) -> NDArray[np.int64]:
+        value = file.need(f"attention.{key}")
+        return order_of_halves(rows, max(value) if isinstance(value, list) else int(value))
+
+    return order
+
+
+def value_heads_last(file: GgufFile, count: int) -> NDArray[np.int64]:
+    """Qwen3.5's value heads, behind queries and keys where there are any. In the checkpoint those
+    of one key head are side by side; in the file the first of each key head come first."""
+    groups, heads = int(file.need("ssm.group_count")), int(file.need("ssm.time_step_rank"))
+    inner = int(file.need("ssm.inner_size"))
+    first = max(0, count - inner)
+    tiled = np.arange(first, count).reshape(heads // groups, groups, -1)
+    return np.concatenate([np.arange(first), tiled.swapaxes(0, 1).reshape(-1)])
+
+
+def key_heads_together(file: GgufFile, count: int) -> NDArray[np.int64]:
+    """Qwen3-Next's joined projection: per key head its query, key, values and their gates. In the
+    file all queries come first, then keys, values and gates."""
+    groups, inner = int(file.need("ssm.group_count")), int(file.need("ssm.inner_size"))
+    keys = count // 2 - inner
+    parts = np.split(np.arange(count), np.cumsum([keys, keys, inner]))
+    return np.concatenate([part.reshape(groups, -1) for part in parts], axis=1).reshape(-1)
 
 
 MIXER = {
@@ -79,9 +130,9 @@ ATTENTION = {
     for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"))
     for leaf in ("weight", "bias")
 }
+HALVES = {"q": halves("head_count"), "k": halves("head_count_kv")}
 INTERLEAVED_ATTENTION = {
-    name: recipe._replace(heads={"q": "head_count", "k": "head_count_kv"}.get(name[0], ""))
-    for name, recipe in ATTENTION.items()
+    name: recipe._replace(order=HALVES.get(name[0])) for name, recipe in ATTENTION.items()
 }
 
 
@@ -105,6 +156,7 @@ class Family(NamedTuple):
     embedding: str
     norm: str
     layer: dict[str, Recipe]  # all that any of its layers may have
+    norm_undo: Callable[[Tensor], Tensor] = unchanged
 
 
 NEMOTRON_H = Family(
@@ -124,6 +176,56 @@ NEMOTRON_H = Family(
         "mixer.fc1_latent_proj.weight": Recipe(("ffn_latent_down.weight",)),
         "mixer.fc2_latent_proj.weight": Recipe(("ffn_latent_up.weight",)),
     },
+)
+QWEN = Family(
+    "model",
+    "embed_tokens",
+    "norm",
+    {
+        "input_layernorm.weight": Recipe(("attn_norm.weight",), centred),
+        "post_attention_layernorm.weight": Recipe(("post_attention_norm.weight",), centred),
+        **under("self_attn", ATTENTION),
+        "self_attn.q_norm.weight": Recipe(("attn_q_norm.weight",), centred),
+        "self_attn.k_norm.weight": Recipe(("attn_k_norm.weight",), centred),
+        "linear_attn.conv1d.weight": Recipe(("ssm_conv1d.weight",), depthwise),
+        "linear_attn.dt_bias": Recipe(("ssm_dt.bias",)),
+        "linear_attn.A_log": Recipe(("ssm_a",), a_log),
+        "linear_attn.norm.weight": Recipe(("ssm_norm.weight",), flat),
+        "linear_attn.out_proj.weight": Recipe(("ssm_out.weight",)),
+        **under("mlp", projections(("gate", "up", "down"), "ffn_{}")),
+        "mlp.gate.weight": Recipe(("ffn_gate_inp.weight",)),
+        "mlp.experts.gate_up_proj": Recipe(("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+        "mlp.experts.down_proj": Recipe(("ffn_down_exps.weight",)),
+        **under("mlp.shared_expert", projections(("gate", "up", "down"), "ffn_{}_shexp")),
+        "mlp.shared_expert_gate.weight": Recipe(("ffn_gate_inp_shexp.weight",), one_row),
+    },
+    norm_undo=centred,
+)
+QWEN_NEXT = QWEN._replace(
+    layer={
+        **QWEN.layer,
+        "linear_attn.in_proj_qkvz.weight": Recipe(
+            ("attn_qkv.weight", "attn_gate.weight"), order=key_heads_together
+        ),
+        "linear_attn.in_proj_ba.weight": Recipe(("ssm_ba.weight",)),
+    }
+)
+_PROJECTIONS = {"qkv": "attn_qkv", "z": "attn_gate", "b": "ssm_beta", "a": "ssm_alpha"}
+QWEN_3_5 = QWEN._replace(
+    layer={
+        **QWEN.layer,
+        **{
+            name: QWEN.layer[name]._replace(order=value_heads_last)
+            for name in ("linear_attn.conv1d.weight", "linear_attn.dt_bias", "linear_attn.A_log")
+        },
+        **{
+            f"linear_attn.in_proj_{ours}.weight": Recipe(
+                (f"{theirs}.weight",), order=value_heads_last
+            )
+            for ours, theirs in _PROJECTIONS.items()
+        },
+        "linear_attn.out_proj.weight": Recipe(("ssm_out.weight",), columns=value_heads_last),
+    }
 )
 # general.architecture -> its tensors
 FAMILIES = {
@@ -172,6 +274,8 @@ FAMILIES = {
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
+    "qwen3next": QWEN_NEXT,
+    **dict.fromkeys(("qwen35", "qwen35moe"), QWEN_3_5),
 }
 
 
@@ -180,14 +284,28 @@ class Made(NamedTuple):
 
     sources: tuple[TensorInfo, ...]
     undo: Callable[[Tensor], Tensor]
-    heads: int  # whose rows are interleaved; 0: they are in order
+    order: NDArray[np.int64] | None = None  # where its rows are; None: in order
+    columns: NDArray[np.int64] | None = None
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it is a matrix that is kept in the file's few bits."""
+        """Whether it is a matrix that is kept in the file's few bits: with columns in another
+        order only if they move in whole blocks."""
         dtypes = {info.dtype for info in self.sources}
         is_matrix = len(self.sources[0].shape) > 1 and self.undo is unchanged
-        return is_matrix and len(dtypes) == 1 and dtypes <= set(BLOCKS)
+        if not is_matrix or len(dtypes) > 1 or not dtypes <= set(BLOCKS):
+            return False
+        return self.columns is None or self.block_order() is not None
+
+    def block_order(self) -> NDArray[np.int64] | None:
+        """``columns`` in blocks of the file's type; None if they are not whole."""
+        assert self.columns is not None
+        size, _ = GGML_QUANT_SIZES[GGMLQuantizationType[self.sources[0].dtype]]
+        blocks = self.columns.reshape(-1, size)
+        whole = (blocks == blocks[:, :1] + np.arange(size)).all() and not (
+            blocks[:, 0] % size
+        ).any()
+        return blocks[:, 0] // size if whole else None
 
 
 class Part(Protocol):
@@ -233,22 +351,20 @@ class GgufCheckpoint:
     def _read(self, name: str) -> Tensor:
         """float32, the file's own 16 bits, or bytes."""
         made = self.made[name]
-        rows = [self._rows(info, made.heads) for info in made.sources]
+        parts = [self._rows(info) for info in made.sources]
         if name in self.packed:
-            return torch.from_numpy(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-2))
-        values = [dequantized(part, info.dtype) for part, info in zip(rows, made.sources)]
-        return made.undo(values[0] if len(values) == 1 else torch.cat(values, dim=-2))
+            return torch.from_numpy(in_order(made, np.concatenate(parts, axis=-2)))
+        values = [dequantized(part, info.dtype) for part, info in zip(parts, made.sources)]
+        value = values[0] if len(values) == 1 else torch.cat(values, dim=-2)
+        if made.order is not None:
+            value = value[torch.from_numpy(made.order)]
+        if made.columns is not None:
+            value = value[:, torch.from_numpy(made.columns)]
+        return made.undo(value)
 
-    def _rows(self, info: TensorInfo, heads: int) -> NDArray[np.uint8]:
-        """[..., rows, bytes of a row], in the checkpoint's order."""
-        rows = self.file.bytes_of(info)
-        if heads and len(info.shape) > 1:
-            rows = rows[order_of_halves(info.shape[0], heads)]
-        elif heads:  # a bias
-            size = info.row_bytes // info.shape[0]
-            rows = rows.reshape(-1, size)[order_of_halves(info.shape[0], heads)]
-            return rows.reshape(-1)
-        return rows.reshape(*info.shape[:-1], info.row_bytes)
+    def _rows(self, info: TensorInfo) -> NDArray[np.uint8]:
+        """[..., rows, bytes of a row]"""
+        return self.file.bytes_of(info).reshape(*info.shape[:-1], info.row_bytes)
 
     def _stored(self, made: Made) -> Stored:
         shapes = [torch.empty(info.shape, device="meta") for info in made.sources]
@@ -268,13 +384,17 @@ def made_tensors(file: GgufFile) -> dict[str, Made]:
 
     def make(name: str, sources: tuple[str, ...], recipe: Recipe) -> None:
         if all(source in found for source in sources):
-            heads = _number(file, recipe.heads) if recipe.heads else 0
-            made[name] = Made(tuple(found[one] for one in sources), recipe.undo, heads)
+            infos = tuple(found[one] for one in sources)
+            count = sum(info.shape[0] for info in infos)
+            order = recipe.order(file, count) if recipe.order else None
+            columns = recipe.columns(file, infos[0].shape[-1]) if recipe.columns else None
+            made[name] = Made(infos, recipe.undo, order, columns)
             used.update(sources)
 
     plain, backbone = Recipe(()), family.backbone
     make(f"{backbone}.{family.embedding}.weight", ("token_embd.weight",), plain)
-    make(f"{backbone}.{family.norm}.weight", ("output_norm.weight",), plain)
+    norm = Recipe((), family.norm_undo)
+    make(f"{backbone}.{family.norm}.weight", ("output_norm.weight",), norm)
     make("lm_head.weight", ("output.weight",), plain)
     for layer in range(num_layers(file)):
         for name, recipe in family.layer.items():
@@ -284,19 +404,18 @@ def made_tensors(file: GgufFile) -> dict[str, Made]:
     drafting = tuple(f"blk.{n}." for n in range(num_layers(file), int(file.need("block_count"))))
     for name, info in found.items():
         if name not in used and not name.startswith(drafting):
-            made[name] = Made((info,), unchanged, 0)
+            made[name] = Made((info,), unchanged)
     return made
 
 
-def _number(file: GgufFile, key: str) -> int:
-    value = file.need(f"attention.{key}")
-    return max(value) if isinstance(value, list) else int(value)
-
-
-def order_of_halves(rows: int, heads: int) -> NDArray[np.int64]:
-    """Where the rows of a checkpoint's query or key projection are in the file: the two channels
-    that RoPE rotates together are half a head apart in the one and neighbours in the other."""
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+def in_order(made: Made, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Blocks of few bits [..., rows, bytes of a row], in the checkpoint's order."""
+    if made.order is not None:
+        rows = rows[made.order]
+    blocks = None if made.columns is None else made.block_order()
+    if blocks is None:
+        return rows
+    return rows.reshape(len(rows), len(blocks), -1)[:, blocks].reshape(rows.shape)
 
 
 def dequantized(rows: NDArray[np.uint8], dtype: str) -> Tensor:

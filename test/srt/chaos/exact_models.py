@@ -30,7 +30,7 @@ TOKENIZER = (
 HEADS = {  # drafter -> flags of train-drafter
     "EAGLE": (),
     "EAGLE3": ("--draft-vocab-size", "900"),
-    "MTP": ("--mtp-modules", "3"),
+    "MTP": ("--mtp-modules", "1"),
     "DFLASH": ("--draft-layers", "1"),
     "DSPARK": ("--draft-layers", "1", "--markov-rank", "8"),
 }

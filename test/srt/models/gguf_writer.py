@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from numpy.typing import NDArray
-from peer_models import FALCON, GRANITE, MAMBA2, NEMOTRON
+from peer_models import FALCON, GRANITE, MAMBA2, NEMOTRON, QWEN_NEXT
+from peer_models import PEERS as ALL
 from safetensors.numpy import load_file
 
 Array = NDArray[Any]
@@ -49,6 +50,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         {**NEMOTRON, "hybrid_override_pattern": "ME*EM", "moe_latent_size": 36},
     ),
+    "qwen3-next": ("Qwen3Next", QWEN_NEXT),
+    **{name: ALL[name] for name in ("qwen3.5", "qwen3.5-moe")},
 }
 LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -61,7 +64,7 @@ def as_published(folder: Path) -> None:
     path = folder / "config.json"
     values = json.loads(path.read_text())
     for key in ("layer_types", "layers_block_type"):
-        if key in values:
+        if key in values and not values["model_type"].startswith("qwen"):
             values[key] = [KINDS.get(kind, kind) for kind in values[key]]
     if values["model_type"] == "nemotron_h" and "moe" not in values["layers_block_type"]:
         kinds = values.pop("layers_block_type")
@@ -108,7 +111,8 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def takes(dtype: str, name: str, value: Array) -> bool:
     """Whether a tensor is stored in this type, by llama.cpp's rules."""
-    if value.ndim < 2 or any(part in name for part in ("ssm_conv1d", "ssm_a", "ssm_d", "norm")):
+    is_small = name.endswith(("ssm_a", "ssm_d")) or "ssm_conv1d" in name or "norm" in name
+    if value.ndim < 2 or is_small:
         return False
     block, _ = quants.GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
     return "ffn_gate_inp" not in name and value.shape[-1] % block == 0
@@ -368,6 +372,24 @@ def number_in(name: str) -> int:
     return int(found[1]) if found else -1
 
 
+def experts_apart(
+    found: dict[str, Array],
+) -> tuple[dict[str, Array], list[tuple[str, Array]]]:
+    """A checkpoint's other tensors, and the file's stacked ones of experts."""
+    experts: dict[tuple[str, str], list[Array]] = {}
+    plain = {}
+    for name, value in sorted(found.items(), key=lambda item: number_in(item[0])):
+        parts = name.split(".")
+        if "experts" in parts:
+            experts.setdefault((parts[2], parts[-2]), []).append(value)
+        else:
+            plain[name] = value
+    return plain, [
+        (f"blk.{layer}.ffn_{name.removesuffix('_proj')}_exps.weight", np.stack(values))
+        for (layer, name), values in experts.items()
+    ]
+
+
 class NemotronH(Family):
     backbone = "backbone"
     permutes = True
@@ -432,17 +454,9 @@ class NemotronH(Family):
         }
 
     def tensors(self, found: dict[str, Array]) -> Iterator[tuple[str, Array]]:
-        experts: dict[tuple[str, str], list[Array]] = {}
-        plain = {}
-        for name, value in sorted(found.items(), key=lambda item: number_in(item[0])):
-            parts = name.split(".")
-            if "experts" in parts:
-                experts.setdefault((parts[2], parts[-2]), []).append(value)
-            else:
-                plain[name] = value
+        plain, experts = experts_apart(found)
         yield from super().tensors(plain)
-        for (layer, name), values in experts.items():
-            yield f"blk.{layer}.ffn_{name.removesuffix('_proj')}_exps.weight", np.stack(values)
+        yield from experts
 
     def of_layer(self, rest: str, value: Array) -> Iterator[tuple[str, Array]]:
         if rest.endswith("e_score_correction_bias"):
@@ -451,9 +465,107 @@ class NemotronH(Family):
             yield from super().of_layer(rest, value)
 
 
+class Qwen(Family):
+    """Value heads of Qwen3.5 in the order in which repeated key heads meet them."""
+
+    ends = {"embed_tokens": "token_embd", "norm": "output_norm"}
+    places = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        **under("self_attn", {**ATTENTION, "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}),
+        **under("linear_attn", {"norm": "ssm_norm", "out_proj": "ssm_out", "in_proj_ba": "ssm_ba"}),
+        **under("linear_attn", {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate"}),
+        **under("linear_attn", {"in_proj_a": "ssm_alpha", "in_proj_b": "ssm_beta"}),
+        **under("mlp", {f"{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}),
+        **under("mlp", {"gate": "ffn_gate_inp", "shared_expert_gate": "ffn_gate_inp_shexp"}),
+        **under(
+            "mlp.shared_expert", {f"{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")}
+        ),
+    }
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        names = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35"}
+        self.architecture = names.get(values["model_type"], "qwen35moe")
+
+    def mixer(self) -> dict[str, int]:
+        v = self.values
+        return {
+            "inner_size": v["linear_num_value_heads"] * v["linear_value_head_dim"],
+            "time_step_rank": v["linear_num_value_heads"],
+            "state_size": v["linear_key_head_dim"],
+            "group_count": v["linear_num_key_heads"],
+            "conv_kernel": v["linear_conv_kernel_dim"],
+        }
+
+    def own_keys(self) -> dict[str, Any]:
+        v, rope = self.values, self.values["rope_parameters"]
+        experts = {
+            "expert_count": v.get("num_experts"),
+            "expert_used_count": v.get("num_experts_per_tok"),
+            "expert_feed_forward_length": v.get("moe_intermediate_size"),
+            "expert_shared_feed_forward_length": v.get("shared_expert_intermediate_size"),
+            "feed_forward_length": v.get("intermediate_size"),
+        }
+        sections = (
+            {} if "next" in self.architecture else {"rope.dimension_sections": [11, 11, 10, 0]}
+        )
+        return {
+            "context_length": v["max_position_embeddings"],
+            "attention.head_count": v["num_attention_heads"],
+            "attention.head_count_kv": v["num_key_value_heads"],
+            "attention.key_length": v["head_dim"],
+            "attention.value_length": v["head_dim"],
+            "attention.layer_norm_rms_epsilon": v["rms_norm_eps"],
+            "rope.freq_base": rope["rope_theta"],
+            "rope.dimension_count": int(v["head_dim"] * rope["partial_rotary_factor"]),
+            "full_attention_interval": 4,
+            **sections,
+            **{key: value for key, value in experts.items() if value is not None},
+        }
+
+    def tensors(self, found: dict[str, Array]) -> Iterator[tuple[str, Array]]:
+        plain, experts = experts_apart(found)
+        yield from super().tensors(plain)
+        yield from experts
+
+    def scaled(self, name: str, value: Array) -> Array:
+        is_centred = name.endswith("norm.weight") and "linear_attn" not in name
+        return value + np.float32(1) if is_centred else value
+
+    def of_layer(self, rest: str, value: Array) -> Iterator[tuple[str, Array]]:
+        v = self.values
+        if rest == "linear_attn.in_proj_qkvz.weight":
+            keys, groups = v["linear_key_head_dim"], v["linear_num_key_heads"]
+            inner = self.ssm["inner_size"] // groups
+            each = value.reshape(groups, 2 * (keys + inner), -1)
+            cuts = np.split(each, np.cumsum([keys, keys, inner]), axis=1)
+            q, k, values, z = (part.reshape(-1, value.shape[-1]) for part in cuts)
+            yield "attn_qkv.weight", np.concatenate([q, k, values])
+            yield "attn_gate.weight", z
+        elif rest == "linear_attn.norm.weight":
+            yield "ssm_norm.weight", value
+        else:
+            if "linear_attn" in rest and "next" not in self.architecture:
+                value = self.tiled(rest, value)
+            for place, made in super().of_layer(rest, value):
+                yield place, made.reshape(-1) if place == "ssm_a" else made
+
+    def tiled(self, rest: str, value: Array) -> Array:
+        if rest.endswith("out_proj.weight"):
+            return self.tiled("", value.T).T
+        inner, heads = self.ssm["inner_size"], self.ssm["time_step_rank"]
+        first = max(0, len(value) - inner)
+        groups = self.ssm["group_count"]
+        grouped = value[first:].reshape(groups, heads // groups, -1, *value.shape[1:])
+        tail = grouped.swapaxes(0, 1).reshape(value[first:].shape)
+        return np.concatenate([value[:first], tail])
+
+
 FAMILIES = {
     "mamba2": Mamba2,
     "granitemoehybrid": Granite,
     "falcon_h1": FalconH1,
     "nemotron_h": NemotronH,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), Qwen),
 }

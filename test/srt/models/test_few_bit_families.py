@@ -49,6 +49,9 @@ CASES = {
     "zamba2-adapters-rope": "compressed-static",
     "llama": "fp8-block",
     "qwen3": "online",
+    "qwen3-next": "fp8-block",
+    "qwen3.5": "modelopt-fp8",
+    "qwen3.5-moe": "online",
 }
 STATIC = ("modelopt-fp8", "compressed-static")
 

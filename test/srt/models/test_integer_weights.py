@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 PLAIN, TREE = Settings("NONE"), Settings(topk=3, steps=3, nodes=8)
-FAMILIES = ("mamba2", "granite", "falcon-h1")
+FAMILIES = ("mamba2", "granite", "falcon-h1", "qwen3.5")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
