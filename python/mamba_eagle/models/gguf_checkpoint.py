@@ -64,7 +64,7 @@ def one_row(value: Tensor) -> Tensor:
     return value.reshape(1, -1)
 
 
-# of so many rows or columns: where those of the checkpoint are in the file
+# a number of rows or columns -> where those of the checkpoint are in the file
 Order = Callable[[GgufFile, int], NDArray[np.int64]]
 
 
