@@ -89,7 +89,7 @@ def train(target: Path, folder: Path, drafter: str) -> None:
     prompts = [{"token_ids": [rng.randrange(3, VOCAB) for _ in range(9)]} for _ in range(24)]
     data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     flags = ["--target", str(target), "--data", str(data), "--output", str(folder)]
-    flags += ["--device", "cpu", "--algorithm", drafter.lower(), "--depth", "3", "--held-out", "2"]
+    flags += ["--device", "cpu", "--algorithm", drafter.lower(), "--depth", "5", "--held-out", "2"]
     flags += ["--max-new-tokens", "32", "--steps", "30", *HEADS[drafter]]
     command = [sys.executable, "-m", "mamba_eagle.cli", "train-drafter", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
