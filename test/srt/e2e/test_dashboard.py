@@ -8,9 +8,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from running_server import RunningServer
 
 DASHBOARD = Path(__file__).parents[3] / "docker/grafana/dashboards/mamba-eagle.json"
+RULES = yaml.safe_load((DASHBOARD.parents[2] / "alerts.yml").read_text())["groups"][0]["rules"]
 PANELS = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
 
 
@@ -48,3 +50,15 @@ def test_every_expression_names_series_and_labels_that_exist(
         for name in names:
             counted = name.endswith(("_total", "_bucket"))
             assert counted == (f"rate({name}[" in expression), expression
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_every_alert_names_series_and_labels_that_exist(
+    rule: dict[str, str], series: dict[str, set[str]]
+) -> None:
+    expression = rule["expr"]
+    for name, labels in re.findall(r"(mamba_eagle:\w+)(?:\{([^}]*)\})?", expression):
+        assert name in series, expression
+        assert set(re.findall(r"(\w+)=~?\"", labels)) <= series[name], expression
+    assert "mamba_eagle:" in expression or expression.startswith("up{")
+    assert rule["for"] and rule["annotations"]["summary"]

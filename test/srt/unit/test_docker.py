@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import configparser
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ import yaml
 from pydantic import BaseModel
 
 from mamba_eagle.config import ServerConfig, add_arguments
+from mamba_eagle.launch_server import make_parser
+from mamba_eagle.message.lifetime import REFUSED
+from mamba_eagle.server.http.auth import KEY_VARIABLE
 
-DOCKER = Path(__file__).parents[3] / "docker"
+ROOT = Path(__file__).parents[3]
+DOCKER = ROOT / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana/dashboards/mamba-eagle.json").read_text())
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 PANELS = {panel["title"]: panel for panel in DASHBOARD["panels"]}
@@ -39,8 +45,39 @@ def test_the_compose_file_names_what_there_is() -> None:
     config = parser.parse_args(services["server"]["command"])
     grace = int(services["server"]["stop_grace_period"].rstrip("s"))
     assert grace > config.shutdown_timeout
-    scraped = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
-    assert scraped[0]["static_configs"][0]["targets"] == [f"server:{config.port}"]
+    prometheus = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+    (scraped,) = prometheus["scrape_configs"]
+    assert scraped["static_configs"][0]["targets"] == [f"server:{config.port}"]
+    inside = [volume.split(":")[1] for volume in services["prometheus"]["volumes"]]
+    assert {f"/etc/prometheus/{file}" for file in prometheus["rule_files"]} <= set(inside)
+    # Prometheus carries the key that the server is started with.
+    (key,) = services["prometheus"]["configs"]
+    assert key["target"] == scraped["authorization"]["credentials_file"]
+    content = COMPOSE["configs"][key["source"]]["content"]
+    assert content.startswith(f"${{{KEY_VARIABLE}") and content.endswith(":-none}")
+    assert services["server"]["environment"][KEY_VARIABLE] is None  # the shell's, if it has one
+
+
+def test_the_unit_of_systemd_starts_what_there_is() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "deploy/mamba-eagle.service")
+    service = unit["Service"]
+    program, command, *flags = service["ExecStart"].split()
+    assert (Path(program).name, command) == ("mamba-eagle", "serve")
+    config = make_parser().parse_args(flags)
+    assert float(service["TimeoutStopSec"]) > config.shutdown_timeout
+    assert int(service["RestartPreventExitStatus"]) == REFUSED
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_workflows_name_files_that_exist(name: str) -> None:
+    path = ROOT / ".github/workflows" / name
+    workflow = yaml.safe_load(path.read_text())
+    assert set(workflow) >= {"name", "permissions", "jobs"} and True in workflow  # "on" is true
+    text = path.read_text()
+    named = re.findall(r"(?:docker/[A-Z]\w+|constraints\.txt|pyproject\.toml|\.ci/\w+)", text)
+    assert named and all((ROOT / name).is_file() for name in named)
 
 
 def test_the_compose_file_keeps_to_its_specification() -> None:
