@@ -138,8 +138,8 @@ class RankSettings(Settings):
     )
     nnodes: int = setting(
         1,
-        "number of machines that these processes are spread over, as many on each; run the same "
-        "command on all of them, with --node-rank",
+        "number of machines of a Ray cluster that these processes are spread over, as many on "
+        "each; this machine is the first",
         minimum=1,
     )
     all_reduce: str = setting(

@@ -15,25 +15,12 @@ from mamba_eagle.limits import MAX_BODY_SIZE
 
 @dataclass(frozen=True)
 class NodeSettings(Settings):
-    node_rank: int = setting(
-        0, "which of --nnodes machines this is; 0 has the HTTP side", minimum=0, group="nodes"
-    )
-    dist_init_addr: str = setting(
-        "",
-        "with --nnodes: HOST:PORT of node 0, the same on all nodes; it listens there, at the next "
-        "two ports, and at one more for each process of another node",
-        may_be_empty=False,
-    )
     dist_timeout: int = setting(
-        300, "seconds in which all nodes must have joined node 0", minimum=1
+        300,
+        "seconds in which Ray must have found room for --nnodes machines",
+        minimum=1,
+        group="nodes",
     )
-    cluster_key: str = setting(
-        "",
-        "secret that all nodes share, 16 characters or more; the list of processes shows it: "
-        "prefer --cluster-key-file, or the variable MAMBA_EAGLE_CLUSTER_KEY",
-        may_be_empty=False,
-    )
-    cluster_key_file: str = setting("", "file with that secret", may_be_empty=False)
 
 
 @dataclass(frozen=True)

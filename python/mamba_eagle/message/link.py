@@ -3,10 +3,9 @@
 The folder of a process's sockets may hold a ``Link``. Then the pipes of ranks on other nodes lead
 through TCP; what sends and receives does not notice. Only node 0 listens:
 
-    port      control: the agents of the other nodes (server/engine/first_node.py)
-    port + 1  the store through which ranks find each other (parallel/meeting.py), not encrypted
-    port + 2  results, and that a rank is ready
-    port + 3  plans, one port for each rank of another node
+    port      the store through which ranks find each other (parallel/meeting.py), not encrypted
+    port + 1  results, and that a rank is ready
+    port + 2  plans, one port for each rank of another node
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 LINK_FILE = "link.json"
-FIXED_PORTS = 3  # besides those of plans
+FIXED_PORTS = 2  # besides those of plans
 DOMAIN = "mamba-eagle"  # of ZMQ's authentication
-# ZMQ's own, from a thread that Python cannot hold up: a machine that does not answer is cut off.
-PING_MS, PONG_MS = 500, 5000
 
 
 class CurvePair(msgspec.Struct, frozen=True):
@@ -52,57 +49,36 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     def port_of(self, pipe: str, rank: int) -> int | None:
         """The port of a pipe that leads to another machine; None for one that does not."""
         if pipe == "from_runner":
-            return self.port + 2
+            return self.port + 1
         if pipe == "to_runner" and rank >= self.ranks_per_node:
             return self.port + FIXED_PORTS + rank - self.ranks_per_node
         return None
 
-    @property
-    def store_port(self) -> int:
-        """Where ranks find each other."""
-        return self.port + 1
+    def for_others(self, own: CurvePair) -> Link:
+        """The link of the other nodes, which all have the same key pair."""
+        link = {"is_first": False, "own": own, "peer": self.own.public}
+        return msgspec.structs.replace(self, **link)
 
     def open(self, socket: zmq.Socket[Any], port: int) -> None:
         """Attaches a socket to a port of node 0: there it listens, elsewhere it connects.
 
         Raises: zmq.ZMQError if the port is taken.
         """
-        if self.is_first:
-            listen(socket, self.host, port, self.own)
-        else:
-            call(socket, self.host, port, self.own, self.peer)
-
-
-def endpoint(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def listen(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair) -> None:
-    """Binds a socket to one address, for those whom the context's ``Guard`` admits; no one can
-    connect without a guard. What the socket was bound to before stays as it is."""
-    socket.ipv6 = ":" in host
-    socket.tcp_keepalive = 1
-    socket.curve_server = True
-    socket.curve_secretkey = own.secret.encode()
-    socket.zap_domain = DOMAIN.encode()
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    socket.bind(endpoint(host, port))
-
-
-def call(socket: zmq.Socket[Any], host: str, port: int, own: CurvePair, server: str) -> None:
-    """Connects a socket to one that ``listen`` has bound. server: its public key."""
-    socket.ipv6 = ":" in host
-    socket.tcp_keepalive = 1
-    socket.curve_serverkey = server.encode()
-    socket.curve_publickey = own.public.encode()
-    socket.curve_secretkey = own.secret.encode()
-    socket.connect(endpoint(host, port))
-
-
-def keep_watch(socket: zmq.Socket[Any]) -> None:
-    """For the control sockets, at both ends, before they are attached. Not for plans: a connection
-    that is cut off loses what was on its way."""
-    socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, PONG_MS
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        endpoint = f"tcp://{host}:{port}"
+        socket.ipv6 = ":" in self.host
+        socket.tcp_keepalive = 1
+        socket.curve_secretkey = self.own.secret.encode()
+        if not self.is_first:
+            socket.curve_serverkey = self.peer.encode()
+            socket.curve_publickey = self.own.public.encode()
+            socket.connect(endpoint)
+            return
+        socket.curve_server = True
+        # Without a Guard no one is admitted.
+        socket.zap_domain = DOMAIN.encode()
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.bind(endpoint)
 
 
 class Guard:

@@ -71,7 +71,7 @@ def join_ranks(config: EngineConfig, rank: int, folder: str) -> Ranks:
     link = read_link(folder)
     meeting: Meeting = FileMeeting(os.path.join(folder, MEETING_FILE))
     if link is not None:
-        meeting = StoreMeeting(link.host, link.store_port)
+        meeting = StoreMeeting(link.host, link.port)
     width, stages = config.tp_size, config.pp_size
     meet(Shard(rank, config.num_ranks), device, meeting)
     stage, part = divmod(rank, width)

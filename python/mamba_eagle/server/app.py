@@ -223,7 +223,6 @@ async def server_info(request: Request) -> Response:
     engine = state.manager.engine
     arguments = dataclasses.asdict(state.config)
     arguments["api_key"] = "***" if state.api_keys else ""
-    arguments["cluster_key"] = "***" if state.config.cluster_key else ""
     arguments["admin_api_key"] = "***" if state.config.admin_api_key else ""
     scheduler = await _scheduler_state(state)
     averages = {

@@ -20,10 +20,8 @@ from mamba_eagle.message.lifetime import REFUSED
 from mamba_eagle.resolve import resolve
 from mamba_eagle.server.app import make_app
 from mamba_eagle.server.chat_settings import chat_problems
-from mamba_eagle.server.engine.agent import launch_agent
 from mamba_eagle.server.engine.children import Child, end_children
 from mamba_eagle.server.engine.launch import SHUTTING_DOWN, Ending, Launch
-from mamba_eagle.server.engine.node_settings import init_address_in_numbers, node_problems
 from mamba_eagle.server.engine.socket_dir import new_socket_dir
 from mamba_eagle.server.http import descriptors
 from mamba_eagle.server.http.auth import api_keys
@@ -45,8 +43,6 @@ def launch(config: ServerConfig) -> int:
 
     Raises: ConfigError with every setting that cannot work.
     """
-    if config.node_rank > 0:
-        return _report(launch_agent(config))
     logs.set_up(config.log_level, config.log_format, "server")
     given, config = config, _resolve(config)
     # Anybody who connects can cause these.
@@ -76,13 +72,9 @@ def _resolve(config: ServerConfig) -> ServerConfig:
     """Raises: ConfigError"""
     problems = descriptors.problems()
     if config.otlp_traces_endpoint:
-        try:
-            importlib.import_module("mamba_eagle.metrics.tracing")
-        except ImportError as error:
-            problems.append(
-                f"--otlp-traces-endpoint needs packages that are not installed ({error}): "
-                "pip install 'mamba-eagle[otel]'"
-            )
+        problems += _missing("--otlp-traces-endpoint", "mamba_eagle.metrics.tracing", "otel")
+    if config.nnodes > 1:
+        problems += _missing("--nnodes", "mamba_eagle.server.engine.ray_nodes", "ray")
     for check in (api_keys, tls_context):
         try:
             check(config)
@@ -90,12 +82,7 @@ def _resolve(config: ServerConfig) -> ServerConfig:
             problems += error.problems
     if not problems:
         problems += origin_problems(config)
-    problems += chat_problems(config) + node_problems(config)
-    if config.nnodes > 1 and not problems:
-        try:
-            init_address_in_numbers(config)
-        except ConfigError as error:
-            problems += error.problems
+    problems += chat_problems(config)
     try:
         config = resolve(config)
     except ConfigError as error:
@@ -103,6 +90,16 @@ def _resolve(config: ServerConfig) -> ServerConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _missing(flag: str, module: str, extra: str) -> list[str]:
+    """What a flag needs of an extra that is not installed."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        remedy = f"pip install 'mamba-eagle[{extra}]'"
+        return [f"{flag} needs packages that are not installed ({error}): {remedy}"]
+    return []
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -172,11 +169,6 @@ class HttpLaunch(Launch):
         """What a refusal said stands just above, unless another node reads it."""
         refused = child.process.returncode == REFUSED
         return child.how_it_ended(quotes=not refused or self.config.nnodes > 1)
-
-    def told_to_stop(self, why: str) -> None:
-        self.say(why)
-        if self.drain is None:
-            self._stop()
 
     async def _drain(self) -> None:
         seconds = self.config.shutdown_timeout

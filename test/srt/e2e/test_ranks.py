@@ -1,9 +1,10 @@
 """A server whose model is split over processes, two parts in each of two pipeline stages, or one
-stage on each of two nodes: the same texts, and all end together."""
+stage on each of two nodes of a Ray cluster: the same texts, and all end together."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from ports import free_ports
 from running_server import PATIENCE, RunningServer, assert_end, need_weights
 
 from mamba_eagle.bench.batch import BatchEngine, greedy
@@ -42,22 +42,39 @@ def server() -> Iterator[RunningServer]:
     started.stop()
 
 
-def start_nodes() -> tuple[RunningServer, RunningServer]:
-    """Two machines, as far as they can tell: node 0 listens on an address of its own, and they
-    share no folder. The rank that answers is on the second."""
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """Two machines, as far as Ray can tell. A server that is started meanwhile finds them."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs mamba-eagle[ray]")
+    sizes = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        cluster.add_node(**sizes)
+        yield
+    cluster.shutdown()
+
+
+def start_nodes() -> RunningServer:
+    """The rank that answers is on the second machine."""
+    need_weights(EMBEDDED_MODEL, EMBEDDED_DRAFTERS["EAGLE"])
     flags = ("--device", "cpu", "--pp-size", "2", "--check-ranks", "3", "--nnodes", "2")
-    flags += ("--dist-init-addr", f"127.0.0.2:{free_ports(8)}", "--cluster-key", "k" * 16)
-    first, other = (RunningServer(*flags, "--node-rank", rank) for rank in "01")
-    return first, other
+    return RunningServer(*flags)
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[tuple[RunningServer, RunningServer]]:
-    need_weights(EMBEDDED_MODEL, EMBEDDED_DRAFTERS["EAGLE"])
-    first, other = start_nodes()
-    yield first.wait_until_ready(), other
-    first.stop()
-    other.stop()
+def nodes(ray_cluster: None) -> Iterator[RunningServer]:
+    server = start_nodes()
+    yield server.wait_until_ready()
+    server.stop()
+
+
+def far_pids(server: RunningServer) -> dict[str, int]:
+    """Of the actor, and of the rank that is its child, as Ray passes on what it prints."""
+    pattern = r"\(NodeRanks pid=(\d+).*? runner1 process: pid (\d+)$"
+    found = re.search(pattern, server.output, re.MULTILINE)
+    assert found is not None, server.output
+    return {"actor": int(found[1]), "runner1": int(found[2])}
 
 
 @pytest.fixture(scope="module")
@@ -117,45 +134,50 @@ def test_a_killed_rank_ends_the_server(server: RunningServer) -> None:
     assert server.leftovers() == []
 
 
-def test_two_nodes_answer_as_one(
-    nodes: tuple[RunningServer, RunningServer], expected: Expected
-) -> None:
-    first, other = nodes
-    assert_answers(first, expected)
-    info = httpx.get(f"{first.base_url}/server_info", timeout=PATIENCE).json()
-    assert (info["pp_size"], info["nnodes"], info["cluster_key"]) == (2, 2, "***")
-    assert set(first.pids()) == {"server", "scheduler", "runner"}
-    assert set(other.pids()) == {"agent", "runner1"}
+def test_without_a_cluster_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is one: Ray looks for its processes."""
+    pytest.importorskip("ray", reason="needs mamba-eagle[ray]")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    server = start_nodes()
+    assert server.wait(PATIENCE) == 2
+    assert "needs a Ray cluster, and this machine in it" in server.output.splitlines()[-1]
+    server.stop()
 
 
-def test_a_lost_node_ends_the_others(nodes: tuple[RunningServer, RunningServer]) -> None:
-    """The last test of these servers. The kernel takes the agent's rank along."""
-    first, other = nodes
-    pids = {**first.pids(), **other.pids()}
+def test_two_nodes_answer_as_one(nodes: RunningServer, expected: Expected) -> None:
+    assert_answers(nodes, expected)
+    info = httpx.get(f"{nodes.base_url}/server_info", timeout=PATIENCE).json()
+    assert (info["pp_size"], info["nnodes"]) == (2, 2)
+    assert set(nodes.pids()) == {"server", "scheduler", "runner"}
+
+
+def test_a_lost_node_ends_the_server(nodes: RunningServer) -> None:
+    """The last test of this server. The kernel takes the actor's rank along."""
+    far = far_pids(nodes)
     with ThreadPoolExecutor() as pool:
-        url = f"{first.base_url}/generate"
+        url = f"{nodes.base_url}/generate"
         open_request = pool.submit(httpx.post, url, json=ENDLESS, timeout=PATIENCE)
         with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=PATIENCE) as s:
             for _ in s.iter_text():
-                os.kill(other.pids()["agent"], signal.SIGKILL)
+                os.kill(far["actor"], signal.SIGKILL)
                 break
         reply = open_request.result(PATIENCE)
-    assert first.wait(PATIENCE) == 1
-    ending = first.output.splitlines()[-1]
-    assert ending.startswith("mamba-eagle: the connection to node 1 (")
+    assert nodes.wait(PATIENCE) == 1
+    ending = nodes.output.splitlines()[-1]
+    assert re.fullmatch(r"mamba-eagle: node 1 \(.*\) was lost: its Ray actor .*", ending)
     assert reply.status_code == 500
     assert reply.json()["error"]["message"] == ending.removeprefix("mamba-eagle: ")
-    assert_end(pids)
-    assert first.leftovers() == []
+    assert_end({**nodes.pids(), **far})
+    assert nodes.leftovers() == []
 
 
-def test_ctrl_c_at_node_zero_ends_all_nodes() -> None:
-    first, other = start_nodes()
-    other.wait_for_output("runner1 process: pid")
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait(PATIENCE) == other.wait(PATIENCE) == 0
-    pids = {**first.pids(), **other.pids()}
-    assert_end(pids)
-    assert first.leftovers() == other.leftovers() == []
-    first.stop()
-    other.stop()
+def test_a_signal_ends_all_nodes_and_their_room_is_free_again(ray_cluster: None) -> None:
+    """A second server finds room, so the first has given its share of the machines back."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        server = start_nodes()
+        server.wait_for_output("runner1 process: pid")
+        server.process.send_signal(number)
+        assert server.wait(PATIENCE) == 0
+        assert_end({**server.pids(), "runner1": far_pids(server)["runner1"]})
+        assert server.leftovers() == []
+        server.stop()

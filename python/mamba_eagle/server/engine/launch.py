@@ -1,5 +1,5 @@
-"""Starts scheduler and runner, watches them while they serve, and ends them, on this machine and
-through the agents of other nodes (first_node.py).
+"""Starts scheduler and runner, watches them while they serve, and ends them, on this machine and,
+through Ray, on other nodes (ray_nodes.py).
 
 The first ``Ending`` to occur, be it a finished drain, a dead or frozen process or a port in use,
 determines the exit code and the last line.
@@ -35,7 +35,6 @@ from mamba_eagle.metrics.request_log import RequestLog
 from mamba_eagle.server.bodies.grammar_trials import Judge, ProcessJudge, ThreadJudge
 from mamba_eagle.server.bodies.threads import share_interpreter
 from mamba_eagle.server.engine.children import Child, end_children, engine_command
-from mamba_eagle.server.engine.first_node import OtherNodes
 from mamba_eagle.server.engine.nodes import Fault, Nodes, fault
 from mamba_eagle.server.engine.watchdog import Watchdog
 from mamba_eagle.server.lifetime import Lifetime
@@ -113,9 +112,11 @@ class Launch(ABC):
         )
         self.manager = TokenizerManager(self.config, context, self.socket_dir, recorder)
         self.heartbeats: Receiver[ToWatchdog] = Receiver(context, self.socket_dir, "to_watchdog")
-        self.nodes = self._make_nodes(context)
+        self.nodes = self._make_nodes()
         try:
-            self.start_engine()
+            await self.nodes.start()
+            if not self.ending.done():
+                self.start_engine()
             if await self._until_ready():
                 share_interpreter()
                 state = ServerState(
@@ -136,7 +137,7 @@ class Launch(ABC):
                 self.judge.close()
             self.manager.fail(SHUTTING_DOWN, Failure.UNAVAILABLE)
             await asyncio.to_thread(self.end_engine)
-            self.nodes.close()
+            await self.nodes.close()
             self.manager.close()
             self.heartbeats.close()
             context.destroy(linger=0)
@@ -155,33 +156,21 @@ class Launch(ABC):
         """The first one counts."""
         if not self.ending.done():
             self.ending.set_result(ending)
-            self.nodes.stop(ending.code, ending.message)
+            self.nodes.stop()
 
-    def told_to_stop(self, why: str) -> None:
-        """Another node was."""
-        self.say(why)
-        self.end(Ending(0, ""))
-
-    def _make_nodes(self, context: zmq.Context[Any]) -> Nodes:
+    def _make_nodes(self) -> Nodes:
         if self.config.nnodes == 1:
             return Nodes(self.fail)
-        return OtherNodes(
-            self.config,
-            engine_part(self.given),
-            context,
-            self.socket_dir,
-            self.fail,
-            self.told_to_stop,
+        # Ray is an extra.
+        ray_nodes = importlib.import_module("mamba_eagle.server.engine.ray_nodes")
+        nodes: Nodes = ray_nodes.RayNodes(
+            self.config, engine_part(self.given), self.socket_dir, self.fail
         )
+        return nodes
 
     # ── start ────────────────────────────────────────────────────────────────────────────────
 
     def start_engine(self) -> None:
-        try:
-            self.nodes.start()
-        except OSError as error:
-            self.end(Ending(1, str(error.strerror)))
-            return
         config_file = Path(self.socket_dir, "config.json")
         config_file.write_text(json.dumps(dataclasses.asdict(own_engine_part(self.config))))
         self.say(f"server process: pid {os.getpid()}")

@@ -33,8 +33,8 @@ class Nodes:
         """on_fault: called with why the engine ends; may be called more than once."""
         self.on_fault = on_fault
 
-    def start(self) -> None:
-        """Before the engine's processes are. Raises: OSError if a port is taken."""
+    async def start(self) -> None:
+        """Before the engine's processes are. What is in the way is a fault."""
 
     def judge(self, found: Fault) -> None:
         """A process on this node has ended."""
@@ -47,8 +47,8 @@ class Nodes:
     def write_stacks(self) -> None:
         """Where the ranks of other nodes hang, to their logs."""
 
-    def stop(self, code: int, text: str) -> None:
+    def stop(self) -> None:
         """The server ends, and the others with it."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """After ``stop``; nothing may follow."""
