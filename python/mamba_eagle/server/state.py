@@ -98,7 +98,11 @@ class ServerState:
 
     @cached_property
     def grammars(self) -> Grammars:
-        return Grammars(self.manager.tokenizer, self.judge)
+        return Grammars(
+            self.manager.tokenizer,
+            self.judge,
+            self.config.constrained_json_whitespace_pattern or None,
+        )
 
     @cached_property
     def infill(self) -> Infill | None:
