@@ -83,6 +83,9 @@ class HttpSettings(Settings):
     reasoning_parser: str = setting(
         "auto", "how it writes reasoning, by the same names; auto: as --tool-call-parser"
     )
+    allow_unknown_fields: bool = setting(
+        False, "accept fields of requests that no route has, which then have no effect"
+    )
     constrained_json_whitespace_pattern: str = setting(
         "",
         "regex of what may stand between the tokens of JSON, such as [ \\n]{0,20}, where the "

@@ -32,7 +32,7 @@ from mamba_eagle.constrain.trials import Verdict
 from mamba_eagle.constrain.vocabulary import NoVocabulary, special_tokens
 from mamba_eagle.core import shown
 from mamba_eagle.limits import MAX_CHOICES, MAX_SHOWN
-from mamba_eagle.server.bodies import kinds
+from mamba_eagle.server.bodies import kinds, known
 from mamba_eagle.server.bodies.grammar_trials import Judge
 from mamba_eagle.server.bodies.half_pairs import refuse_half_pairs
 from mamba_eagle.server.bodies.model import Body, Flag, Text, says
@@ -51,7 +51,6 @@ REMEMBERED = 256  # grammars whose verdict is kept, with their texts
 ANY_OBJECT = "$$ANY$$"  # how SGLang's clients ask json_schema for any object
 
 ANY_SCHEMA = kinds.any_of({"type": "object"}, kinds.STRING, {"type": "boolean"})
-UNKNOWN = {"stop_regex": "is not available in this server; leave the field out"}
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 RESPONSE_FORMAT = kinds.Kind(
     kinds.OBJECT.convert,
@@ -85,10 +84,8 @@ class Structured(Body):
     whitespace_pattern: Text | None = says("as guided_whitespace_pattern")
     disable_any_whitespace: Flag = says("of json: none between its tokens", False)
 
-    REFUSED = {
-        "disable_additional_properties": "is not available: write additionalProperties: false in "
-        "the schema"
-    }
+    REFUSED = known.STRUCTURED
+    HARMLESS = frozenset(("disable_fallback",))
 
 
 class Constrained(Body):
@@ -109,7 +106,7 @@ class Constrained(Body):
     )
     structured_outputs: Structured | None = says("vLLM's: one of them")
 
-    REFUSED = UNKNOWN
+    HARMLESS = known.GUIDED_HARMLESS
 
 
 class Formatted(Constrained):
